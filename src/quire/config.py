@@ -1,0 +1,91 @@
+"""Every setting of an engine, with its default. Frozen inputs: derived numbers live in Geometry and MemoryPlan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from quire.errors import StartupError
+
+MEMORIES = ("paged",)
+ATTENTIONS = ("auto", "reference", "sdpa")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+TABLE_SCOPES = ("model", "layer")
+MAX_PAGE_SIZE = 1024
+MAX_SEQS = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
+
+    `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1).
+    `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included.
+    `depth` is how many steps may be in flight (None: what the runner prefers).
+    """
+
+    model: str = ""
+    model_config: str | None = None
+    dummy_weights: bool = False
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    memory: str = "paged"
+    attention: str = "auto"
+    page_size: int = 16
+    table_scope: str = "model"
+    kv_tokens: int | None = None
+    kv_gib: float | None = None
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int = 1024
+    enable_prefix_caching: bool = True
+    generation_config: bool = True
+    depth: int | None = None
+    seed: int = 0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("memory", MEMORIES),
+            ("attention", ATTENTIONS),
+            ("dtype", DTYPES),
+            ("device", DEVICES),
+            ("table_scope", TABLE_SCOPES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")
+        for name, low, high in (
+            ("page_size", 1, MAX_PAGE_SIZE),
+            ("kv_tokens", 1, 2**40),
+            ("max_model_len", 1, 2**31 - 1),
+            ("max_num_seqs", 1, MAX_SEQS),
+            ("max_num_batched_tokens", 1, 2**20),
+            ("max_num_queued_reqs", 1, 2**20),
+            ("threads", 1, 4096),
+            ("depth", 1, 64),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise StartupError(f"{_flag(name)} is {value}", f"It must be between {low} and {high}")
+        if self.kv_gib is not None and not 0 < self.kv_gib < 2**20:
+            raise StartupError(f"--kv-gib is {self.kv_gib}", "It must be above 0")
+        if self.kv_gib is not None and self.kv_tokens is not None:
+            raise StartupError("--kv-gib and --kv-tokens are both given", "Give the size of the KV memory once")
+        if not 0.05 <= self.gpu_memory_utilization <= 1:
+            raise StartupError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"
+            )
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all settings."""
+        return tuple(field.name for field in fields(cls))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,278 @@
+"""The engine: requests in, outputs out, one step at a time. `schedule -> submit -> update` is all there is to a step.
+
+It joins a scheduler with a runner through two messages (quire.plan) and knows neither tensors nor pages. Time and text
+come in through protocols, so that a simulator is this engine with another runner and clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple, Protocol
+
+from quire.decoding import branch_seed
+from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
+from quire.plan import StepPlan, StepResult, Top
+from quire.request import Request, SamplingParams, Sequence
+from quire.scheduler import Event, Scheduler
+from quire.specs import Geometry
+
+
+class Runner(Protocol):
+    """The data plane. `submit` only enqueues; up to `depth` plans may be in flight, collected in order."""
+
+    depth: int
+
+    def bind(self, geometry: Geometry) -> None:
+        """Allocate the tensors of a memory."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Any:
+        """Enqueue a step; returns a ticket."""
+        ...
+
+    def collect(self, ticket: Any) -> StepResult:
+        """Wait for the step of a ticket."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class TextStream(Protocol):
+    """Turns a sequence's tokens into text as they come, and finds stop strings in it."""
+
+    def push(self, tokens: Seq[int], last: bool) -> tuple[str, str | None]:
+        """Text that is safe to show now, and the stop string that ends the sequence, if one was found."""
+        ...
+
+
+class Text(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def stream(self, prompt: Seq[int], params: SamplingParams) -> TextStream: ...
+    def resolve(self, params: SamplingParams) -> SamplingParams: ...
+
+
+class Output(NamedTuple):
+    """What a step brought for one branch of a request. `finish_reason` is None while the branch goes on; `done` says
+    that the whole request ended. `prompt_tops` and `cached_tokens` come with the first output of a branch."""
+
+    request: str
+    branch: int
+    tokens: tuple[int, ...]
+    text: str
+    tops: tuple[Top, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    done: bool
+    cumulative_logprob: float
+    prompt_tops: tuple[Top, ...] | None = None
+    cached_tokens: int = 0
+
+
+class Limits(NamedTuple):
+    """What a request may ask for."""
+
+    vocab_size: int
+    max_len: int
+    max_queued: int
+    held_by: str = "the model"  # what sets max_len: the model, the memory or an option
+
+
+class Stats:
+    """Counters since the start; plain numbers that a server exports."""
+
+    __slots__ = (
+        "finished", "generated_tokens", "prompt_tokens", "rows", "step_seconds", "steps",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.prompt_tokens = self.generated_tokens = 0
+        self.step_seconds = 0.0
+        self.finished: dict[str, int] = {}
+
+
+class Engine:
+    """`add` requests, `step` until nothing is left. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        limits: Limits,
+        *,
+        clock: Callable[[], float],
+        text: Text | None = None,
+        seed: int = 0,
+        depth: int | None = None,
+    ) -> None:
+        self.scheduler, self.runner, self.limits, self.clock, self.text = scheduler, runner, limits, clock, text
+        self.depth = depth or runner.depth
+        self.seed = seed
+        self.requests: dict[str, Request] = {}
+        self.streams: dict[int, TextStream] = {}
+        self.flight: deque[tuple[StepPlan, Any]] = deque()
+        self.outbox: list[Output] = []  # outputs that no step brought: aborts
+        self.stats = Stats()
+        self.added = 0
+
+    # In
+
+    def add(self, id: str, prompt: Seq[int], params: SamplingParams, *, salt: str = "") -> None:
+        """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed."""
+        if id in self.requests:
+            raise InputError(f"request id {id!r} is in use", "request_id")
+        if len(self.scheduler.waiting) >= self.limits.max_queued:
+            raise Overloaded(f"the queue is full: {self.limits.max_queued} requests are waiting")
+        tokens = self._checked(prompt)
+        params.check_vocabulary(self.limits.vocab_size)
+        if self.text is not None:
+            params = self.text.resolve(params)
+        max_tokens = self._max_tokens(len(tokens), params)
+        seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
+        self.added += 1
+        seq = Sequence(self.scheduler.new_id(), tokens, seed=seed, salt=salt)
+        seq.branches = params.n - 1
+        if params.prompt_logprobs is not None:
+            seq.reusable = 0
+        request = Request(id, seq, params, arrival=self.clock(), max_tokens=max_tokens)
+        self.requests[id] = request
+        self.scheduler.add(request)
+
+    def _checked(self, prompt: Seq[int]) -> list[int]:
+        vocab, max_len = self.limits.vocab_size, self.limits.max_len
+        if len(prompt) == 0:
+            raise InputError("the prompt is empty: it must have at least one token", "prompt")
+        if len(prompt) >= max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens, but {self.limits.held_by} holds {max_len} "
+                "with at least one token of output",
+                "prompt",
+            )
+        for i, token in enumerate(prompt):
+            if type(token) is not int or not 0 <= token < vocab:
+                shown = repr(token)[:40]
+                raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {vocab - 1}", "prompt")
+        return list(prompt)
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        """Tokens that the request may generate: what it asks for, cut to the model's length."""
+        room = self.limits.max_len - prompt_len
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.n > self.scheduler.max_seqs:
+            raise InputError(f"n is {params.n}, but at most {self.scheduler.max_seqs} sequences run at once", "n")
+        if not self.scheduler.memory.fits([prompt_len + wanted] * params.n):
+            raise PromptTooLong(
+                f"{params.n} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
+                "ask for a smaller n or max_tokens, or start with a larger --kv-gib",
+                "max_tokens",
+            )
+        return wanted
+
+    def abort(self, id: str) -> None:
+        """End a request; its last outputs, with finish_reason "abort", come with the next step. Unknown ids pass."""
+        request = self.requests.get(id)
+        if request is None:
+            return
+        request.aborted = True
+        for seq in list(request.live):
+            if seq.finish is None:
+                self.scheduler.finish(request, seq, "abort")
+                self.outbox.append(self._output(request, seq, (), "", ()))
+
+    # Step
+
+    @property
+    def unfinished(self) -> bool:
+        """There is work or output left."""
+        return bool(self.outbox) or self.scheduler.unfinished
+
+    def step(self) -> list[Output]:
+        """Plan and submit until `depth` steps are in flight, then take in the oldest. Returns what it brought."""
+        outputs, self.outbox = self.outbox, []
+        while len(self.flight) < self.depth:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._planned(plan)
+            self.flight.append((plan, self.runner.submit(plan)))
+        if self.flight:
+            plan, ticket = self.flight.popleft()
+            result = self.runner.collect(ticket)
+            self.stats.step_seconds += result.seconds
+            outputs += self._publish(self.scheduler.update(plan, result))
+        elif self.scheduler.unfinished and not outputs:
+            raise EngineDead(f"no progress: {len(self.scheduler.waiting)} requests wait and nothing can be planned")
+        return outputs
+
+    def _planned(self, plan: StepPlan) -> None:
+        self.stats.steps += 1
+        self.stats.rows += len(plan.rows)
+        for birth in plan.births:
+            if birth.parent < 0:
+                request = self.scheduler.by_slot[birth.slot][0]
+                if request.scheduled is None:
+                    request.scheduled = self.clock()
+                    self.stats.prompt_tokens += birth.prompt_len
+
+    def _publish(self, events: list[Event]) -> list[Output]:
+        """Events with text; a stop string found in the text ends its sequence."""
+        outputs = []
+        for request, seq, tokens, tops in events:
+            if request.aborted:
+                continue
+            if request.first_token is None:
+                request.first_token = self.clock()
+            self.stats.generated_tokens += len(tokens)
+            text, stop = self._text(request, seq, tokens)
+            if stop is not None:
+                # Found before the end token or length that may have ended the sequence in the same step.
+                seq.finish = None
+                self.scheduler.finish(request, seq, "stop", stop)
+            outputs.append(self._output(request, seq, tokens, text, tops))
+        return outputs
+
+    def _text(self, request: Request, seq: Sequence, tokens: tuple[int, ...]) -> tuple[str, str | None]:
+        if self.text is None or not request.params.detokenize:
+            return "", None
+        stream = self.streams.get(seq.id)
+        if stream is None:
+            stream = self.streams[seq.id] = self.text.stream(seq.tokens[: seq.prompt_len], request.params)
+        if seq.finish == "stop" and not request.params.include_stop_str_in_output:
+            # The end token itself is not text.
+            tokens = tokens[:-1]
+        return stream.push(tokens, seq.finish is not None)
+
+    def _output(
+        self, request: Request, seq: Sequence, tokens: tuple[int, ...], text: str, tops: tuple[Top, ...]
+    ) -> Output:
+        done = False
+        if seq.finish is not None:
+            self.streams.pop(seq.id, None)
+            self.stats.finished[seq.finish] = self.stats.finished.get(seq.finish, 0) + 1
+            request.reported += 1
+            done = request.reported == len(request.live) + len(request.done)
+            if done:
+                del self.requests[request.id]
+        first = len(seq.tokens) - seq.prompt_len <= len(tokens)
+        return Output(
+            request.id,
+            seq.index,
+            tokens,
+            text,
+            tops,
+            seq.finish,
+            seq.stop_reason,
+            done,
+            seq.cumulative_logprob,
+            tuple(seq.prompt_tops) if first and request.params.prompt_logprobs is not None else None,
+            request.cached_tokens,
+        )
+
+    def close(self) -> None:
+        """Release the runner. The engine can't be used afterwards."""
+        self.flight.clear()
+        self.runner.close()

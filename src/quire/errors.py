@@ -1,0 +1,49 @@
+"""The failures that quire reports, as one tree.
+
+    QuireError
+    ├── InputError        a request, parameter or option that can't be served; names the value and the limit
+    │   └── PromptTooLong     more tokens than the model or the memory can ever hold
+    ├── StartupError      the engine can't start; names the cause and a remedy
+    ├── Overloaded        the queue is full; come back after `retry_after` seconds
+    └── EngineDead        the engine stopped; nothing more will be served
+
+Shortage of memory is never an exception: it is a return value of the memory. A broken invariant is an assert.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Anything that quire reports on purpose."""
+
+
+class InputError(QuireError, ValueError):
+    """Bad input, refused at the edge before anything is queued. `param` names the offending field, if one does."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(InputError):
+    """A prompt, or a prompt with its outputs, longer than the model or the KV memory can hold."""
+
+
+class StartupError(QuireError):
+    """The engine can't start. `remedy` says what to change."""
+
+    def __init__(self, cause: str, remedy: str = "") -> None:
+        super().__init__(f"{cause}. {remedy}" if remedy else cause)
+        self.cause, self.remedy = cause, remedy
+
+
+class Overloaded(QuireError):
+    """The bounded queue is full; the client may retry after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDead(QuireError):
+    """The engine's loop ended; requests in flight fail with this."""

@@ -1,0 +1,86 @@
+"""Memories: where the keys and values of every sequence live. One small protocol; one file an implementation.
+
+The scheduler drives a KVMemory without knowing which one it is; the runner replays the journal that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+from quire.config import EngineConfig
+from quire.memory.paged import PagedMemory, Placement
+from quire.memory.usage import Usage
+from quire.plan import Journal
+from quire.request import Sequence
+from quire.specs import Geometry, ModelSpec
+
+__all__ = ["KVMemory", "Placement", "Size", "Usage", "build_memory"]
+
+
+class KVMemory(Protocol):
+    """The interface of every memory. Shortage is a return value, and a call that reports it has changed nothing.
+
+    Lengths are in tokens. `free` and `fork` take quiet sequences only. Deterministic: the same calls give the same
+    placements and journal.
+    """
+
+    geometry: Geometry
+
+    def fits(self, lengths: Seq[int]) -> bool:
+        """Could sequences of these lengths be held at once if the memory were otherwise idle?"""
+        ...
+
+    def admit(self, seq: Sequence, budget: int) -> int | None:
+        """Birth: reuse a cached prefix and make room for up to `budget` more tokens. Returns the reused length (at most
+        len - 1, so that one token is always computed), or None. Undone by `free`."""
+        ...
+
+    def grow(self, seq: Sequence, length: int) -> bool:
+        """Make tokens [seq.planned, length) writable and private to the sequence. Monotone and idempotent."""
+        ...
+
+    def commit(self, seq: Sequence) -> None:
+        """tokens[:seq.computed] are valid: publish full pages, drop what no layer needs any more."""
+        ...
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """`child` starts with the parent's computed state."""
+        ...
+
+    def free(self, seq: Sequence) -> None:
+        """Death; cached pages may outlive the sequence."""
+        ...
+
+    def slot(self, seq: Sequence) -> int:
+        """The dense index (from 1) of a resident sequence; 0 is scratch."""
+        ...
+
+    def take_journal(self) -> tuple[Journal, Journal]:
+        """Effects since the last call: before the step's writes, and while it computes."""
+        ...
+
+    def place(self, seq: Sequence) -> Placement:
+        """What the replayed tables must equal. For tests; never called in a step."""
+        ...
+
+    def usage(self) -> Usage:
+        """Bytes by category; they add up to the memory's size."""
+        ...
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        ...
+
+
+class Size(NamedTuple):
+    """How large a memory is to be: `tokens` of capacity, for sequences of up to `max_len` tokens."""
+
+    tokens: int
+    max_len: int
+    itemsize: int
+
+
+def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> KVMemory:
+    """The memory that `config.memory` names, of `size`."""
+    return PagedMemory.build(config, spec, size.tokens, size.max_len, size.itemsize, model_id)
