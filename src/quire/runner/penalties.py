@@ -1,0 +1,117 @@
+"""What the sampler remembers of sequences' tokens, on the device: the tokens, and how often each was generated.
+
+Only sequences whose parameters need it have a row here. Nothing in this file waits for the device. The penalties are
+those of vLLM (repetition: CTRL, Keskar et al. 2019, §4.1; frequency and presence: OpenAI's API).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ANY = -1
+"""In the prefix of a bad word: every token matches, and none as well."""
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """A fresh host array as a device tensor, without waiting for the device (so: through pinned memory)."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class TokenStatistics:
+    """One row for each slot that needs it, in tables that double when they are full.
+
+    `tokens` [rows, capacity] int64: prompt and output, and then, as padding, the first token again; `counts`
+    [rows, vocab] float32 (exact up to 2**24 occurrences): how often a token is in the output.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self.tokens = torch.zeros(0, 256, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(0, vocab_size, device=device)
+        self._row: dict[int, int] = {}
+        self._free: list[int] = []
+        self._lengths: dict[int, int] = {}  # tokens of a slot: known here even while their values are not
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._row
+
+    def birth(self, slot: int, history: Sequence[int], prompt_len: int) -> None:
+        """`slot` has the tokens `history`, one at least, the first `prompt_len` of them its prompt."""
+        row = self._take(slot, len(history))
+        padded = np.full(self.tokens.shape[1], history[0], dtype=np.int64)
+        padded[: len(history)] = history
+        self.tokens[row] = upload(padded, self.device)
+        outputs = self.tokens[row, prompt_len : len(history)]
+        self.counts[row].zero_().scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.float32))
+
+    def fork(self, parent: int, slot: int) -> None:
+        """`slot` starts with the tokens of `parent`, those included that only the device has seen."""
+        source, row = self._row[parent], self._take(slot, self._lengths[parent])
+        self.tokens[row] = self.tokens[source]
+        self.counts[row] = self.counts[source]
+
+    def drop(self, slot: int) -> None:
+        """Forget `slot`; no effect if it has no row."""
+        row = self._row.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def record(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """Each slot, at most once here and each with a row, has got one more output token: tokens [len(slots)]."""
+        rows, lengths = self._rows(slots), np.array([self._lengths[slot] for slot in slots])
+        self._reserve(int(lengths.max()) + 1)
+        self.tokens.index_put_((rows, upload(lengths, self.device)), tokens)
+        self.counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)
+        for slot in slots:
+            self._lengths[slot] += 1
+
+    def penalise(self, logits: Tensor, slots: Sequence[int], penalties: np.ndarray) -> Tensor:
+        """Penalised logits [R, V] of `slots`, in new memory; penalties [R, 3]: repetition, frequency and presence."""
+        rows = self._rows(slots)
+        factors = upload(penalties.astype(np.float32), self.device)
+        repetition, frequency, presence = factors[:, 0:1], factors[:, 1:2], factors[:, 2:3]
+        # Only tokens of the sequence change. One that is there twice is computed twice, to the same number.
+        seen = self.tokens.index_select(0, rows)[:, : max(self._lengths[slot] for slot in slots)]
+        counts = self.counts[rows[:, None], seen]
+        changed = logits.gather(1, seen)
+        changed = torch.where(changed > 0, changed / repetition, changed * repetition)
+        changed = changed - counts * frequency
+        changed = changed - counts.clamp(max=1) * presence
+        return logits.scatter(1, seen, changed)
+
+    def ends_with(self, slots: Sequence[int], prefixes: np.ndarray) -> Tensor:
+        """[N] bool: are prefixes[i] the latest tokens of slots[i]? prefixes [N, width] may start with `ANY`."""
+        width = prefixes.shape[1]
+        places = np.array([self._lengths[slot] for slot in slots])[:, None] - width + np.arange(width)
+        latest = self.tokens[self._rows(slots)[:, None], upload(places.clip(min=0), self.device)]
+        equal = (latest == upload(prefixes, self.device)) & upload(places >= 0, self.device)
+        return (equal | upload(prefixes == ANY, self.device)).all(-1)
+
+    def _rows(self, slots: Sequence[int]) -> Tensor:
+        return upload(np.array([self._row[slot] for slot in slots], dtype=np.int64), self.device)
+
+    def _take(self, slot: int, length: int) -> int:
+        self.drop(slot)
+        self._reserve(length)
+        if not self._free:
+            held = len(self.counts)
+            more = max(4, held)
+            self._free.extend(range(held + more - 1, held - 1, -1))
+            self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.vocab_size)))
+            self.tokens = torch.cat((self.tokens, self.tokens.new_zeros(more, self.tokens.shape[1])))
+        self._row[slot] = row = self._free.pop()
+        self._lengths[slot] = length
+        return row
+
+    def _reserve(self, length: int) -> None:
+        capacity = self.tokens.shape[1]
+        if length > capacity:
+            padding = self.tokens[:, :1].expand(-1, max(capacity, length - capacity))
+            self.tokens = torch.cat((self.tokens, padding), 1)
