@@ -82,7 +82,14 @@ class In(NamedTuple):
     page: int
 
 
-Entry = Table | Copy | Out | In
+class Poison(NamedTuple):
+    """Debug mode: page `page` is given out anew; fill it with NaN, so that reading before writing shows."""
+
+    group: int
+    page: int
+
+
+Entry = Table | Copy | Out | In | Poison
 Journal = tuple[Entry, ...]
 
 

@@ -117,7 +117,9 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 (frozen: normalise once, here)
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # frozen: normalised once, here
+
         _integer("n", self.n, 1, MAX_N)
         put("temperature", _number("temperature", self.temperature, 0.0, 100.0))
         put("top_p", _number("top_p", self.top_p, 0.0, 1.0))

@@ -214,8 +214,12 @@ class Scheduler:
             append(request, branch, sampled, draw, self.eos_ids, self.max_len)
             tops = sampled.tops[draw : draw + 1]
             events.append(Event(request, branch, sampled.tokens[draw : draw + 1], tops))
-            if branch is not seq and branch.finish is not None:
+            if branch is seq:
+                continue
+            if branch.finish is not None:
                 self._retire(request, branch)
+            elif request.status is Status.RUNNING:
+                self._born(request, branch, parent=self.memory.slot(seq))
 
     def _fork(self, request: Request, seq: Sequence) -> list[Sequence]:
         """The branches of parallel sampling: they share the prompt's pages (§4.4)."""
@@ -230,7 +234,6 @@ class Scheduler:
                 self._preempt_partly(request, children[i:])
                 break
             self.by_slot[self.memory.slot(child)] = (request, child)
-            self._born(request, child, parent=self.memory.slot(seq))
         return children
 
     def _preempt_partly(self, request: Request, absent: list[Sequence]) -> None:

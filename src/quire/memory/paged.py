@@ -7,6 +7,7 @@ published under chained keys, so that a later sequence with the same prefix find
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -16,7 +17,7 @@ from quire.config import EngineConfig
 from quire.memory.pages import SCRATCH, Pages
 from quire.memory.policies import FullPolicy, LayerPolicy, WindowPolicy
 from quire.memory.usage import Usage
-from quire.plan import Copy, Entry, Journal, Table
+from quire.plan import Copy, Entry, Journal, Poison, Table
 from quire.request import Sequence
 from quire.specs import Geometry, Group, Layout, ModelSpec
 
@@ -55,6 +56,7 @@ class PagedMemory:
         caching: bool = True,
         model_id: str = "",
         watermark: int = 0,
+        debug: bool = False,
         order: Iterable[int] | None = None,
     ) -> None:
         self.geometry = geometry
@@ -65,7 +67,7 @@ class PagedMemory:
         ]
         self.windowed = any(g.window is not None for g in geometry.groups)
         self.pages = Pages(geometry.pages - 1, len(geometry.groups), order)
-        self.chunk, self.caching, self.watermark = chunk, caching, watermark
+        self.chunk, self.caching, self.watermark, self.debug = chunk, caching, watermark, debug
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
@@ -85,14 +87,17 @@ class PagedMemory:
         if config.table_scope == "layer":
             sets = [(i,) for i in range(len(spec.layers))]
         else:
-            windows = dict.fromkeys(layer.window for layer in spec.layers)
-            sets = [tuple(i for i, layer in enumerate(spec.layers) if layer.window == w) for w in windows]
-        page_bytes = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) * size for layers in sets]
-        # Pages of one size for all groups: a smaller group pads up to the largest.
-        groups = tuple(Group(layers, size, max(page_bytes), spec.layers[layers[0]].window) for layers in sets)
+            sets = [
+                tuple(i for i, other in enumerate(spec.layers) if other == kind) for kind in dict.fromkeys(spec.layers)
+            ]
+        # Pages of one size for all groups: smaller ones are padded, to a whole number of every group's head rows.
+        row = math.lcm(*(spec.layers[layers[0]].head_dim * size * itemsize for layers in sets))
+        largest = max(sum(spec.layers[i].token_bytes(itemsize) for i in layers) * size for layers in sets)
+        page_bytes = -(-largest // row) * row
+        groups = tuple(Group(layers, size, page_bytes, spec.layers[layers[0]].window) for layers in sets)
         pages = -(-tokens // size) * len(sets) + 1
         geometry = Geometry(
-            Layout.PAGED, pages, max(page_bytes), config.max_num_seqs + 1, -(-max_len // size), groups, itemsize
+            Layout.PAGED, pages, page_bytes, config.max_num_seqs + 1, -(-max_len // size), groups, itemsize
         )
         return cls(
             geometry,
@@ -100,6 +105,7 @@ class PagedMemory:
             caching=config.enable_prefix_caching,
             model_id=model_id,
             watermark=(pages - 1) // 100,
+            debug=config.debug,
         )
 
     # Admission
@@ -118,11 +124,7 @@ class PagedMemory:
             return None
         hit = self._longest_hit(seq) if self.caching else 0
         found = [self._hit_pages(g, seq, hit) for g in range(len(self.policies))]
-        # Pin first: pages that are hit must not count as free, and must not be evicted for this sequence's own tail.
-        for pages in found:
-            for page in pages:
-                if page != SCRATCH:
-                    self.pages.share(page)
+        hits = [page for pages in found for page in pages if page != SCRATCH]
         reused = hit * self.page_tokens
         length = len(seq.tokens)
         logical = -(-min(length, reused + budget) // self.page_tokens)
@@ -131,11 +133,12 @@ class PagedMemory:
             for policy, pages in zip(self.policies, found)
         )
         spare = seq.branches * len(self.policies) + (self.watermark if self.residents else 0)
-        if whole + spare > self.pages.available:
-            for pages in found:
-                self._release(pages)
+        # Count before anything is taken: hits that no sequence uses yet are about to be, and aren't free.
+        if whole + spare > self.pages.available - sum(self.pages.refs[page] == 0 for page in hits):
             self.refused = (seq.id, self.releases)
             return None
+        for page in hits:  # pinned first, so that they aren't evicted for the sequence's own tail
+            self.pages.share(page)
         if self.caching:
             self.queries += length
             self.hits += reused
@@ -216,17 +219,23 @@ class PagedMemory:
             resident.forked = False
         for g, table in enumerate(resident.tables):
             if logical > len(table):
-                fresh = tuple(self.pages.take(g, seq.id) for _ in range(logical - len(table)))
+                fresh = tuple(self._take(g, seq) for _ in range(logical - len(table)))
                 self.entries.append(Table(resident.slot, g, len(table), fresh))
                 table.extend(fresh)
         resident.capacity = max(resident.capacity, logical * size)
         resident.held = max(resident.held, length)
         return True
 
+    def _take(self, group: int, seq: Sequence) -> int:
+        page = self.pages.take(group, seq.id)
+        if self.debug:
+            self.entries.append(Poison(group, page))
+        return page
+
     def _copy_on_write(self, seq: Sequence, resident: Resident, group: int, at: int) -> None:
         """Replace the shared page at logical page `at` by a private copy (§4.4, Figure 8)."""
         old = resident.tables[group][at]
-        new = self.pages.take(group, seq.id)
+        new = self._take(group, seq)
         self.entries.append(Copy(group, old, new))
         self.entries.append(Table(resident.slot, group, at, (new,)))
         resident.tables[group][at] = new

@@ -23,7 +23,7 @@ SCALE = 2.0**32
 
 MAX_VOCAB = 2**20
 BLOCK = 128  # tokens whose weights are summed before the search for the drawn one
-CANDIDATES = 256  # tokens that top_p looks at before it sorts a whole row (on the CPU)
+CANDIDATES = 2048  # tokens that top_p looks at before it sorts a whole row (on the CPU)
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
 
 
@@ -116,6 +116,10 @@ class Sampler:
         self._shape[slot] = (params.temperature, params.min_p, top_k, params.top_p)
         self._penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
 
+    def params(self, slot: int) -> SamplingParams:
+        """The parameters of the sequence that has `slot`."""
+        return self._rules[slot].params
+
     def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Drawn:
         """Draw from logits [R, V]. A row is (slot, position, draws): `draws` >= 1 tokens for the index `position`.
 
@@ -136,7 +140,7 @@ class Sampler:
         peak = best if processed is raw else raw.amax(-1)
         fault = torch.where(peak.isfinite(), 2 * (best == -torch.inf).long(), 1)
         tokens, failed = self._take(tokens, owner), self._take(fault, owner)
-        random = np.array([not self._rules[slot].params.greedy for slot in slots], dtype=np.bool_)
+        random = np.array([not self.params(slot).greedy for slot in slots], dtype=np.bool_)
         if random.any():
             positions = np.array([position for _, position, _ in rows], dtype=np.int64)
             branch = (np.arange(len(owner)) - first[owner]).astype(np.uint64)
@@ -150,6 +154,10 @@ class Sampler:
         if counted:
             self._statistics.record([slots[i] for i in counted], self._take(tokens, first[counted]))
         return self._packed(raw, tokens, fault, slots, draws, owner)
+
+    def params(self, slot: int) -> SamplingParams:
+        """The parameters that the slot was born with."""
+        return self._rules[slot].params
 
     def process(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Tensor:
         """Logits [R, V] after masks, biases and penalties: new ones, or `logits` itself if no row has any of these."""
@@ -189,14 +197,14 @@ class Sampler:
             start += draws
             tops: tuple[Top, ...] = ()
             if logprobs is not None:
-                tops = tuple(_top(token, next(details), logprobs) for token in own)
+                tops = tuple(top_of(token, next(details), logprobs) for token in own)
             samples.append(Sampled(own, () if fault else tops, error=FAULTS[fault]))
         return samples
 
     def score(self, logits: Tensor, targets: Tensor, k: int) -> list[Top]:
         """Log-probability, rank and `k` alternatives of targets [N] under logits [N, V]. Waits for the device."""
-        details = _details(logits.float(), targets, k > 0).tolist()
-        return [_top(token, numbers, k) for token, numbers in zip(targets.tolist(), details)]
+        details = details_of(logits.float(), targets, k > 0).tolist()
+        return [top_of(token, numbers, k) for token, numbers in zip(targets.tolist(), details)]
 
     def _take(self, tensor: Tensor, index: np.ndarray) -> Tensor:
         return tensor.index_select(0, upload(index, self.device))
@@ -243,11 +251,11 @@ class Sampler:
         self, raw: Tensor, tokens: Tensor, fault: Tensor, slots: list[int], draws: np.ndarray, owner: np.ndarray
     ) -> Drawn:
         """Everything that the host will want in one tensor, and its copy to the host under way."""
-        asked = [self._rules[slot].params.logprobs for slot in slots]
+        asked = [self.params(slot).logprobs for slot in slots]
         parts, columns = [tokens.double(), fault.double()], 0
         places = np.array([i for i, row in enumerate(owner) if asked[row] is not None], dtype=np.int64)
         if len(places):
-            details = _details(self._take(raw, owner[places]), self._take(tokens, places), any(asked))
+            details = details_of(self._take(raw, owner[places]), self._take(tokens, places), any(asked))
             parts.append(details.flatten())
             columns = details.shape[1]
         host, ready = torch.cat(parts), None
@@ -372,7 +380,7 @@ def _column(values: np.ndarray, like: Tensor) -> Tensor:
     return upload(values.astype(np.float32), like.device)[:, None]
 
 
-def _details(logits: Tensor, tokens: Tensor, wide: bool) -> Tensor:
+def details_of(logits: Tensor, tokens: Tensor, wide: bool = True) -> Tensor:
     """[N, 2 or 2 + 2 K] float64: log-probability and rank of tokens [N]; if `wide` the K likeliest ids, then theirs.
 
     K is the most that anyone may ask for, and equals come in the order of their ids: nobody's answer depends on
@@ -389,8 +397,8 @@ def _details(logits: Tensor, tokens: Tensor, wide: bool) -> Tensor:
     return torch.cat([part.double() for part in parts], 1)
 
 
-def _top(token: int, details: list[float], k: int) -> Top:
-    """`Top` from one row of `_details`, its alternatives cut to `k`."""
+def top_of(token: int, details: list[float], k: int) -> Top:
+    """`Top` from one row of `details_of`, its alternatives cut to `k`."""
     most = (len(details) - 2) // 2
     ids, logprobs = details[2 : 2 + most][:k], details[2 + most :][:k]
     return Top(token, details[0], int(details[1]), tuple(map(int, ids)), tuple(logprobs))

@@ -1,0 +1,208 @@
+"""Building an engine from its settings: checkpoint -> memory plan -> model -> runner, memory, scheduler, engine.
+
+The one place where the planes are joined. Every failure is a StartupError with its cause and a remedy.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.config import EngineConfig
+from quire.engine import Engine, Limits
+from quire.errors import StartupError
+from quire.memory import Size, build_memory
+from quire.models import read_spec, resolve
+from quire.models.configs import CONFIGS
+from quire.runner.budget import MemoryPlan, plan_memory
+from quire.scheduler import Scheduler
+from quire.specs import ModelSpec
+from quire.weights.checkpoint import locate, read_config, read_generation_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.text.chat import ChatTemplate
+    from quire.text.tokenizer import Tokenizer
+
+BUNDLED = "tiny"
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class Source(NamedTuple):
+    """A model before it is loaded. `folder` is None for a named shape with dummy weights."""
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    spec: ModelSpec
+
+
+class Built(NamedTuple):
+    """An engine and what belongs to it. `notices` are said at start; `defaults` are generation_config.json's sampling
+    parameters."""
+
+    engine: Engine
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    chat: ChatTemplate | None
+    plan: MemoryPlan
+    notices: tuple[str, ...]
+    defaults: dict[str, Any]
+    name: str
+
+
+def read_source(config: EngineConfig) -> Source:
+    """Find the model and read its configuration; nothing is loaded."""
+    if config.model_config is not None:
+        if config.model_config not in CONFIGS:
+            raise StartupError(
+                f"--model-config is {config.model_config!r}", f"Known shapes: {', '.join(sorted(CONFIGS))}"
+            )
+        if not config.dummy_weights:
+            raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
+        shape = CONFIGS[config.model_config]
+        return Source(config.model_config, None, shape, {}, read_spec(shape))
+    model = config.model or BUNDLED
+    bundled = Path(__file__).parent / "assets" / model
+    folder = bundled if model in (BUNDLED, "tiny-draft") and not Path(model).is_dir() else locate(model)
+    settings = read_config(folder)
+    generation = read_generation_config(folder) if config.generation_config else {}
+    return Source(
+        Path(model).name if Path(model).is_dir() else model, folder, settings, generation, read_spec(settings)
+    )
+
+
+def plan(config: EngineConfig) -> list[str]:
+    """The memory plan of `config` as one screen, without loading the model."""
+    source = read_source(config)
+    device = _device(config)
+    dtype = _dtype(config, source.config, device)
+    return plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device).lines()
+
+
+def build(config: EngineConfig, progress: bool = False) -> Built:
+    """Load the model and assemble the engine."""
+    import torch
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    source = read_source(config)
+    device = _device(config)
+    dtype = _dtype(config, source.config, device)
+    plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
+    tokenizer, chat = _text(config, source)
+    eos_ids = _eos_ids(source, tokenizer)
+    runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, progress)
+    size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
+    memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(
+        memory,
+        budget=config.max_num_batched_tokens,
+        max_seqs=config.max_num_seqs,
+        max_len=plan.max_len,
+        eos_ids=eos_ids,
+    )
+    held_by = "the KV memory" if plan.clipped else "the model"
+    limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
+    text = None
+    if tokenizer is not None:
+        from quire.text.stream import TokenText
+
+        text = TokenText(tokenizer)
+    engine = Engine(scheduler, runner, limits, clock=time.monotonic, text=text, seed=config.seed, depth=config.depth)
+    defaults = {key: source.generation[key] for key in SAMPLING_DEFAULTS if source.generation.get(key) is not None}
+    notices = _notices(config, source, plan, eos_ids, defaults)
+    return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
+
+
+def _runner(
+    config: EngineConfig,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    eos_ids: tuple[int, ...],
+    progress: bool,
+) -> Any:
+    from quire.runner.model_runner import ModelRunner
+    from quire.weights.dummy import fill_dummy
+    from quire.weights.loader import load
+
+    model = resolve(source.config)(source.config, dtype, device)
+    if config.dummy_weights or source.folder is None:
+        fill_dummy(model, config.seed)
+    else:
+        load(model, source.folder, progress)
+    model.prepare()
+    attention = "sdpa" if config.attention == "auto" else config.attention
+    return ModelRunner(model, source.spec, dtype, device, attention, eos_ids)
+
+
+def _text(config: EngineConfig, source: Source) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    folder = locate(config.tokenizer) if config.tokenizer is not None else source.folder
+    if config.skip_tokenizer_init or folder is None:
+        return None, None
+    from quire.text.chat import ChatTemplate
+    from quire.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder), ChatTemplate.find(folder)
+
+
+def _eos_ids(source: Source, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every end token that generation_config.json, config.json or the tokenizer names."""
+    ids: dict[int, None] = {}
+    named = source.generation.get("eos_token_id", source.config.get("eos_token_id"))
+    for value in named if isinstance(named, list) else [named]:
+        if isinstance(value, int) and 0 <= value < source.spec.vocab_size:
+            ids[value] = None
+    for value in tokenizer.eos_ids if tokenizer is not None else ():
+        if value < source.spec.vocab_size:
+            ids[value] = None
+    return tuple(ids)
+
+
+def _device(config: EngineConfig) -> str:
+    if config.device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if config.device == "cuda":
+        raise StartupError("--device is cuda, but torch finds no GPU", "Use --device cpu, or install torch for CUDA")
+    return "cpu"
+
+
+def _dtype(config: EngineConfig, model: dict[str, Any], device: str) -> str:
+    """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32."""
+    if config.dtype != "auto":
+        return config.dtype
+    said = model.get("dtype") or model.get("torch_dtype") or "float32"
+    said = said if said in ITEMSIZE else "float32"
+    if device == "cpu" and said != "float32":
+        import torch
+
+        return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    return str(said)
+
+
+def _notices(
+    config: EngineConfig, source: Source, plan: MemoryPlan, eos_ids: tuple[int, ...], defaults: dict[str, Any]
+) -> tuple[str, ...]:
+    notices = []
+    if config.dtype == "auto":
+        notices.append(f"dtype {plan.dtype}, chosen for {plan.device}")
+    if plan.clipped:
+        notices.append(f"sequences may have {plan.max_len:,} tokens{plan.clipped}")
+    if eos_ids:
+        notices.append(f"end tokens {', '.join(map(str, eos_ids))}")
+    if defaults:
+        shown = ", ".join(f"{key}={value}" for key, value in defaults.items())
+        notices.append(
+            f"generation_config.json sets {shown} where a request doesn't (--no-generation-config ignores it)"
+        )
+    return tuple(notices)

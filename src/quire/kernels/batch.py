@@ -1,0 +1,69 @@
+"""What an attention backend is given: the tokens of one step, and where their keys and values are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values inside the pages: `rows` is the whole buffer as [*, page_tokens * head_dim], in which
+    head h of page p starts at row p * stride + key_row + h for keys, and value_row + h for values.
+    """
+
+    rows: Tensor
+    stride: int
+    key_row: int
+    value_row: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    group: int
+    window: int | None
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as [pages, kv_heads, page_tokens, head_dim]; the page stride is the tensors' own."""
+        shape = (self.rows.shape[0] // self.stride, self.kv_heads, self.page_tokens, self.head_dim)
+        size = self.page_tokens * self.head_dim
+        strides = (self.stride * size, size, self.head_dim, 1)
+        return (
+            self.rows.as_strided(shape, strides, self.key_row * size),
+            self.rows.as_strided(shape, strides, self.value_row * size),
+        )
+
+
+@dataclass(slots=True)
+class Batch:
+    """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `write_pages` and
+    `write_offsets` [groups, T] say where each token's keys and values go; `ends` [S] are the last tokens of the rows
+    that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's first token. The page
+    tables [groups, slots, logical pages] are there on the device and on the host.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    token_slots: Tensor
+    write_pages: Tensor
+    write_offsets: Tensor
+    ends: Tensor
+    slots: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    offsets: np.ndarray
+    tables: Tensor
+    host_tables: np.ndarray
+    caches: list[LayerCache]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array as a tensor on `device`; the copy to a GPU is only enqueued."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
