@@ -23,7 +23,7 @@ SCALE = 2.0**32
 
 MAX_VOCAB = 2**20
 BLOCK = 128  # tokens whose weights are summed before the search for the drawn one
-CANDIDATES = 2048  # tokens that top_p looks at before it sorts a whole row (on the CPU)
+CANDIDATES = 1024  # tokens that top_p looks at before it sorts a whole row (on the CPU)
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
 
 
@@ -96,12 +96,10 @@ class Sampler:
         A parent that drew several branches at once has recorded the first one: the others need their history.
         """
         slot, parent = birth.slot, self._rules.get(birth.parent) if birth.parent >= 0 else None
-        params = birth.params if birth.params is not None else parent.params if parent else None
+        params = birth.params or (parent.params if parent else None)
         assert params is not None, f"slot {slot} is born without sampling parameters"
-        if parent is not None and parent.params is params:
-            rules = parent
-        else:
-            rules = Rules.of(params, self.vocab_size, self.eos_ids, self.device)
+        rules = parent if parent and parent.params is params else None
+        rules = rules or Rules.of(params, self.vocab_size, self.eos_ids, self.device)
         if not params.needs_history:
             self._statistics.drop(slot)
         elif birth.history or parent is None:
@@ -109,16 +107,10 @@ class Sampler:
             self._statistics.birth(slot, birth.history, birth.prompt_len)
         else:
             self._statistics.fork(birth.parent, slot)
-        self._rules[slot] = rules
-        self._prompt_len[slot] = birth.prompt_len
-        self._seeds[slot] = birth.seed % 2**63
+        self._rules[slot], self._prompt_len[slot], self._seeds[slot] = rules, birth.prompt_len, birth.seed % 2**63
         top_k = params.top_k if params.top_k < self.vocab_size else 0
         self._shape[slot] = (params.temperature, params.min_p, top_k, params.top_p)
         self._penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-
-    def params(self, slot: int) -> SamplingParams:
-        """The parameters of the sequence that has `slot`."""
-        return self._rules[slot].params
 
     def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Drawn:
         """Draw from logits [R, V]. A row is (slot, position, draws): `draws` >= 1 tokens for the index `position`.
