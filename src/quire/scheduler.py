@@ -35,7 +35,7 @@ class Scheduler:
         self.budget, self.max_seqs, self.max_len = budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
         self.waiting: deque[Request] = deque()
-        self.running: dict[str, Request] = {}  # in order of arrival
+        self.running: dict[Request, None] = {}  # in order of arrival; an aborted id may be back before its end
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.births: list[Birth] = []
         self.flight = 0  # plans made whose results are awaited
@@ -82,7 +82,7 @@ class Scheduler:
         Returns whether anybody was hurt; None when memory is short but steps are in flight, so that victims may be."""
         hurt, budget = False, self.budget
         grow = self.memory.grow
-        for request in list(self.running.values()):
+        for request in list(self.running):
             if request.status is not Status.RUNNING:
                 break  # preempted above, and so is everyone younger
             first = len(rows)
@@ -94,7 +94,7 @@ class Scheduler:
                     if self.flight:
                         return None
                     hurt = True
-                    self._preempt(next(reversed(self.running.values())))
+                    self._preempt(next(reversed(self.running)))
                     if request.status is not Status.RUNNING:
                         del rows[first:]
                         return hurt
@@ -123,7 +123,7 @@ class Scheduler:
 
     def _preempt(self, victim: Request) -> None:
         """Whole requests, all or nothing: every sequence leaves memory and will be recomputed (§4.5)."""
-        del self.running[victim.id]
+        del self.running[victim]
         for seq in victim.live:
             self._leave(seq)
             seq.computed = seq.planned = 0
@@ -148,7 +148,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             request.status = Status.RUNNING
-            self.running[request.id] = request
+            self.running[request] = None
             rows.extend(admitted)
             budget -= sum(len(row.tokens) for row in admitted)
 
@@ -262,7 +262,7 @@ class Scheduler:
         request.done.append(seq)
         if not request.live:
             if request.status is Status.RUNNING:
-                del self.running[request.id]
+                del self.running[request]
             else:
                 self.waiting.remove(request)
             request.status = Status.DONE
