@@ -1,0 +1,218 @@
+"""A data plane of token ids: it replays plans as a GPU runner must, and computes hashes in place of a model.
+
+The state of a position is a hash of its token and of the states that each layer group sees there; it is kept at the
+address that the page tables give, and tokens are drawn by hashing it. So a wrong address, a missed copy or a stale
+prefix changes the output. `expected` computes the same tokens without a memory. Knows no torch and no policies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections import deque
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.decoding import branch_seed
+from quire.plan import LAST, Birth, Copy, Entry, Poison, Row, Sampled, StepPlan, StepResult, Table, Top
+from quire.request import SamplingParams
+from quire.specs import Geometry
+
+Cells = npt.NDArray[np.int64]
+BLIND_TOKEN = 7
+POISON = -1
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def _state(token: int, position: int, seen: Seq[bytes]) -> int:
+    """The state of a position, from what each group sees of the positions before it."""
+    return _hash(struct.pack("<qq", token, position) + b"".join(seen))
+
+
+def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int) -> int:
+    """A token for (state, seed); of all tokens so far too, when the parameters need them."""
+    past = b"" if history is None else array("q", history).tobytes()
+    return _hash(struct.pack("<qq", state, seed) + past) % vocab_size
+
+
+def fake_top(state: int, token: int, k: int, vocab_size: int) -> Top:
+    """A made-up log-probability of `token` after `state`, below zero, with `k` alternatives."""
+    logprobs = tuple(-(_hash(struct.pack("<qq", state, token + i)) % 1000 + 1) / 100 for i in range(k + 1))
+    return Top(token, logprobs[0], 1, tuple((token + i) % vocab_size for i in range(k)), logprobs[:k])
+
+
+def states(tokens: Seq[int], windows: Seq[int | None], known: Seq[int] = ()) -> list[int]:
+    """The states of all positions of `tokens`, computed without a memory; `known` are the first of them."""
+    found = np.zeros(len(tokens), dtype=np.int64)
+    found[: len(known)] = known
+    for p in range(len(known), len(tokens)):
+        seen = [(found[_first_seen(p, window) : p] ^ g).tobytes() for g, window in enumerate(windows)]
+        found[p] = _state(tokens[p], p, seen)
+    return [int(state) for state in found]
+
+
+def expected(
+    prompt: Seq[int],
+    params: SamplingParams,
+    seed: int,
+    *,
+    vocab_size: int,
+    windows: Seq[int | None] = (None,),
+    max_len: int = 2**31,
+    eos_ids: frozenset[int] = frozenset(),
+) -> list[int]:
+    """The tokens that an EchoRunner must generate for one branch, whatever the memory, the batch and the schedule.
+
+    `seed` is the branch's own; `windows` has one entry a layer group, None for full attention.
+    """
+    tokens, known = list(prompt), list[int]()
+    limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
+    ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
+    for count in range(1, limit + 1):
+        known = states(tokens, windows, known)
+        tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size))
+        if tokens[-1] in ends and count >= params.min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+class Slot:
+    """What the device knows of the sequence in a slot."""
+
+    __slots__ = ("history", "last", "params", "seed", "seq")
+
+    def __init__(self, birth: Birth, parent: Slot | None) -> None:
+        params = birth.params if birth.params is not None else parent.params if parent is not None else None
+        assert params is not None, f"slot {birth.slot} is born without parameters"
+        self.params: SamplingParams = params
+        self.seq, self.seed = birth.seq, birth.seed
+        self.last: int | None = parent.last if parent is not None else None
+        self.history: list[int] | None = None
+        if params.needs_history:
+            assert len(birth.history) == birth.length, f"the history of slot {birth.slot} isn't all of its tokens"
+            self.history = list(birth.history)
+
+
+class EchoRunner:
+    """A Runner (see quire.engine). Plans wait in a queue until they are collected, as on a device that is busy.
+
+    `blind` does no work and draws one constant token: what is left is the cost of the control plane.
+    """
+
+    def __init__(self, depth: int = 1, *, vocab_size: int = 512, blind: bool = False) -> None:
+        self.depth, self.vocab_size, self.blind = depth, vocab_size, blind
+        self.queue: deque[StepPlan] = deque()
+        self.submitted = self.collected = 0
+        self.slots: dict[int, Slot] = {}
+        self.tables: list[Cells] = []  # a group: [slots, pages of a sequence]
+        self.cells: Cells = np.zeros((0, 0), dtype=np.int64)  # [pages, tokens of a page]
+        self.windows: list[int | None] = []
+        self._constant = Sampled((BLIND_TOKEN,)), Sampled(())
+
+    def bind(self, geometry: Geometry) -> None:
+        """Allocate the tables and the page store."""
+        if self.blind:
+            return
+        self.windows = [group.window for group in geometry.groups]
+        self.tables = [np.zeros((geometry.slots, geometry.table_width), dtype=np.int64) for _ in geometry.groups]
+        self.cells = np.zeros((geometry.pages, geometry.groups[0].page_tokens), dtype=np.int64)
+
+    def submit(self, plan: StepPlan) -> int:
+        """Enqueue a plan; nothing of it happens before `collect`."""
+        assert len(self.queue) < self.depth, f"more than {self.depth} steps are in flight"
+        self.queue.append(plan)
+        self.submitted += 1
+        return self.submitted
+
+    def collect(self, ticket: int) -> StepResult:
+        """Perform the oldest plan: births, journal, rows."""
+        self.collected += 1
+        assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
+        plan = self.queue.popleft()
+        if self.blind:
+            one, none = self._constant
+            return StepResult(tuple(self._blind(row, one, none) for row in plan.rows), 0.0)
+        for birth in plan.births:
+            self.birth(birth)
+        for entry in plan.journal:
+            self.replay(entry)
+        samples = tuple(self.compute(row) for row in plan.rows)
+        for entry in plan.ahead:
+            self.replay(entry)
+        return StepResult(samples, 0.0)
+
+    @staticmethod
+    def _blind(row: Row, one: Sampled, none: Sampled) -> Sampled:
+        if row.sample == 1:
+            return one
+        return none if row.sample == 0 else Sampled((BLIND_TOKEN,) * row.sample)
+
+    def birth(self, birth: Birth) -> None:
+        """A sequence takes a slot; a fork starts with its parent's sampling state."""
+        self.slots[birth.slot] = Slot(birth, self.slots[birth.parent] if birth.parent >= 0 else None)
+
+    def replay(self, entry: Entry) -> None:
+        """Apply one journal entry to tables and pages."""
+        if isinstance(entry, Table):
+            self.tables[entry.group][entry.slot, entry.at : entry.at + len(entry.pages)] = entry.pages
+        elif isinstance(entry, Copy):
+            self.cells[entry.dst] = self.cells[entry.src]
+        elif isinstance(entry, Poison):
+            self.cells[entry.page] = POISON
+        else:
+            raise TypeError(f"this data plane has no host pages: {entry}")
+
+    def compute(self, row: Row) -> Sampled:
+        """Write a state for each position of the row, then draw from the last one."""
+        slot = self.slots[row.slot]
+        state, scores = 0, []
+        for i, token in enumerate(row.tokens):
+            if token == LAST:
+                assert slot.last is not None, f"slot {row.slot} has no last sample"
+                token = slot.last
+            position = row.start + i
+            state = _state(token, position, [self.seen(g, row.slot, position) for g in range(len(self.tables))])
+            for g, table in enumerate(self.tables):
+                page, offset = self.address(table, row.slot, position)
+                self.cells[page, offset] = state ^ g
+            if i < len(row.score):
+                scores.append(fake_top(state, row.score[i], slot.params.prompt_logprobs or 0, self.vocab_size))
+        seeds = [branch_seed(slot.seed, i) for i in range(row.sample)]
+        tokens = tuple(_draw(state, seed, slot.history, self.vocab_size) for seed in seeds)
+        if tokens:
+            slot.last = tokens[0]
+            if slot.history is not None:
+                slot.history.append(tokens[0])
+        k = slot.params.logprobs
+        tops = tuple(fake_top(state, token, k, self.vocab_size) for token in tokens) if k is not None else ()
+        return Sampled(tokens, tops, tuple(scores))
+
+    def address(self, table: Cells, slot: int, position: int) -> tuple[int, int]:
+        """The page and the offset in it of a position; it must be a real page."""
+        size = self.cells.shape[1]
+        page = int(table[slot, position // size])
+        assert page, f"slot {slot} writes position {position} to the scratch page"
+        return page, position % size
+
+    def seen(self, group: int, slot: int, position: int) -> bytes:
+        """What a group sees of the positions before `position`, read through its table."""
+        size = self.cells.shape[1]
+        first = _first_seen(position, self.windows[group])
+        page = first // size
+        pages = self.tables[group][slot, page : -(-position // size)]
+        assert first == position or pages.all(), f"slot {slot} reads positions {first} to {position} from scratch"
+        return self.cells[pages].reshape(-1)[first - page * size : position - page * size].tobytes()
+
+    def close(self) -> None:
+        """Forget what is queued."""
+        self.queue.clear()

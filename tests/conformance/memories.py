@@ -1,0 +1,69 @@
+"""The memories that the conformance suite runs over: one entry each. A new memory is one more entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quire.config import EngineConfig
+from quire.memory import KVMemory, Size, build_memory
+from quire.memory.paged import PagedMemory
+from quire.specs import LayerSpec, ModelSpec
+
+VOCAB = 64
+MAX_LEN = 48
+
+
+class Build(NamedTuple):
+    """What a test asks of a memory; each entry of MEMORIES adds its own settings."""
+
+    tokens: int = 256
+    chunk: int = 64
+    max_seqs: int = 8
+    max_len: int = MAX_LEN
+
+
+def spec(windows: tuple[int | None, ...], max_len: int) -> ModelSpec:
+    layers = tuple(LayerSpec(1, 4, window) for window in windows)
+    return ModelSpec("echo", layers, VOCAB, max_len, 4, 1, 4, 1)
+
+
+def paged(windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Callable[[Build], PagedMemory]:
+    def make(build: Build) -> PagedMemory:
+        config = EngineConfig(max_num_seqs=build.max_seqs, max_num_batched_tokens=build.chunk, **settings)
+        memory = build_memory(config, spec(windows, build.max_len), Size(build.tokens, build.max_len, 2))
+        assert isinstance(memory, PagedMemory)
+        return memory
+
+    return make
+
+
+MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
+    "paged-1": paged(page_size=1),
+    "paged-4": paged(page_size=4),
+    "paged-16": paged(page_size=16),
+    "uncached": paged(page_size=4, enable_prefix_caching=False),
+    "poisoned": paged(page_size=4, debug=True),
+    "layer-tables": paged(page_size=4, table_scope="layer"),
+    "window": paged((6, 6), page_size=4),
+    "mixed": paged((None, 6, None, 2), page_size=4),
+    "mixed-16": paged((None, 2), page_size=16),
+    "mixed-uncached": paged((6, None), page_size=4, enable_prefix_caching=False),
+}
+
+
+def insides(memory: KVMemory) -> tuple[object, ...]:
+    """All of a memory's state that later calls could tell apart: equal before and after a call that reports shortage."""
+    assert isinstance(memory, PagedMemory)
+    pages = memory.pages
+    return (
+        memory.usage(),
+        tuple(pages.empty),
+        tuple(pages.cached),
+        tuple(pages.refs),
+        tuple(pages.keys),
+        tuple(memory.slots),
+        tuple(memory.entries),
+        {id: (r.slot, r.capacity, r.committed, tuple(map(tuple, r.tables))) for id, r in memory.residents.items()},
+        (memory.queries, memory.hits, pages.evictions),
+    )

@@ -1,0 +1,137 @@
+"""Random traces over every memory, at depths 1 to 3: every step is checked, every output is the oracle's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from memories import MEMORIES, VOCAB, Build
+from traces import Asked, Told, Trace, run_trace
+
+from quire.request import SamplingParams
+
+BUDGETS = (1, 3, 8, 16, 64)
+SIZES = (48, 64, 96, 128, 256)
+DEPTHS = (1, 2, 3)
+
+
+def drawn_trace(name: str, seed: int, depth: int) -> Told:
+    rng = random.Random(seed)
+    return run_trace(
+        MEMORIES[name],
+        seed=seed,
+        depth=depth,
+        budget=rng.choice(BUDGETS),
+        tokens=rng.choice(SIZES),
+        max_seqs=rng.choice((3, 8)),
+    )
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("name", MEMORIES)
+def test_random_traces(name: str, depth: int) -> None:
+    told = [drawn_trace(name, seed, depth) for seed in range(8)]
+    assert sum(t.finished for t in told) > 60
+    assert sum(t.aborted for t in told) > 3
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("name", ["paged-1", "paged-4", "layer-tables", "mixed-16"])
+def test_traces_that_are_short_of_memory(name: str, depth: int) -> None:
+    """The traces really preempt, refuse admissions, hit prefixes and evict."""
+    tight = 96 if name == "mixed-16" else 56
+    told = [run_trace(MEMORIES[name], seed=seed, depth=depth, budget=16, tokens=tight) for seed in range(6)]
+    assert sum(t.preemptions for t in told) > 0
+    assert sum(t.shortages for t in told) > 5
+    assert sum(t.hits for t in told) > 0
+    assert sum(t.evictions for t in told) > 0
+
+
+@given(
+    name=st.sampled_from(sorted(MEMORIES)),
+    depth=st.sampled_from(DEPTHS),
+    budget=st.integers(1, 64),
+    tokens=st.integers(16, 200),
+    max_seqs=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_any_trace(name: str, depth: int, budget: int, tokens: int, max_seqs: int, seed: int) -> None:
+    run_trace(MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=tokens, max_seqs=max_seqs, requests=8)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("name", MEMORIES)
+def test_many_random_traces(name: str, depth: int) -> None:
+    for seed in range(1000, 2000):
+        drawn_trace(name, seed, depth)
+
+
+def open_trace(name: str = "paged-4", *, depth: int, tokens: int = 256, budget: int = 64) -> Trace:
+    return Trace(MEMORIES[name](Build(tokens, budget)), seed=0, depth=depth, budget=budget, max_seqs=8)
+
+
+def drain(trace: Trace) -> None:
+    while trace.engine.unfinished:
+        trace.step()
+    trace.drained()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_schedule_does_not_change_the_output(depth: int) -> None:
+    """The same requests alone, together, and short of memory."""
+    asked = [Asked(str(i), (1, 2, 3, 4, 5 + i), SamplingParams(n=2, seed=i, max_tokens=12), "") for i in range(6)]
+    for tokens, together in ((256, False), (256, True), (48, True)):
+        trace = open_trace(depth=depth, tokens=tokens)
+        for one in asked:
+            trace.add(one)
+            while not together and trace.engine.unfinished:
+                trace.step()
+        drain(trace)
+        assert trace.refused == 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("steps", range(5))
+def test_the_id_of_an_aborted_request_can_be_used_at_once(depth: int, steps: int) -> None:
+    trace = open_trace(depth=depth)
+    trace.add(Asked("a", (1, 2, 3), SamplingParams(seed=1, max_tokens=20, ignore_eos=True), ""))
+    for _ in range(steps):
+        trace.step()
+    trace.abort("a")
+    again = Asked("a", (4, 5, 6), SamplingParams(seed=2, max_tokens=20, ignore_eos=True), "")
+    (first,) = trace.engine.outbox
+    assert first.finish_reason == "abort"
+    assert first.done
+    trace.engine.outbox.clear()
+    trace.aborted.clear()
+    trace.add(again)
+    drain(trace)
+    assert len(trace.outputs["a"]) == 20
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("steps", range(6))
+def test_branches_are_aborted_whenever_that_happens(depth: int, steps: int) -> None:
+    trace = open_trace(depth=depth, budget=4)
+    trace.add(Asked("a", tuple(range(1, 11)), SamplingParams(n=3, seed=1, max_tokens=20, ignore_eos=True), ""))
+    trace.add(Asked("b", tuple(range(1, 12)), SamplingParams(n=2, seed=9, max_tokens=8), ""))
+    for _ in range(steps):
+        trace.step()
+    trace.abort("a")
+    drain(trace)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_scores_survive_preemption(depth: int) -> None:
+    """Prompt log-probabilities are computed in chunks, once, whatever is recomputed."""
+    trace = open_trace(depth=depth, tokens=40, budget=3)
+    for i in range(3):
+        prompt = tuple((7 * i + j) % (VOCAB - 1) + 1 for j in range(14))
+        trace.add(Asked(str(i), prompt, SamplingParams(seed=i, max_tokens=12, prompt_logprobs=2, logprobs=1), ""))
+    drain(trace)
+    assert trace.scheduler.preemptions > 0
