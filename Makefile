@@ -1,0 +1,61 @@
+# `make serve` talks; `make test` checks. Both set everything up in .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where CPU builds of torch come from when no GPU is found and this index answers.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+SERVE_ARGS ?=
+
+.PHONY: help serve chat test lint soak clean
+
+help:
+	@echo "make serve   install, then serve the bundled model at http://127.0.0.1:8000"
+	@echo "make chat    install, then talk to it in the terminal"
+	@echo "make test    install the test extras; ruff, mypy, pytest"
+	@echo "make soak    the long runs, which make test leaves out"
+
+serve: $(VENV)/.installed
+	$(BIN)/quire serve $(SERVE_ARGS)
+
+chat: $(VENV)/.installed
+	$(BIN)/quire chat
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+soak: $(VENV)/.tested
+	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
+
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "quire needs Python 3.11 or newer; name one with PYTHON=..."; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then \
+		echo "installing torch for this GPU"; $(PIP) -c constraints.txt torch; \
+	elif $(PYTHON) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=3)' \
+			$(TORCH_INDEX) >/dev/null 2>&1; then \
+		echo "installing torch for CPUs from $(TORCH_INDEX)"; $(PIP) -c constraints.txt --index-url $(TORCH_INDEX) torch; \
+	else \
+		echo "installing torch"; $(PIP) -c constraints.txt torch; \
+	fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "installing quire"
+	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.torch pyproject.toml
+	@echo "installing quire and its test extras"
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
