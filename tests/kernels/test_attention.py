@@ -15,6 +15,7 @@ from quire.runner.batch import build_batch
 from quire.runner.store import Store
 from quire.specs import Geometry, Group, Layout, LayerSpec, ModelSpec
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
 BATCHES = {  # (tokens before, tokens of this step) a sequence
     "decode": [(0, 1), (5, 1), (16, 1), (33, 1)],
@@ -54,7 +55,7 @@ def run(
     group = Group(tuple(range(layers)), page, page_bytes, window)
     store = Store(
         Geometry(Layout.PAGED, pages, page_bytes, len(sizes) + 1, width, (group,), dtype.itemsize),
-        spec, dtype, torch.device("cpu"),
+        spec, dtype, DEVICE,
     )  # fmt: skip
     store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
     free = (rng.permutation(pages - 1) + 1).tolist()
@@ -62,18 +63,15 @@ def run(
     histories = [torch.randn(2, a + b, kv_heads, dim, generator=generator).to(dtype) for a, b in sizes]
     for slot, (before, now) in enumerate(sizes, 1):
         store.replay((Table(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // page)))),))
-    earlier = [(slot, before) for slot, (before, _) in enumerate(sizes, 1) if before]
-    last = torch.zeros(len(sizes) + 1, dtype=torch.int64)
-    for rows, spans in (
-        ([(slot, 0, before) for slot, before in earlier], None),
-        ([(slot, before, now) for slot, (before, now) in enumerate(sizes, 1)], True),
-    ):
-        if not rows:
-            continue
+    earlier = [(slot, 0, before) for slot, (before, _) in enumerate(sizes, 1) if before]
+    present = [(slot, before, now) for slot, (before, now) in enumerate(sizes, 1)]
+    last = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=DEVICE)
+    for rows in filter(None, (earlier, present)):
         batch = build_batch(tuple(Row(slot, (1,) * count, start, 0) for slot, start, count in rows), store, last)
         k, v = (torch.cat([histories[s - 1][i, a : a + n] for s, a, n in rows]) for i in (0, 1))
         q = torch.randn(len(k), heads, dim, generator=generator).to(dtype)
-        got = attention.attend(q, k, v, cache, attention.plan(batch, 0), dim**-0.5)
+        plan = attention.plan(batch, 0)
+        got = attention.attend(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cache, plan, dim**-0.5).cpu()
     bounds = np.cumsum([0] + [n for _, n in sizes]).tolist()
     expected = torch.cat(
         [dense(q[a:b], *histories[i], sizes[i][0], window) for i, (a, b) in enumerate(pairwise(bounds))]

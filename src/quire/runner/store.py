@@ -73,8 +73,8 @@ class Store:
     def _copy(self, copies: dict[int, int]) -> None:
         """Copy pages; all sources are read before any destination is written."""
         if copies:
-            dst, src = (torch.tensor(list(pages), device=self.device) for pages in (copies.keys(), copies.values()))
-            self.pages.index_copy_(0, dst, self.pages.index_select(0, src))
+            both = to_device(np.array([list(copies), list(copies.values())]), self.device)
+            self.pages.index_copy_(0, both[0], self.pages.index_select(0, both[1]))
 
     def _write_tables(self, entries: list[Table]) -> None:
         for slot, group, at, pages in entries:
