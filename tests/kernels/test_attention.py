@@ -1,4 +1,4 @@
-"""Every attention backend equals dense attention on one grid of batches; the paged form of Equation 4 for all page sizes."""
+"""Every attention backend equals dense attention on one grid of batches, and Equation 4 holds for all page sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.kernels.sdpa import SdpaBackend
 from quire.plan import Row, Table
 from quire.runner.batch import build_batch
 from quire.runner.store import Store
-from quire.specs import Geometry, Group, Layout, LayerSpec, ModelSpec
+from quire.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
