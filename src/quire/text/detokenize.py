@@ -1,0 +1,69 @@
+"""Incremental detokenisation: the text that each new token adds, never half a character.
+
+Works on the bytes of tokens, so each token is looked at once and nothing is decoded again.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+
+from quire.text.tokenizer import Tokenizer
+
+_ESCAPED = re.compile("[\udc80-\udcff]")
+
+
+class Detokenizer:
+    """One output's text. All pushes and the flush joined are what decoding prompt and output at once adds to the
+    prompt's own text; bytes that the prompt left incomplete belong to the output's first character.
+
+    `prompt_tail` holds the prompt's last tokens: all, or 16. If none of them shows, the output opens the text and loses
+    the leading space that SentencePiece adds.
+
+    One difference from the `tokenizers` library, with byte fallback ("<0x0A>") only: when a run of byte tokens isn't
+    valid UTF-8 the library turns all of it to U+FFFD, also the characters before the bad byte. Those may be long sent
+    here, so they stay; each undecodable byte becomes one U+FFFD, as there.
+    """
+
+    __slots__ = ("_decoder", "_escaped", "_first", "_skip", "_space", "_strip", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool = True) -> None:
+        pieces = tokenizer.pieces
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._escaped = pieces.byte_fallback
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._escaped else "replace")
+        self._first = True
+        self._space, self._strip = pieces.strip
+        self.push(prompt_tail)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these tokens complete; "" while a character is still in parts."""
+        if self._first:
+            return self._opening(ids)
+        shown = b"".join(self._tokenizer.token_bytes(id) for id in ids if id not in self._skip)
+        return self._text(self._decoder.decode(shown))
+
+    def flush(self) -> str:
+        """What is still held back: U+FFFD for bytes that never became a character. Nothing may be pushed after it."""
+        return self._text(self._decoder.decode(b"", final=True))
+
+    def _opening(self, ids: Iterable[int]) -> str:
+        """Push until the first token that shows, which has its own rule about spaces."""
+        rest = iter(ids)
+        for id in rest:
+            if id not in self._skip and self._tokenizer.has(id):
+                self._first = False
+                text = self._text(self._decoder.decode(self._tokenizer.opening_bytes(id)))
+                return text + self.push(rest)
+        return ""
+
+    def _text(self, text: str) -> str:
+        if self._escaped and not text.isascii():
+            text = _ESCAPED.sub("\ufffd", text)
+        if self._strip and text:
+            dropped = min(len(text) - len(text.lstrip(self._space)), self._strip)
+            self._strip = 0 if dropped < len(text) else self._strip - dropped
+            text = text[dropped:]
+        return text

@@ -1,0 +1,151 @@
+"""Text to token ids and back, through the `tokenizers` library.
+
+tokenizer.json is loaded as it is; folders with older files only go through transformers (extra `hf`), which converts
+them to the same thing. No code of a model folder ever runs: `auto_map` is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.errors import InputError, StartupError
+from quire.text.folder import special_tokens, tokenizer_config
+from quire.text.pieces import Pieces
+
+
+class Tokenizer:
+    """A vocabulary and its rules. `special` names the special tokens ({"eos_token": "</s>", ...})."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], has_chat_template: bool = False) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.special = special
+        self.has_chat_template = has_chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_id = self._named("bos_token", backend)
+        eos = self._named("eos_token", backend)
+        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self.pieces = Pieces.of(backend.decoder)
+        self._backend = backend
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer of a model folder. StartupError when there is none or it can't be read."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise StartupError(f"{folder} is not a folder", "Give a folder that holds tokenizer.json")
+        config = tokenizer_config(folder)
+        has_chat_template = (folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return cls(*_convert(folder), has_chat_template)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise StartupError(
+                f"{file} is not a readable tokenizer: {str(error)[:200]}", "Download the file again"
+            ) from error
+        special = special_tokens(config)
+        _complete(backend, config, special)
+        return cls(backend, special, has_chat_template)
+
+    def _named(self, name: str, backend: tokenizers.Tokenizer) -> int | None:
+        text = self.special.get(name)
+        return None if text is None else backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_chars: int | None = None) -> list[int]:
+        """Token ids. `add_special_tokens` adds what the tokenizer's post-processor says (BOS, for example).
+
+        InputError for text of more than `max_chars` characters, and for text that isn't valid Unicode."""
+        if not isinstance(text, str):
+            raise InputError(f"text must be a string, got {type(text).__name__}")
+        if max_chars is not None and len(text) > max_chars:
+            raise InputError(f"text may have at most {max_chars} characters, got {len(text)}")
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # how the library says "a lone surrogate"
+            raise InputError("text holds a lone surrogate, which is not valid Unicode") from error
+        except Exception as error:  # no unknown token for a character: a bare Exception
+            raise InputError(f"text can't be encoded: {str(error)[:200]}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; an id without a token (padding of the model's vocabulary) has none. InputError below 0."""
+        try:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InputError(f"token ids must be integers between 0 and {self.vocab_size - 1}") from error
+
+    def has(self, id: int) -> bool:
+        """Is there a token with this id?"""
+        return 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that a token adds after others; b"" for an id without a token. Half a character stays half."""
+        known = self._bytes.get(id)
+        if known is None:
+            known = self._bytes[id] = self.pieces.bytes_of(self._piece(id), first=False) if self.has(id) else b""
+        return known
+
+    def opening_bytes(self, id: int) -> bytes:
+        """As `token_bytes`, for a token that opens the text: some decoders leave out its space."""
+        return self.pieces.bytes_of(self._piece(id), first=True) if self.has(id) else b""
+
+    def convert_id(self, id: int) -> str:
+        """A token as text, for log-probabilities; U+FFFD where its bytes are no whole character."""
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+    def _piece(self, id: int) -> str:
+        piece = self._backend.id_to_token(id)
+        assert piece is not None, f"no token {id}"
+        return piece
+
+
+def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
+    """Bring in what only tokenizer_config.json says, as transformers does: tokens, and whether text may name them.
+
+    Its add_bos_token and add_eos_token are not read: tokenizer.json's post-processor decides, as in transformers 5."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder")
+    for _, entry in sorted((declared if isinstance(declared, dict) else {}).items(), key=_numeric):
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"] not in known:
+            flags = {name: bool(entry.get(name)) for name in ("lstrip", "normalized", "rstrip", "single_word")}
+            is_special = bool(entry.get("special")) or entry["content"] in special.values()
+            backend.add_tokens([AddedToken(entry["content"], special=is_special, **flags)])
+            known.add(entry["content"])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(special.values())]
+    )
+    backend.encode_special_tokens = config.get("split_special_tokens") is True
+
+
+def _numeric(item: tuple[str, Any]) -> int:
+    return int(item[0]) if item[0].isdecimal() else -1
+
+
+def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The backend and the special tokens of a folder with slow tokenizer files, converted by transformers."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise StartupError(
+            f"{folder} has no tokenizer.json, and converting older files needs transformers", "pip install 'quire[hf]'"
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever a broken or foreign folder provokes
+        reason = " ".join(str(error).split())[:200]
+        raise StartupError(
+            f"{folder} holds no tokenizer that can be loaded: {reason}", "Add its tokenizer.json to the folder"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise StartupError(f"The tokenizer of {folder} has no fast form", "Add its tokenizer.json to the folder")
+    return backend, special_tokens(loaded.special_tokens_map)

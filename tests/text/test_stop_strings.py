@@ -1,0 +1,73 @@
+"""Stop strings, compared with brute force over the whole text."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import InputError
+from quire.text.stop import StopStrings
+
+words = st.text("ab", min_size=1, max_size=5)
+
+
+def brute(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@given(st.text("abc", max_size=40), st.lists(words, max_size=4), st.lists(st.integers(0, 40)), st.booleans())
+def test_equals_brute_force_whatever_the_cuts(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
+    watch = StopStrings(tuple(stops), include)
+    borders = [0, *sorted(cuts), len(text)]
+    shown, found, arrived = "", None, ""
+    for start, end in pairwise(borders):
+        piece, found = watch.push(text[start:end])
+        arrived, shown = arrived + text[start:end], shown + piece
+        if found is None:  # held back: just what may still become a stop string
+            held = arrived[len(shown) :]
+            longest = max((n for s in stops for n in range(len(s)) if arrived.endswith(s[:n])), default=0)
+            assert len(held) == longest
+    shown += watch.flush()
+    assert (shown, found) == brute(text, tuple(stops), include)
+
+
+def test_a_stop_over_three_tokens_is_never_leaked() -> None:
+    watch = StopStrings(("</end>",))
+    assert watch.push("text <") == ("text ", None)
+    assert watch.push("/en") == ("", None)
+    assert watch.push("d> more") == ("", "</end>")
+    assert watch.push("and more") == ("", "</end>")
+    assert watch.flush() == ""
+
+
+def test_a_false_start_is_given_back() -> None:
+    watch = StopStrings(("aab",))
+    assert watch.push("xaa") == ("x", None)
+    assert watch.push("a") == ("a", None)
+    assert watch.flush() == "aa"
+
+
+def test_an_empty_stop_is_refused() -> None:
+    with pytest.raises(InputError, match="empty"):
+        StopStrings(("a", ""))
+
+
+def test_adversarial_text_costs_linear_time() -> None:
+    stops = tuple("a" * 255 + end for end in "bcdefghijklmnopq")
+    times = []
+    for count in (10_000, 80_000):
+        watch, start = StopStrings(stops), time.perf_counter()
+        for _ in range(count):
+            watch.push("a")
+        times.append((time.perf_counter() - start) / count)
+    assert times[1] < 3 * times[0]
+    assert times[1] < 100e-6

@@ -1,0 +1,163 @@
+"""Tokenizers, compared with transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from quire.errors import InputError, StartupError
+from quire.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  two spaces\n\nand lines\t",
+    "naïve 日本語 👩‍👩‍👧 e\u0301",
+    "a<s>b</s> <|end|>c<|é|>",
+    "x" * 300,
+    "\x00\x7f",
+    "pages page's  a",
+]
+KINDS = ["byte_level", "sentencepiece", "metaspace", "wordpiece", "configured"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode_and_decode_equal_transformers(folders: dict[str, Path], kind: str) -> None:
+    ours, theirs = Tokenizer.load(folders[kind]), AutoTokenizer.from_pretrained(folders[kind])
+    for text in TEXTS:
+        for add in (True, False):
+            ids = ours.encode(text, add_special_tokens=add)
+            assert ids == theirs.encode(text, add_special_tokens=add), (text, add)
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.bos_id == theirs.bos_token_id
+    assert ours.eos_ids == (theirs.eos_token_id,)
+    assert ours.vocab_size == len(theirs)
+    assert ours.special_ids >= set(theirs.all_special_ids)
+
+
+def test_bos_comes_from_the_post_processor_alone(folders: dict[str, Path]) -> None:
+    for kind, expected in (("byte_level", False), ("sentencepiece", True), ("configured", False)):
+        tokenizer = Tokenizer.load(folders[kind])
+        assert (tokenizer.encode("a")[0] == tokenizer.bos_id) is expected
+        assert tokenizer.encode("a", add_special_tokens=False)[0] != tokenizer.bos_id
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_bytes_join_to_the_decoded_text(folders: dict[str, Path], kind: str) -> None:
+    tokenizer = Tokenizer.load(folders[kind])
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            continue
+        joined = tokenizer.opening_bytes(ids[0]) + b"".join(map(tokenizer.token_bytes, ids[1:]))
+        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+        assert joined.decode(errors="replace") in (
+            decoded,
+            " " + decoded,
+        )
+
+
+def test_tokens_as_bytes_and_as_text(folders: dict[str, Path]) -> None:
+    byte_level, pieces = Tokenizer.load(folders["byte_level"]), Tokenizer.load(folders["sentencepiece"])
+    half = byte_level.encode("🜁", add_special_tokens=False)
+    assert b"".join(map(byte_level.token_bytes, half)) == "🜁".encode()
+    assert byte_level.convert_id(half[-1]) == "\ufffd"
+    newline = pieces.encode("\n", add_special_tokens=False)[-1]
+    assert (pieces.token_bytes(newline), pieces.convert_id(newline)) == (b"\n", "\n")
+    for tokenizer, text in ((byte_level, "x a b"), (pieces, " x a b")):
+        assert "".join(map(tokenizer.convert_id, tokenizer.encode("x a b", add_special_tokens=False))) == text
+    for beyond in (-1, byte_level.vocab_size, 2**40):
+        assert (byte_level.token_bytes(beyond), byte_level.convert_id(beyond)) == (b"", "")
+
+
+def test_bad_text_and_ids_are_input_errors(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(folders["byte_level"])
+    with pytest.raises(InputError, match="at most 5 characters, got 6"):
+        tokenizer.encode("abcdef", max_chars=5)
+    assert tokenizer.encode("abcde", max_chars=5)
+    with pytest.raises(InputError, match="surrogate"):
+        tokenizer.encode("a\ud800b")
+    with pytest.raises(InputError, match="got int"):
+        tokenizer.encode(5)  # type: ignore[arg-type]
+    for ids in ([-1], [2**40]):
+        with pytest.raises(InputError, match="between 0 and"):
+            tokenizer.decode(ids)
+    assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path / "absent")
+    with pytest.raises(StartupError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
+    with pytest.raises(StartupError, match="not a readable tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(StartupError, match="JSON object"):
+        Tokenizer.load(tmp_path)
+
+
+def _slow_folder(folder: Path, source: Path, **config: object) -> Path:
+    """GPT-2's old files, vocab.json and merges.txt, of a byte-level tokenizer."""
+    model = json.loads((source / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_older_files_are_converted_by_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = _slow_folder(tmp_path, folders["byte_level"], tokenizer_class="GPT2Tokenizer")
+    slow, fast = Tokenizer.load(folder), Tokenizer.load(folders["byte_level"])
+    for text in TEXTS[:5]:
+        assert slow.encode(text) == fast.encode(text)
+    assert (slow.bos_id, slow.eos_ids) == (fast.bos_id, fast.eos_ids)
+
+
+def test_older_files_without_transformers_name_the_remedy(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _slow_folder(tmp_path, folders["byte_level"], tokenizer_class="GPT2Tokenizer")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(StartupError, match=r"pip install 'quire\[hf\]'"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("files", ["fast", "slow"])
+def test_code_in_a_model_folder_never_runs(folders: dict[str, Path], tmp_path: Path, files: str) -> None:
+    evil = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    _slow_folder(tmp_path, folders["byte_level"], **evil)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", **evil}))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    if files == "fast":
+        (tmp_path / "tokenizer.json").write_bytes((folders["byte_level"] / "tokenizer.json").read_bytes())
+        assert Tokenizer.load(tmp_path).encode("Hello")
+    else:
+        with pytest.raises(StartupError, match="no tokenizer that can be loaded"):
+            Tokenizer.load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_presence_of_a_chat_template(folders: dict[str, Path], tmp_path: Path) -> None:
+    assert not Tokenizer.load(folders["byte_level"]).has_chat_template
+    (tmp_path / "tokenizer.json").write_bytes((folders["byte_level"] / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("x")
+    assert Tokenizer.load(tmp_path).has_chat_template
+
+
+def test_importing_the_text_plane_is_light() -> None:
+    code = (
+        "import sys, quire.text; assert 'jinja2' not in sys.modules; import quire.text.tokenizer;"
+        "assert not {'transformers', 'torch', 'jinja2'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
