@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.memory import KVMemory, Size, build_memory
 from quire.memory.paged import PagedMemory
+from quire.request import Sequence
 from quire.specs import LayerSpec, ModelSpec
 
 VOCAB = 64
@@ -52,8 +53,17 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
 }
 
 
+def check_published(memory: KVMemory, seqs: Iterable[Sequence]) -> None:
+    """A page that can be found by its key is full, and all of its tokens are confirmed."""
+    assert isinstance(memory, PagedMemory)
+    for seq in seqs:
+        for table in memory.place(seq).tables:
+            for page in table[seq.computed // memory.page_tokens :]:
+                assert not page or memory.pages.keys[page] is None, f"page {page} is published before it is computed"
+
+
 def insides(memory: KVMemory) -> tuple[object, ...]:
-    """All of a memory's state that later calls could tell apart: equal before and after a call that reports shortage."""
+    """All state that later calls could tell apart: equal before and after a call that reports shortage."""
     assert isinstance(memory, PagedMemory)
     pages = memory.pages
     return (

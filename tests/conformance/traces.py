@@ -1,4 +1,4 @@
-"""Random traces: an engine over a memory and an EchoRunner, every step checked, every output compared with the oracle."""
+"""Random traces: an engine over a memory and an EchoRunner; steps are checked, outputs compared with the oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from memories import MAX_LEN, VOCAB, Build, insides
+from memories import MAX_LEN, VOCAB, Build, check_published, insides
 
 from quire.engine import Engine, Limits, Output
 from quire.errors import InputError
@@ -66,6 +66,7 @@ class Watched:
         return grown
 
     def commit(self, seq: Sequence) -> None:
+        assert seq.computed <= len(seq.tokens), "a token that the sequence never got is published"
         size = self.memory.geometry.groups[0].page_tokens
         for g, table in enumerate(self.memory.place(seq).tables):
             for i, page in enumerate(table[: seq.computed // size]):
@@ -143,7 +144,8 @@ class Told(NamedTuple):
 def draw_request(rng: random.Random, id: str) -> Asked:
     """A request that shares a prefix with others now and then, and uses what the control plane must handle."""
     stem = rng.choice(STEMS)
-    prompt = stem[: rng.randint(0, 30)] + tuple(rng.choices(range(1, VOCAB), k=rng.randint(1, 6)))
+    tail = rng.choices(range(1, VOCAB), k=rng.choice((0, 0, 1, 3, 6)))
+    prompt = stem[: rng.choice((rng.randint(1, 30), 16))] + tuple(tail)
     max_tokens = rng.randint(1, MAX_LEN - len(prompt) - 1)
     params = SamplingParams(
         n=rng.choice((1, 1, 1, 2, 3, 4)),
@@ -200,6 +202,7 @@ class Trace:
         for output in outputs:
             self.outputs[output.request].append(output)
         self.memory.check()
+        check_published(self.memory.memory, self.memory.residents.values())
         assert self.memory.usage().total == self.total, f"usage doesn't add up: {self.memory.usage()}"
         assert min(self.memory.usage()) >= 0, f"usage is negative: {self.memory.usage()}"
         return outputs
