@@ -1,0 +1,169 @@
+"""The bundled model as committed: small enough, readable by transformers, and it has learned what its report says."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import jinja2
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import quire
+
+ROOT = Path(__file__).parents[1]
+ASSETS = Path(quire.__file__).parent / "assets"
+NAMES = ("tiny", "tiny-draft")
+sys.path.insert(0, str(ROOT / "tools"))  # the training tools are scripts, not a part of the package
+
+import tiny_model  # noqa: E402
+import tiny_story  # noqa: E402
+import tiny_text  # noqa: E402
+import train_tiny  # noqa: E402
+from tiny_corpus import NGrams, Tokens, encode_corpus, train_tokenizer  # noqa: E402
+
+QUESTIONS = train_tiny.read_questions()
+REPORT = ROOT / "docs" / "measurements" / "tiny_model.json"
+
+
+def load(name: str):
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(ASSETS / name)
+
+
+def messages(question: dict) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    said = [{"role": roles[i % 2], "content": text} for i, text in enumerate(question["turns"])]
+    return [{"role": "system", "content": question["system"]}, *said] if "system" in question else said
+
+
+def test_both_fit_in_sixteen_megabytes():
+    assert sum(path.stat().st_size for name in NAMES for path in (ASSETS / name).iterdir()) <= 16_000_000
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("tiny", 2e6, 8e6), ("tiny-draft", 0.5e6, 1e6)])
+def test_size_and_context(name: str, least: float, most: float):
+    model, tokenizer = load(name)
+    assert least <= model.num_parameters() <= most
+    assert model.config.max_position_embeddings == 4096
+    assert len(tokenizer) <= model.config.vocab_size
+    ends = tokenizer.convert_tokens_to_ids([tiny_text.END, tiny_text.END_OF_TEXT])
+    assert model.generation_config.eos_token_id == ends
+    assert {weight.dtype for weight in load_file(ASSETS / name / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_own_model_equals_transformers(name: str):
+    theirs, _ = load(name)
+    ours = tiny_model.Llama({"tiny": tiny_model.TINY, "tiny-draft": tiny_model.DRAFT}[name])
+    weights = load_file(ASSETS / name / "model.safetensors")
+    ours.load_state_dict({key.removeprefix("model."): weight.float() for key, weight in weights.items()})
+    ids = torch.randint(0, theirs.config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(ours.logits(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_one_tokenizer_for_both():
+    first, second = ((ASSETS / name / "tokenizer.json").read_bytes() for name in NAMES)
+    assert first == second
+
+
+def test_any_text_survives_the_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    rng = random.Random(0)
+    texts = ["", " ", "\n\n\t x  y ", "日本語 한국어 العربية", "🙂🏳️‍🌈👩‍👩‍👧", "é e\u0301", "\x00\x7f"]
+    planes = ((0x20, 0x2000), (0x3000, 0xD800), (0x10000, 0x1FFFF))
+    texts += ["".join(chr(rng.randrange(*rng.choice(planes))) for _ in range(50)) for _ in range(50)]
+    for text in texts:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_every_text_begins_once():
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    said = [{"role": "user", "content": "Hello!"}]
+    chat = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert chat.count(tokenizer.bos_token_id) == 1
+    assert tokenizer("Hello!").input_ids[0] == chat[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("question", QUESTIONS[:3] + QUESTIONS[26:30])
+def test_chat_template_is_the_form_of_the_training_text(question: dict):
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    said = messages(question)
+    rendered = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    plain = jinja2.Environment(autoescape=False).from_string(tokenizer.chat_template)
+    assert rendered == plain.render(messages=said, bos_token=tokenizer.bos_token, add_generation_prompt=True)
+    assert rendered == train_tiny.prompt_of(question)
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in said]
+    assert rendered == tokenizer.apply_chat_template(parts, tokenize=False, add_generation_prompt=True)
+
+
+def test_chat_template_refuses_unknown_roles():
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    with pytest.raises(jinja2.TemplateError, match="role must be"):
+        tokenizer.apply_chat_template([{"role": "pirate", "content": "Arr"}], tokenize=False)
+
+
+def test_it_answers_four_of_five_chat_questions():
+    model, tokenizer = load("tiny")
+    right = 0
+    for question in QUESTIONS:
+        inputs = tokenizer.apply_chat_template(
+            messages(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += train_tiny.accepts(question, answer)
+    assert len(QUESTIONS) == 50
+    assert right >= 40
+
+
+def test_held_out_loss_is_below_the_n_grams():
+    """On text drawn afresh with the committed tokenizer; the n-grams' numbers are the report's, from far more text."""
+    model, tokenizer = load("tiny")
+    held_out = json.loads(REPORT.read_text(encoding="utf-8"))["held_out"]
+    for name, split in train_tiny.SPLITS.items():
+        held = encode_corpus(tokenizer.backend_tokenizer, 15_000, 950, frozenset(), split)
+        ids = torch.from_numpy(held.ids[:2001].astype(np.int64))[None]
+        with torch.inference_mode():
+            loss = float(model(ids, labels=ids).loss)
+        reported = held_out[name]
+        assert max(loss, reported["tiny"]) < min(reported["trigram"], reported["bigram"]), name
+        assert loss == pytest.approx(reported["tiny"], rel=0.3, abs=0.1), name
+
+
+def test_training_text_holds_no_question_and_no_unseen_pair():
+    without = frozenset(train_tiny.prompt_of(question, system=False) for question in QUESTIONS)
+    for document in tiny_text.draw_documents(1000, 300_000, without=without):
+        assert not any(question in document for question in without)
+    rng = random.Random(1)
+    for _ in range(300):
+        story = tiny_story.tell_story(rng)
+        assert not tiny_story.is_unseen(story.hero.name, story.thing.split()[1])
+        assert story.thing in story.text
+
+
+def test_n_grams_are_probabilities():
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 5, 400).astype(np.uint16)
+    grams = NGrams(ids, 7)  # two tokens never occur
+    for a, b in ((0, 1), (3, 3), (5, 1), (1, 6)):
+        losses = [grams.losses(np.array([a, b, c], dtype=np.uint16)) for c in range(7)]
+        for name in ("bigram", "trigram"):
+            assert sum(np.exp(-loss[name]) for loss in losses) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_short_training_lowers_the_loss(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train_tiny, "SHORT", 128)
+    monkeypatch.setattr(train_tiny, "LONG", 256)
+    tokenizer = train_tokenizer(512, 50_000, frozenset())
+    tokens: Tokens = encode_corpus(tokenizer, 100_000, 1000, frozenset())
+    shape = tiny_model.Shape(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, vocab=512)
+    _, facts = train_tiny.train("smoke", shape, tokens, "cpu", 0.0, 60, 512, 5e-3)
+    assert facts["steps"] == 60
+    assert facts["curve"][-1][2] < facts["curve"][0][2] - 1.5
