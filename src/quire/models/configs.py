@@ -1,0 +1,117 @@
+"""Named shapes: config dictionaries with the published dimensions of well-known models, for plans, simulations and runs
+with dummy weights (`--model-config NAME`). Sources: each model's own config.json; GPT-3's paper, table 2.1. No torch.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from quire.errors import StartupError
+
+
+def _llama(
+    hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, length: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": length,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **more,
+    }
+
+
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "word_embed_proj_dim": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+
+
+def _gpt2(hidden: int, layers: int, heads: int, length: int) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": length,
+        "vocab_size": 50257,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    }
+
+
+_LLAMA3 = {"rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+_QWEN = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "use_sliding_window": False}
+_QWEN2 = {**_QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "eos_token_id": 151643}
+_QWEN3 = {
+    **_QWEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "opt-125m": _opt(768, 12, 12),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "opt-66b": _opt(9216, 64, 72),
+    "opt-175b": _opt(12288, 96, 96),
+    "gpt2": _gpt2(768, 12, 12, 1024),
+    "gpt2-xl": _gpt2(1600, 48, 25, 1024),
+    "gpt3-175b": _gpt2(12288, 96, 96, 2048),
+    "llama-125m": _llama(768, 12, 12, 4, 2048, 32000, 4096),
+    "llama-7b": _llama(4096, 32, 32, 32, 11008, 32000, 2048, rms_norm_eps=1e-6),
+    "llama-13b": _llama(5120, 40, 40, 40, 13824, 32000, 2048, rms_norm_eps=1e-6),
+    "llama2-7b": _llama(4096, 32, 32, 32, 11008, 32000, 4096),
+    "llama3-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3),
+    "llama3.1-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_LLAMA3, rope_scaling=_LLAMA31_ROPE),
+    "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3),
+    "mistral-7b": _llama(4096, 32, 32, 8, 14336, 32000, 32768, **_MISTRAL),
+    "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
+    "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
+}
+
+
+def named_config(name: str) -> dict[str, Any]:
+    """A fresh config.json object for `name`; StartupError for an unknown name."""
+    if name not in CONFIGS:
+        raise StartupError(f"there is no model config {name!r}", f"known: {', '.join(CONFIGS)}")
+    return deepcopy(CONFIGS[name])

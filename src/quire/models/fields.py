@@ -1,0 +1,77 @@
+"""Checked reading of a config.json: every value has the type and range that the models rely on, or a StartupError."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from quire.errors import StartupError
+
+MAX_SIZE = 2**31 - 1
+MISSING: Any = object()
+
+
+class Fields:
+    """A config object and what to call it in errors. A null counts as absent wherever there is a default."""
+
+    def __init__(self, config: dict[str, Any], where: str = "config.json") -> None:
+        self.config, self.where = config, where
+
+    def _get(self, name: str, default: Any, kind: str) -> Any:
+        value = self.config.get(name)
+        if value is None and default is MISSING:
+            raise StartupError(f"{self.where} has no {name}", f"it must be {kind}")
+        return default if value is None else value
+
+    def _bad(self, name: str, value: Any, kind: str) -> StartupError:
+        shown = repr(value)
+        return StartupError(f"{name} in {self.where} must be {kind}, got {shown if len(shown) <= 60 else shown[:57]}")
+
+    def size(self, name: str, default: Any = MISSING, most: int = MAX_SIZE) -> Any:
+        """A positive integer."""
+        kind = f"an integer from 1 to {most}"
+        value = self._get(name, default, kind)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self._bad(name, value, kind)
+        return value
+
+    def number(self, name: str, default: Any = MISSING) -> Any:
+        """A finite number above 0."""
+        kind = "a finite number above 0"
+        value = self._get(name, default, kind)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._bad(name, value, kind)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default, "true or false")
+        if not isinstance(value, bool):
+            raise self._bad(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._get(name, default, "a string")
+        if not isinstance(value, str):
+            raise self._bad(name, value, "a string")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A token id, a list of them, or nothing."""
+        value = self._get(name, (), "")
+        items = [value] if isinstance(value, int) else value
+        if not isinstance(items, list | tuple):
+            raise self._bad(name, value, "a token id or a list of them")
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+                raise self._bad(name, value, "a token id or a list of them")
+        return tuple(items)
+
+    def refuse(self, name: str, allowed: Any) -> None:
+        """An option that quire implements for one value only, which is also the one meant when it is absent."""
+        value = self.config.get(name)
+        if value is not None and value != allowed:
+            raise StartupError(f"{name}={value!r} in {self.where} is not supported", f"only {allowed!r} is")
