@@ -14,7 +14,7 @@ from typing import Any
 from quire.errors import StartupError
 
 WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
-HUB_TIMEOUT = 3.0  # seconds until the hub counts as unreachable
+HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -24,7 +24,7 @@ def locate(model: str) -> Path:
 
     StartupError, within 5 s, if there is no such folder or the hub can't be asked.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return path
     if path.exists():
@@ -40,7 +40,7 @@ def _snapshot(model: str) -> Path:
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     try:
-        cached = offline or not _hub_answers(model)
+        cached = offline or not _hub_answers()
         options = {"etag_timeout": HUB_TIMEOUT, "local_files_only": cached}
         return Path(snapshot_download(model, allow_patterns=WANTED, **options))
     except GatedRepoError as error:
@@ -60,15 +60,13 @@ def _snapshot(model: str) -> Path:
         raise StartupError(f"{model!r} could not be downloaded: {reason}", "check the name and the network") from error
 
 
-def _hub_answers(model: str) -> bool:
+def _hub_answers() -> bool:
     """Asked first, because snapshot_download waits for the hub's first answer without any limit."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
     try:
-        HfApi().model_info(model, timeout=HUB_TIMEOUT)
-    except (GatedRepoError, RepositoryNotFoundError):
-        raise
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
     except Exception:  # whatever the network does: a cached copy will do
         return False
     return True
