@@ -244,15 +244,14 @@ class PagedMemory:
     def commit(self, seq: Sequence) -> None:
         resident = self.residents[seq.id]
         full = seq.computed // self.page_tokens
-        if full <= resident.committed:
-            return
-        if self.caching:
-            self._chain(seq, full)
-            for g, table in enumerate(resident.tables):
-                for i in range(max(resident.committed, resident.first[g]), full):
-                    self.pages.publish(g, table[i], seq.keys[i])
-        resident.committed = full
-        if self.windowed:
+        if full > resident.committed:
+            if self.caching:
+                self._chain(seq, full)
+                for g, table in enumerate(resident.tables):
+                    for i in range(max(resident.committed, resident.first[g]), full):
+                        self.pages.publish(g, table[i], seq.keys[i])
+            resident.committed = full
+        if self.windowed:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
 
     def _drop(self, seq: Sequence, resident: Resident) -> None:
