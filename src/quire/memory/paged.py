@@ -112,6 +112,8 @@ class PagedMemory:
 
     def fits(self, lengths: Seq[int]) -> bool:
         need = sum(policy.peak(length, self.chunk) for policy in self.policies for length in lengths)
+        if len(lengths) > 1:
+            need += self.watermark  # asked of all but the first
         return (
             need <= self.pages.total
             and len(lengths) < self.geometry.slots

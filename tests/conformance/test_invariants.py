@@ -1,0 +1,427 @@
+"""What every memory must hold: one test for each invariant of the KVMemory interface."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memories import MEMORIES, Build, insides
+
+from quire.memory import KVMemory
+from quire.plan import Journal
+from quire.request import Sequence
+
+every_memory = pytest.mark.parametrize("name", MEMORIES)
+every_cache = pytest.mark.parametrize("name", [name for name in MEMORIES if "uncached" not in name])
+
+
+def sequence(id: int, length: int, *, start: int = 1, branches: int = 0, salt: str = "") -> Sequence:
+    seq = Sequence(id, [start + i for i in range(length)], salt=salt)
+    seq.branches = branches
+    return seq
+
+
+def compute(memory: KVMemory, seq: Sequence, count: int) -> bool:
+    """One step of `count` tokens, begun and confirmed; the sequence gets them if it hasn't."""
+    while len(seq.tokens) < seq.planned + count:
+        seq.tokens.append(len(seq.tokens))
+    if not memory.grow(seq, seq.planned + count):
+        return False
+    memory.take_journal()
+    seq.planned += count
+    seq.computed = seq.planned
+    memory.commit(seq)
+    return True
+
+
+def admit(memory: KVMemory, seq: Sequence, budget: int = 64) -> int | None:
+    reused = memory.admit(seq, budget)
+    if reused is not None:
+        seq.computed = seq.planned = reused
+    return reused
+
+
+def serve(memory: KVMemory, seq: Sequence) -> int | None:
+    """Admit a sequence and compute all of its tokens."""
+    reused = admit(memory, seq)
+    while reused is not None and seq.planned < len(seq.tokens):
+        assert compute(memory, seq, min(64, len(seq.tokens) - seq.planned))
+    return reused
+
+
+def fill(memory: KVMemory) -> list[Sequence]:
+    """Sequences until not one more page can be had."""
+    residents: list[Sequence] = []
+    while True:
+        seq = sequence(100 + len(residents), 5, start=1000 * len(residents))
+        if serve(memory, seq) is None:
+            break
+        residents.append(seq)
+    grown = True
+    while grown:
+        grown = sum(len(seq.tokens) < 48 and compute(memory, seq, 1) for seq in residents) > 0
+    return residents
+
+
+def pages_of(memory: KVMemory, seq: Sequence) -> list[int]:
+    return [page for table in memory.place(seq).tables for page in table if page]
+
+
+def lines_run(call: Callable[[], Any]) -> int:
+    """Lines of Python that a call executes: a cost that no clock disturbs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@every_memory
+def test_shortage_is_a_value_and_changes_nothing(name: str) -> None:
+    memory = MEMORIES[name](Build(tokens=64, max_seqs=64))
+    cached = sequence(1, 20)
+    serve(memory, cached)
+    memory.free(cached)
+    residents = fill(memory)
+    memory.take_journal()
+    before = insides(memory)
+    assert memory.admit(sequence(2, 40), 64) is None
+    assert insides(memory) == before
+    blocked = next(seq for seq in residents if not memory.grow(seq, seq.planned + 16))
+    assert insides(memory) == before
+    assert not memory.grow(blocked, blocked.planned + 16)
+    assert memory.take_journal() == ((), ())
+
+
+@every_cache
+def test_a_failed_admit_leaves_the_order_of_eviction_alone(name: str) -> None:
+    """Hits that a failed admission looked at are still evicted in the order of their last use."""
+    memory = MEMORIES[name](Build(tokens=96, max_seqs=3))
+    first, second = sequence(1, 17), sequence(2, 17, start=500)
+    for seq in (first, second):
+        serve(memory, seq)
+    for seq in (first, second):
+        memory.free(seq)
+    blocker = sequence(3, 1, start=900)
+    serve(memory, blocker)
+    while compute(memory, blocker, 1) and len(blocker.tokens) < 16:
+        pass
+    before = insides(memory)
+    greedy = sequence(4, 47, branches=10**6)
+    assert memory.admit(greedy, 64) is None
+    assert insides(memory) == before
+
+
+@every_memory
+def test_a_failed_admit_is_retried_only_after_pages_were_released(name: str) -> None:
+    memory = MEMORIES[name](Build(tokens=64, max_seqs=64))
+    residents = fill(memory)
+    blocked = sequence(2, 40)
+    first = lines_run(lambda: memory.admit(blocked, 64))
+    again = lines_run(lambda: memory.admit(blocked, 64))
+    assert again < 10 < first
+    for seq in residents:
+        memory.free(seq)
+    assert memory.admit(blocked, 64) is not None
+
+
+@every_memory
+def test_grow_is_monotone_and_idempotent(name: str) -> None:
+    memory = MEMORIES[name](Build())
+    seq = sequence(1, 9)
+    admit(memory, seq)
+    assert memory.grow(seq, 21)
+    memory.take_journal()
+    before = insides(memory)
+    for length in (21, 20, 9, 1, 21):
+        assert memory.grow(seq, length)
+        assert insides(memory) == before
+
+
+@every_memory
+def test_admit_is_undone_exactly_by_free(name: str) -> None:
+    memory = MEMORIES[name](Build())
+    old = sequence(1, 20)
+    serve(memory, old)
+    memory.free(old)
+    before = memory.usage()
+    for length in (1, 16, 20, 33):
+        seq = sequence(2, length)
+        assert memory.admit(seq, 64) is not None
+        memory.free(seq)
+        assert memory.usage() == before
+    memory.check()
+
+
+@every_cache
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33])
+def test_admit_leaves_one_token_to_compute(name: str, length: int) -> None:
+    memory = MEMORIES[name](Build())
+    for id in (1, 2):
+        seq = sequence(id, length)
+        reused = serve(memory, seq)
+        memory.free(seq)
+    size = memory.geometry.groups[0].page_tokens
+    assert reused == (length - 1) // size * size
+
+
+@every_cache
+def test_no_more_is_reused_than_the_sequence_allows(name: str) -> None:
+    memory = MEMORIES[name](Build())
+    serve(memory, sequence(1, 33))
+    for id, allowed in ((2, 0), (3, 16), (4, 31)):
+        seq = sequence(id, 33)
+        seq.reusable = allowed
+        reused = serve(memory, seq)
+        assert reused is not None
+        assert reused <= allowed
+
+
+@every_cache
+def test_prefixes_of_another_salt_are_not_reused(name: str) -> None:
+    memory = MEMORIES[name](Build())
+    assert serve(memory, sequence(1, 33)) == 0
+    assert serve(memory, sequence(2, 33, salt="adapter")) == 0
+    assert serve(memory, sequence(3, 33)) == 32
+    assert serve(memory, sequence(4, 33, salt="adapter")) == 32
+
+
+@given(
+    name=st.sampled_from(sorted(MEMORIES)),
+    lengths=st.lists(st.integers(1, 48), min_size=1, max_size=6),
+    chunk=st.integers(1, 4) | st.integers(1, 40),
+    spare=st.just(0) | st.integers(0, 120),
+    data=st.data(),
+)
+def test_fits_means_that_they_can_be_held_together(
+    name: str, lengths: list[int], chunk: int, spare: int, data: st.DataObject
+) -> None:
+    """In the smallest memory that says so, sequences are admitted and grown to these lengths, in chunks."""
+    memory = next(
+        memory for tokens in range(1 + spare, 2000) if (memory := MEMORIES[name](Build(tokens, chunk))).fits(lengths)
+    )
+    if data.draw(st.booleans()):  # idle, but full of cached prefixes
+        for id in range(1000, 1006):
+            old = sequence(id, 12, start=id)
+            if memory.fits([12]) and admit(memory, old, chunk) is not None:
+                while old.planned < 12:
+                    assert compute(memory, old, min(chunk, 12 - old.planned))
+                memory.free(old)
+    seqs = []
+    for id, length in enumerate(lengths):
+        seq = sequence(id, data.draw(st.just(length) | st.integers(1, length)), start=100 * id)
+        assert admit(memory, seq, chunk) is not None, f"{lengths} fit, but sequence {id} isn't admitted"
+        seqs.append((seq, length))
+    while any(seq.planned < length for seq, length in seqs):
+        for seq, length in seqs:
+            count = min(length - seq.planned, data.draw(st.integers(1, chunk)))
+            if count:
+                assert compute(memory, seq, count), f"{lengths} fit, but {seq.id} can't grow from {seq.planned}"
+    memory.check()
+
+
+def test_what_is_kept_free_for_others_is_counted_by_fits() -> None:
+    """From 100 pages on, those who join others leave a page free: what fills the last page doesn't fit."""
+    lengths = [48, 48, 10]
+    assert not MEMORIES["paged-1"](Build(tokens=106)).fits(lengths)
+    memory = MEMORIES["paged-1"](Build(tokens=107))
+    assert memory.fits(lengths)
+    for id, length in enumerate(lengths):
+        assert admit(memory, sequence(id, length, start=100 * id)) == 0
+
+
+@every_memory
+def test_what_does_not_fit_is_not_said_to(name: str) -> None:
+    memory = MEMORIES[name](Build(tokens=64, max_seqs=3))
+    assert memory.fits([10])
+    assert not memory.fits([1] * 4)  # slots
+    assert not memory.fits([49])  # the width of a table
+    assert not MEMORIES[name](Build(tokens=16)).fits([48, 48, 48])
+
+
+@pytest.mark.parametrize("name", ["paged-1", "paged-4", "layer-tables"])
+def test_grow_and_commit_cost_the_pages_that_change(name: str) -> None:
+    """One more token costs the same after 40 tokens as after 4000."""
+
+    def costs(length: int) -> tuple[int, int, int]:
+        memory = MEMORIES[name](Build(tokens=8192, chunk=8192, max_len=8192))
+        seq = sequence(1, length)
+        assert admit(memory, seq, length) is not None
+        assert compute(memory, seq, length)
+        grow = lines_run(lambda: memory.grow(seq, length + 1))
+        entries = len(memory.take_journal()[0])
+        seq.tokens.append(0)
+        seq.planned = seq.computed = length + 1
+        return grow, lines_run(lambda: memory.commit(seq)), entries
+
+    assert costs(40) == costs(4000)
+
+
+def test_a_window_costs_the_pages_that_change() -> None:
+    def costs(length: int) -> list[int]:
+        memory = MEMORIES["window"](Build(tokens=8192, chunk=8192, max_len=8192))
+        seq = sequence(1, length)
+        assert admit(memory, seq, length) is not None
+        assert compute(memory, seq, length)
+        return [lines_run(lambda: compute(memory, seq, 1)) for _ in range(8)]
+
+    assert costs(40) == costs(4000)
+
+
+@every_memory
+def test_the_journal_has_the_effect_of_in_order_replay(name: str) -> None:
+    """Pages freed and reused between two calls of take_journal, slots too: in order, the tables come out right."""
+    memory = MEMORIES[name](Build(tokens=96))
+    tables: dict[tuple[int, int, int], int] = {}
+
+    def replay(journal: Journal) -> None:
+        for entry in journal:
+            for i, page in enumerate(getattr(entry, "pages", ())):
+                tables[entry.slot, entry.group, entry.at + i] = page  # type: ignore[union-attr]
+
+    for round in range(6):
+        seqs = [sequence(10 * round + i, 9 + 3 * i, start=7 * i) for i in range(3)]
+        held = [seq for seq in seqs if admit(memory, seq, 30) is not None]
+        assert held
+        for seq in held:
+            memory.grow(seq, len(seq.tokens))
+        for seq in held[:-1]:
+            memory.free(seq)
+        late = sequence(10 * round + 9, 11, start=3)
+        assert memory.admit(late, 30) is not None
+        replay(memory.take_journal()[0])
+        for seq in (held[-1], late):
+            place = memory.place(seq)
+            for g, table in enumerate(place.tables):
+                assert tuple(tables[place.slot, g, i] for i in range(len(table))) == table
+            memory.free(seq)
+
+
+@every_memory
+def test_conservation(name: str) -> None:
+    memory = MEMORIES[name](Build(tokens=128))
+    total = memory.usage().total
+    geometry = memory.geometry
+    assert total == (geometry.pages - 1) * geometry.page_bytes
+    seqs = []
+    for id in range(4):
+        seq = sequence(id, 11)
+        assert serve(memory, seq) is not None
+        seqs.append(seq)
+        usage = memory.usage()
+        assert usage.total == total
+        held = {page for seq in seqs for page in pages_of(memory, seq)}
+        assert usage.used + usage.reserved + usage.internal == len(held) * geometry.page_bytes
+    for seq in seqs:
+        memory.free(seq)
+        assert memory.usage().total == total
+    usage = memory.usage()
+    assert usage.used == usage.reserved == usage.internal == 0
+    assert usage.cached + usage.free == total
+
+
+@every_memory
+def test_reference_counts_equal_the_tables_that_name_a_page(name: str) -> None:
+    memory = MEMORIES[name](Build())
+    parent, child = sequence(1, 18), sequence(2, 0)
+    serve(memory, parent)
+    child = parent.fork(2, 1, 0)
+    assert memory.fork(parent, child)
+    assert pages_of(memory, parent) == pages_of(memory, child)
+    memory.check()
+    memory.free(parent)
+    memory.check()
+    assert compute(memory, child, 5)
+    memory.check()
+
+
+@every_memory
+def test_a_fork_writes_to_pages_of_its_own(name: str) -> None:
+    memory = MEMORIES[name](Build())
+    parent = sequence(1, 18)
+    serve(memory, parent)
+    child = parent.fork(2, 1, 0)
+    assert memory.fork(parent, child)
+    memory.take_journal()
+    for seq in (parent, child):
+        assert compute(memory, seq, 3)
+    size = memory.geometry.groups[0].page_tokens
+    for mine, yours in zip(memory.place(parent).tables, memory.place(child).tables):
+        assert not {page for page in mine[18 // size :] if page} & set(yours[18 // size :])
+        assert mine[: 18 // size] == yours[: 18 // size] or not all(mine)
+
+
+@every_memory
+def test_deterministic(name: str) -> None:
+    """The same calls give the same placements and the same journal, so page ids mean the same on every rank."""
+
+    def journals() -> list[object]:
+        memory = MEMORIES[name](Build(tokens=96))
+        seen: list[object] = []
+        for id in range(12):
+            seq = sequence(id, 5 + 7 * (id % 4), start=id % 3)
+            reused = admit(memory, seq)
+            seen.append(reused)
+            if reused is not None:
+                memory.grow(seq, len(seq.tokens))
+                seen.append(memory.place(seq))
+                seen.append(memory.take_journal())
+                seq.planned = seq.computed = len(seq.tokens)
+                memory.commit(seq)
+                if id % 2:
+                    memory.free(seq)
+        return seen
+
+    assert journals() == journals()
+
+
+@every_memory
+def test_admission_leaves_room_for_the_branches_to_come(name: str) -> None:
+    """What an empty memory admits for a prompt alone, it refuses when each branch would need a page more."""
+    tight = next(tokens for tokens in range(1, 200) if MEMORIES[name](Build(tokens)).fits([9]))
+    assert MEMORIES[name](Build(tight)).admit(sequence(1, 9), 64) == 0
+    assert MEMORIES[name](Build(tight)).admit(sequence(1, 9, branches=100), 64) is None
+
+
+@every_memory
+def test_only_quiet_sequences_are_freed_and_forked(name: str) -> None:
+    memory = MEMORIES[name](Build())
+    seq = sequence(1, 9)
+    admit(memory, seq)
+    assert memory.grow(seq, 9)
+    seq.planned = 9
+    with pytest.raises(AssertionError, match="in flight"):
+        memory.free(seq)
+    with pytest.raises(AssertionError, match="in flight"):
+        memory.fork(seq, sequence(2, 9))
+    seq.computed = 9
+    memory.free(seq)
+
+
+@every_memory
+def test_slots_are_dense_and_scratch_is_nobodys(name: str) -> None:
+    memory = MEMORIES[name](Build(max_seqs=3))
+    seqs = [sequence(id, 4) for id in range(3)]
+    for seq in seqs:
+        assert memory.admit(seq, 64) is not None
+    assert sorted(memory.slot(seq) for seq in seqs) == [1, 2, 3]
+    assert 0 not in [page for seq in seqs for page in pages_of(memory, seq)]
+    assert memory.admit(sequence(3, 4), 64) is None
+    memory.free(seqs[1])
+    late = sequence(4, 4)
+    assert memory.admit(late, 64) is not None
+    assert memory.slot(late) == 2
