@@ -120,3 +120,13 @@ def test_specs_need_no_torch_and_models_no_transformers() -> None:
         "assert 'torch' in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("first", [0, 11, 28, None])
+def test_qwen_windows_without_layer_types_equal_transformers(first: int | None) -> None:
+    change = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": first}
+    change = {name: value for name, value in change.items() if value is not None}
+    types = transformers.Qwen2Config(num_hidden_layers=28, **change).layer_types
+    assert types is not None
+    windows = [layer.window for layer in read_spec({**named_config("qwen2-7b"), **change}).layers]
+    assert windows == [512 if kind == "sliding_attention" else None for kind in types]
