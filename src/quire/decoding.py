@@ -1,10 +1,13 @@
-"""Decoding methods as pure functions: what a drawn token means for its sequence, and which branches to fork.
+"""Decoding as pure functions: what a drawn token means for its sequence, when it ends, and beam search.
 
-A method is a composition of append, fork and drop (PagedAttention §5.2); nothing here touches memory.
+A method is a composition of fork, append and free (PagedAttention §5.2, quire.method); nothing here touches memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
+from quire.method import Advance, Branch, Choice, Context, Ending, Method
 from quire.plan import Sampled
 from quire.request import Request, SamplingParams, Sequence
 
@@ -20,6 +23,8 @@ def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids
     seq.tokens.append(token)
     if sampled.tops:
         seq.cumulative_logprob += sampled.tops[draw].logprob
+        if request.params.ranked:
+            seq.tops.append(sampled.tops[draw])
     if sampled.error:
         seq.finish, seq.stop_reason = "error", sampled.error
         return
@@ -39,3 +44,93 @@ def stop(
     if outputs >= max_tokens or len(seq.tokens) >= max_len:
         return "length", None
     return None, None
+
+
+def method_of(params: SamplingParams) -> Method | None:
+    """A fresh method for a request, or None: each branch goes on by itself."""
+    if params.beam_width is not None:
+        return BeamSearch(params.beam_width, params.length_penalty, params.early_stopping)
+    return params.method() if params.method is not None else None
+
+
+def context_of(request: Request, eos_ids: frozenset[int]) -> Context:
+    """What a method may know."""
+    params = request.params
+    return Context(
+        frozenset() if params.ignore_eos else eos_ids,
+        frozenset(params.stop_token_ids or ()),
+        params.min_tokens,
+        request.max_tokens,
+    )
+
+
+class BeamSearch:
+    """Beam search (PagedAttention §4.4), with the rules of transformers' `num_beams`.
+
+    Of all continuations of all branches the best `width` that don't end are live next. One that ends is a result if it
+    is among the `width` best; its score is logprob / outputs ** length_penalty. The search ends when no live branch can
+    beat the worst of `width` results: with `early_stopping` True as soon as there are `width`, with False judged at the
+    present length, with "never" at the length that favours the live ones most.
+    """
+
+    def __init__(self, width: int, length_penalty: float = 1.0, early_stopping: bool | str = False) -> None:
+        self.width, self.length_penalty, self.early_stopping = width, length_penalty, early_stopping
+        self.scores: list[float] = []  # of the results so far, best first
+        self.improvable = True
+
+    def keep(self) -> int:
+        """The results that count."""
+        return self.width
+
+    def top(self, context: Context) -> int:
+        """Enough that `width` live branches remain when the likeliest tokens of all of them end."""
+        return max(2, 1 + len(context.eos_ids | context.stop_ids)) * self.width
+
+    def advance(self, branches: Seq[Branch], context: Context) -> Advance:
+        """One step: `branches` in the order of the last call's choices."""
+        outputs = len(branches[0].tokens) - branches[0].prompt_len + 1
+        best = sorted(
+            (
+                (branch.logprob + logprob, -parent, token, logprob)
+                for parent, branch in enumerate(branches)
+                for token, logprob in zip(branch.top.ids, branch.top.logprobs)
+                if outputs >= context.min_tokens or (token not in context.eos_ids and token not in context.stop_ids)
+            ),
+            key=lambda candidate: candidate[:2],
+            reverse=True,
+        )[: self.top(context)]
+        choices: list[Choice] = []
+        endings: list[Ending] = []
+        full = len(self.scores) == self.width
+        open_for_results = self.improvable and not (full and self.early_stopping is True)
+        running = None  # the best live sum of log-probabilities
+        for rank, (total, parent, token, logprob) in enumerate(best):
+            reason = _reason(token, outputs, context)
+            if reason is None:
+                if len(choices) < self.width:
+                    running = total if running is None else running
+                    choices.append(Choice(-parent, token, logprob))
+            elif rank < self.width and open_for_results:
+                score = total / outputs**self.length_penalty
+                stopped = token if reason == "stop" and token not in context.eos_ids else None
+                endings.append(Ending(-parent, token, logprob, score, reason, stopped))
+        self.scores = sorted([*self.scores, *(ending.score for ending in endings)], reverse=True)[: self.width]
+        if running is None or self._settled(running, outputs, context):
+            choices = []
+        return Advance(tuple(choices), tuple(endings))
+
+    def _settled(self, running: float, outputs: int, context: Context) -> bool:
+        """No live branch can change the results."""
+        if len(self.scores) < self.width:
+            return False
+        if self.early_stopping is True:
+            return True
+        length = context.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else outputs
+        self.improvable = self.improvable and running / length**self.length_penalty > self.scores[-1]
+        return not self.improvable
+
+
+def _reason(token: int, outputs: int, context: Context) -> str | None:
+    if token in context.eos_ids or token in context.stop_ids:
+        return "stop"
+    return "length" if outputs >= context.max_tokens else None

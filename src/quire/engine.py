@@ -11,10 +11,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol
 
-from quire.decoding import branch_seed
+from quire.decoding import branch_seed, method_of
 from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
 from quire.plan import StepPlan, StepResult, Top
-from quire.request import Request, SamplingParams, Sequence
+from quire.request import Request, SamplingParams, Sequence, Status
 from quire.scheduler import Event, Scheduler
 from quire.specs import Geometry
 
@@ -113,15 +113,18 @@ class Engine:
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
-        self.streams: dict[int, TextStream] = {}
+        self.streams: dict[tuple[str, int], TextStream] = {}  # by request and branch
         self.flight: deque[tuple[StepPlan, Any]] = deque()
         self.outbox: list[Output] = []  # outputs that no step brought: aborts
         self.stats = Stats()
         self.added = 0
+        self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
 
     # In
 
-    def add(self, id: str, prompt: Seq[int], params: SamplingParams, *, salt: str = "") -> None:
+    def add(
+        self, id: str, prompt: Seq[int], params: SamplingParams, *, salt: str = "", prefix: str | None = None
+    ) -> None:
         """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed."""
         if id in self.requests:
             raise InputError(f"request id {id!r} is in use", "request_id")
@@ -135,10 +138,13 @@ class Engine:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), tokens, seed=seed, salt=salt)
-        seq.branches = params.n - 1
+        seq.branches = params.width - 1
         if params.prompt_logprobs is not None:
             seq.reusable = 0
         request = Request(id, seq, params, arrival=self.clock(), max_tokens=max_tokens)
+        request.method, request.prefix = method_of(params), prefix
+        if request.method is not None:
+            seq.branches = request.method.width - 1
         self.requests[id] = request
         self.scheduler.add(request)
 
@@ -162,12 +168,15 @@ class Engine:
         """Tokens that the request may generate: what it asks for, cut to the model's length."""
         room = self.limits.max_len - prompt_len
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-        if params.n > self.scheduler.max_seqs:
-            raise InputError(f"n is {params.n}, but at most {self.scheduler.max_seqs} sequences run at once", "n")
-        if not self.scheduler.memory.fits([prompt_len + wanted] * params.n):
+        method = method_of(params)
+        width = params.width if method is None else method.width
+        if width > self.scheduler.max_seqs:
+            name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+            raise InputError(f"{name} is {width}, but at most {self.scheduler.max_seqs} sequences run at once", name)
+        if not self.scheduler.memory.fits([prompt_len + wanted] * width, prompt_len):
             raise PromptTooLong(
-                f"{params.n} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
-                "ask for a smaller n or max_tokens, or start with a larger --kv-gib",
+                f"{width} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
+                "ask for fewer branches or a smaller max_tokens, or start with a larger --kv-gib",
                 "max_tokens",
             )
         return wanted
@@ -178,10 +187,41 @@ class Engine:
         if request is None:
             return
         request.aborted = True
-        for seq in list(request.live):
-            if seq.finish is None:
-                self.scheduler.finish(request, seq, "abort")
-                self.outbox.append(self._output(request, seq, (), "", ()))
+        told = [seq for seq in request.live if seq.finish is None]
+        for seq in told:
+            self.scheduler.finish(request, seq, "abort")
+        if request.method is not None or request.params.ranked:
+            self._end(request, "abort")
+            return
+        self.outbox += [self._output(request, seq, (), "", ()) for seq in told]
+
+    def _end(self, request: Request, why: str, reason: int | str | None = None) -> None:
+        """End a request whose branches are returned together, without results."""
+        del self.requests[request.id]
+        for branch in range(request.params.n):
+            self.streams.pop((request.id, branch), None)
+            self._finished(why)
+            done = branch == request.params.n - 1
+            self.outbox.append(Output(request.id, branch, (), "", (), why, reason, done, 0.0))
+
+    def register_prefix(self, name: str, tokens: Seq[int]) -> None:
+        """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"
+        tells when it is ready. Raises InputError if the name is taken or the prefixes' capacity is exceeded."""
+        memory = self.scheduler.memory
+        if name in self.prefixes:
+            raise InputError(f"a prefix called {name[:60]!r} is registered already", "name")
+        if not memory.room_for_prefix(len(tokens)):
+            raise InputError(
+                f"a prefix of {len(tokens)} tokens exceeds what is kept for prefixes (--prefix-tokens)", "prefix"
+            )
+        self.add(f"prefix:{name}", tokens, SamplingParams(temperature=0, max_tokens=1, detokenize=False), prefix=name)
+        self.prefixes[name] = len(tokens)
+
+    def release_prefix(self, name: str) -> bool:
+        """Let go of a prefix. False if there is none of that name."""
+        self.abort(f"prefix:{name}")
+        self.scheduler.memory.unpin(name)
+        return self.prefixes.pop(name, None) is not None
 
     # Step
 
@@ -220,57 +260,115 @@ class Engine:
 
     def _publish(self, events: list[Event]) -> list[Output]:
         """Events with text; a stop string found in the text ends its sequence."""
-        outputs = []
+        outputs: list[Output] = []
         for request, seq, tokens, tops in events:
             if request.aborted:
                 continue
             if request.first_token is None:
                 request.first_token = self.clock()
             self.stats.generated_tokens += len(tokens)
-            text, stop = self._text(request, seq, tokens)
-            if stop is not None:
-                # Found before the end token or length that may have ended the sequence in the same step.
-                seq.finish = None
-                self.scheduler.finish(request, seq, "stop", stop)
-            outputs.append(self._output(request, seq, tokens, text, tops))
+            if seq is None:
+                outputs += self._together(request)
+            elif request.params.ranked:
+                if request.status is Status.DONE and request.id in self.requests:
+                    outputs += self._ranked(request)
+            else:
+                text, stop = self._text(request, seq.index, seq, tokens)
+                if stop is not None:
+                    # Found before the end token or length that may have ended the sequence in the same step.
+                    seq.finish = None
+                    self.scheduler.finish(request, seq, "stop", stop)
+                outputs.append(self._output(request, seq, tokens, text, tops))
         return outputs
 
-    def _text(self, request: Request, seq: Sequence, tokens: tuple[int, ...]) -> tuple[str, str | None]:
+    def _together(self, request: Request) -> list[Output]:
+        """What a method's step settled: the tokens that all its branches agree on, or at its end the best results."""
+        params, done = request.params, request.status is Status.DONE
+        if done and not request.results:
+            failed = request.done[0] if request.done else None
+            self._end(request, "error", failed.stop_reason if failed else "the method returned no result")
+            return []
+        every = [seq for _, seq in request.results] + ([] if done else request.live)
+        first = every[0]
+        start = first.prompt_len + request.settled
+        if not done:
+            end = min(len(seq.tokens) for seq in every)
+            end = next((i for i in range(start, end) if any(s.tokens[i] != first.tokens[i] for s in every)), end)
+            request.settled += end - start
+            if end == start:
+                return []
+        chosen = every[: params.n] if done else [first] * params.n
+        return [
+            self._branch(request, branch, seq, start, len(seq.tokens) if done else end, branch == params.n - 1)
+            for branch, seq in enumerate(chosen)
+        ]
+
+    def _branch(self, request: Request, branch: int, seq: Sequence, start: int, end: int, last: bool) -> Output:
+        """Tokens [start, end) of what branch `branch` of the request turns out to be."""
+        tokens = tuple(seq.tokens[start:end])
+        tops = tuple(seq.tops[start - seq.prompt_len : end - seq.prompt_len])
+        whole = end == len(seq.tokens) and seq.finish is not None and request.status is Status.DONE
+        shown = (
+            tokens[:-1] if whole and seq.finish == "stop" and not request.params.include_stop_str_in_output else tokens
+        )
+        text, _ = self._stream(request, branch, seq, shown, whole)
+        first = start == seq.prompt_len and request.params.prompt_logprobs is not None
+        done = False
+        if whole:
+            self._finished(seq.finish or "")
+            self.streams.pop((request.id, branch), None)
+            done = last
+            if done:
+                del self.requests[request.id]
+        return Output(
+            request.id, branch, tokens, text, tops, seq.finish if whole else None, seq.stop_reason if whole else None,
+            done, seq.cumulative_logprob, tuple(seq.prompt_tops) if first else None, request.cached_tokens,
+        )  # fmt: skip
+
+    def _ranked(self, request: Request) -> list[Output]:
+        """best_of: the n branches of the highest cumulative log-probability, best first."""
+        best = sorted(request.done, key=lambda seq: (-seq.cumulative_logprob, seq.index))[: request.params.n]
+        return [
+            self._branch(request, branch, seq, seq.prompt_len, len(seq.tokens), branch == len(best) - 1)
+            for branch, seq in enumerate(best)
+        ]
+
+    def _text(self, request: Request, branch: int, seq: Sequence, tokens: tuple[int, ...]) -> tuple[str, str | None]:
+        if seq.finish == "stop" and not request.params.include_stop_str_in_output:
+            tokens = tokens[:-1]  # the end token itself is not text
+        return self._stream(request, branch, seq, tokens, seq.finish is not None)
+
+    def _stream(
+        self, request: Request, branch: int, seq: Sequence, tokens: tuple[int, ...], last: bool
+    ) -> tuple[str, str | None]:
         if self.text is None or not request.params.detokenize:
             return "", None
-        stream = self.streams.get(seq.id)
+        stream = self.streams.get((request.id, branch))
         if stream is None:
-            stream = self.streams[seq.id] = self.text.stream(seq.tokens[: seq.prompt_len], request.params)
-        if seq.finish == "stop" and not request.params.include_stop_str_in_output:
-            # The end token itself is not text.
-            tokens = tokens[:-1]
-        return stream.push(tokens, seq.finish is not None)
+            stream = self.text.stream(seq.tokens[: seq.prompt_len], request.params)
+            self.streams[request.id, branch] = stream
+        return stream.push(tokens, last)
+
+    def _finished(self, why: str) -> None:
+        self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
 
     def _output(
         self, request: Request, seq: Sequence, tokens: tuple[int, ...], text: str, tops: tuple[Top, ...]
     ) -> Output:
         done = False
         if seq.finish is not None:
-            self.streams.pop(seq.id, None)
-            self.stats.finished[seq.finish] = self.stats.finished.get(seq.finish, 0) + 1
+            self.streams.pop((request.id, seq.index), None)
+            self._finished(seq.finish)
             request.reported += 1
             done = request.reported == len(request.live) + len(request.done)
             if done:
                 del self.requests[request.id]
         first = len(seq.tokens) - seq.prompt_len <= len(tokens)
         return Output(
-            request.id,
-            seq.index,
-            tokens,
-            text,
-            tops,
-            seq.finish,
-            seq.stop_reason,
-            done,
-            seq.cumulative_logprob,
+            request.id, seq.index, tokens, text, tops, seq.finish, seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_tops) if first and request.params.prompt_logprobs is not None else None,
             request.cached_tokens,
-        )
+        )  # fmt: skip
 
     def close(self) -> None:
         """Release the runner. The engine can't be used afterwards."""

@@ -30,6 +30,7 @@ class Birth(NamedTuple):
     prompt_len: int
     history: tuple[int, ...] = ()
     length: int = 0  # tokens that the sequence has at birth: `length - prompt_len` of them are output
+    top: int = -1  # most likely tokens to return with each sample; -1: no log-probabilities at all
 
 
 class Row(NamedTuple):

@@ -6,15 +6,17 @@ Nothing here knows where tokens are kept: memory facts live in the memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from quire.errors import InputError
+from quire.method import Method
 from quire.plan import Top
 
 MAX_N = 128
+MAX_BEAM_WIDTH = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
@@ -93,6 +95,11 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    method: Callable[[], Method] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -121,6 +128,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)  # frozen: normalised once, here
 
         _integer("n", self.n, 1, MAX_N)
+        self._check_branches()
         put("temperature", _number("temperature", self.temperature, 0.0, 100.0))
         put("top_p", _number("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
@@ -156,6 +164,30 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise InputError("stop strings need detokenize=True", "stop")
 
+    def _check_branches(self) -> None:
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise InputError(f"best_of must be at least n ({self.n}), got {self.best_of}", "best_of")
+        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise InputError(
+                f'early_stopping must be true, false or "never", got {_shown(self.early_stopping)}', "early_stopping"
+            )
+        if self.beam_width is None:
+            return
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.n > self.beam_width:
+            raise InputError(f"n must be at most beam_width ({self.beam_width}), got {self.n}", "n")
+        for name, clash in (
+            ("best_of", self.best_of not in (None, self.beam_width)),
+            ("stop", bool(self.stop)),
+            ("method", self.method is not None),
+        ):
+            if clash:
+                hint = "; stop_token_ids works" if name == "stop" else ""
+                raise InputError(f"{name} can't be combined with beam search{hint}", name)
+
     @staticmethod
     def _biases(value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping):
@@ -168,6 +200,16 @@ class SamplingParams:
                 key = int(key)
             biases[_integer("logit_bias key", key, 0, MAX_TOKENS)] = _number("logit_bias value", bias, -100.0, 100.0)
         return biases
+
+    @property
+    def width(self) -> int:
+        """The most sequences that a request of these parameters holds at once."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def ranked(self) -> bool:
+        """Which branches are returned is known at the end only: best_of above n."""
+        return self.beam_width is None and self.best_of is not None and self.best_of > self.n
 
     @property
     def greedy(self) -> bool:
@@ -215,7 +257,7 @@ class Sequence:
 
     __slots__ = (
         "branches", "computed", "cumulative_logprob", "finish", "id", "index", "keys", "pending", "planned",
-        "prompt_len", "prompt_tops", "reusable", "salt", "seed", "stop_reason", "tokens",
+        "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason", "tokens", "tops",
     )  # fmt: skip
 
     def __init__(self, id: int, tokens: list[int], *, seed: int = 0, salt: str = "", index: int = 0) -> None:
@@ -232,6 +274,8 @@ class Sequence:
         self.reusable = len(tokens)  # the longest prefix hit allowed; 0 when prompt log-probabilities are wanted
         self.keys: list[bytes] = []  # chained page keys: facts about tokens, filled by the memory as pages fill
         self.cumulative_logprob = 0.0
+        self.tops: list[Top] = []  # of its own tokens, where they are kept: methods, best_of
+        self.sibling: Sequence | None = None  # computes what this one shares and hasn't computed itself
         self.prompt_tops: list[Top] = []
         self.finish: str | None = None  # why it ended; it may still be in flight
         self.stop_reason: int | str | None = None
@@ -257,7 +301,7 @@ class Sequence:
         child = Sequence(id, list(self.tokens), seed=seed, salt=self.salt, index=index)
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
         child.reusable, child.keys = self.reusable, list(self.keys)
-        child.cumulative_logprob = self.cumulative_logprob
+        child.cumulative_logprob, child.tops = self.cumulative_logprob, list(self.tops)
         return child
 
 
@@ -265,8 +309,8 @@ class Request:
     """The unit of scheduling and of preemption: one prompt and the branches that grow from it."""
 
     __slots__ = (
-        "aborted", "arrival", "cached_tokens", "done", "first_token", "id", "live", "max_tokens", "params",
-        "preemptions", "reported", "scheduled", "seed", "status",
+        "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
+        "method", "params", "preemptions", "prefix", "reported", "results", "scheduled", "seed", "settled", "status",
     )  # fmt: skip
 
     def __init__(self, id: str, first: Sequence, params: SamplingParams, *, arrival: float, max_tokens: int) -> None:
@@ -275,6 +319,11 @@ class Request:
         self.arrival = arrival
         self.max_tokens = max_tokens  # resolved: what params ask for, cut to what model and memory allow
         self.seed = first.seed
+        self.method: Method | None = None  # how its branches go on, if not each for itself
+        self.candidates: dict[int, Top] = {}  # what a method still waits for, by sequence
+        self.results: list[tuple[float, Sequence]] = []  # a method's, best first
+        self.settled = 0  # tokens that all branches of a method agree on, and that were told
+        self.prefix: str | None = None  # register its prompt under this name
         self.live = [first]
         self.done: list[Sequence] = []
         self.status = Status.WAITING

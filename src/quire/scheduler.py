@@ -10,37 +10,51 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from quire.decoding import append, branch_seed
+from quire.costs import DEFAULT, Costs
+from quire.decoding import append, branch_seed, context_of
 from quire.memory import KVMemory
+from quire.method import Branch
 from quire.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Top
 from quire.request import Request, Sequence, Status
 
 
 class Event(NamedTuple):
-    """What one step did to one sequence: `tokens` it gained; the sequence says whether it ended."""
+    """What one step did to one sequence: `tokens` it gained; the sequence says whether it ended. Without a sequence:
+    the request's method took a step."""
 
     request: Request
-    seq: Sequence
-    tokens: tuple[int, ...]
+    seq: Sequence | None
+    tokens: tuple[int, ...] = ()
     tops: tuple[Top, ...] = ()
 
 
 class Scheduler:
-    """`budget` tokens are computed in a step at most, and `max_seqs` sequences are resident."""
+    """`budget` tokens are computed in a step at most, and `max_seqs` sequences are resident. `preemption` is "swap",
+    "recompute", or "auto": what `costs` says is cheaper for the victim."""
 
     def __init__(
-        self, memory: KVMemory, *, budget: int, max_seqs: int, max_len: int, eos_ids: tuple[int, ...] = ()
+        self,
+        memory: KVMemory,
+        *,
+        budget: int,
+        max_seqs: int,
+        max_len: int,
+        eos_ids: tuple[int, ...] = (),
+        preemption: str = "recompute",
+        costs: Costs = DEFAULT,
     ) -> None:
         self.memory = memory
         self.budget, self.max_seqs, self.max_len = budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
+        self.preemption, self.costs = preemption, costs
         self.waiting: deque[Request] = deque()
-        self.running: dict[Request, None] = {}  # in order of arrival; an aborted id may be back before its end
+        self.swapped: deque[Request] = deque()
+        self.running: dict[Request, None] = {}  # in order of arrival
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.births: list[Birth] = []
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = 0
-        self.preemptions = 0
+        self.preemptions = {"swap": 0, "recompute": 0}
 
     def new_id(self) -> int:
         """A sequence id that was never used."""
@@ -54,7 +68,7 @@ class Scheduler:
     @property
     def unfinished(self) -> bool:
         """There is a request to serve, or a step whose result is awaited."""
-        return bool(self.waiting or self.running or self.flight)
+        return bool(self.waiting or self.swapped or self.running or self.flight)
 
     # schedule
 
@@ -65,7 +79,9 @@ class Scheduler:
         if hurt is None:
             return None
         if not hurt:
-            self._admit_waiting(rows)
+            self._swap_in(rows)
+            if not self.swapped:  # nobody is admitted until the preempted are back (§4.5)
+                self._admit_waiting(rows)
         if not rows:
             return None
         for row in rows:
@@ -105,45 +121,94 @@ class Scheduler:
     @staticmethod
     def _wanted(request: Request, seq: Sequence) -> int:
         """Tokens that the sequence could compute next."""
-        if seq.finish is not None or (seq.branches and seq.pending):
-            return 0  # ended, or its branches are forked when its sample arrives
+        if seq.finish is not None or (seq.pending and (seq.branches or request.method is not None)):
+            return 0  # ended, or what follows is decided when its sample arrives
         if seq.pending and len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
             return 0  # its last token is on its way
+        if seq.sibling is not None:
+            if seq.sibling.planned < seq.planned:
+                return 0  # what it shares is still to be computed
+            seq.sibling = None
         return len(seq.tokens) + seq.pending - seq.planned
 
     def _row(self, request: Request, seq: Sequence, count: int) -> Row:
         start, end = seq.planned, seq.planned + count
         known = len(seq.tokens)
         tokens = (LAST,) if start >= known else tuple(seq.tokens[start:end])
-        sample = (1 + seq.branches) if end == known + seq.pending else 0
+        sample = 0
+        if end == known + seq.pending:
+            sample = 1 if request.method is not None else 1 + seq.branches
         score: tuple[int, ...] = ()
         if request.params.prompt_logprobs is not None and start + 1 < seq.prompt_len:
             score = tuple(seq.tokens[start + 1 : min(end + 1, seq.prompt_len)])
         return Row(self.memory.slot(seq), tokens, start, sample, score)
 
+    # Preemption: whole requests, all or nothing, and all sequences of a request together (§4.5)
+
     def _preempt(self, victim: Request) -> None:
-        """Whole requests, all or nothing: every sequence leaves memory and will be recomputed (§4.5)."""
+        if self._cheaper(victim) == "swap":
+            slots = [self.memory.slot(seq) for seq in victim.live]
+            if self.memory.swap_out(victim.live):
+                for slot in slots:
+                    del self.by_slot[slot]
+                del self.running[victim]
+                victim.status = Status.SWAPPED
+                self.swapped.appendleft(victim)
+                self._count(victim, "swap")
+                return
+        self._drop(victim)
+
+    def _drop(self, victim: Request) -> None:
+        """Every sequence leaves memory and will be recomputed, as one prompt of all its tokens so far."""
         del self.running[victim]
         for seq in victim.live:
             self._leave(seq)
             seq.computed = seq.planned = 0
         victim.status = Status.WAITING
-        victim.preemptions += 1
-        self.preemptions += 1
         self.waiting.appendleft(victim)
+        self._count(victim, "recompute")
+
+    def _count(self, victim: Request, way: str) -> None:
+        victim.preemptions += 1
+        self.preemptions[way] += 1
+
+    def _cheaper(self, victim: Request) -> str:
+        if self.preemption != "auto":
+            return self.preemption
+        held, tokens = self.memory.held(victim.live)
+        return self.costs.cheaper(held, tokens, [seq.computed for seq in victim.live])
+
+    def _swap_in(self, rows: list[Row]) -> None:
+        """Bring swapped requests back, oldest first; those that find room compute in this step."""
+        budget = self.budget - sum(len(row.tokens) for row in rows)
+        while self.swapped and budget > 0:
+            request = self.swapped[0]
+            if not self._has_slots(request) or not self.memory.swap_in(request.live):
+                return
+            self.swapped.popleft()
+            request.status = Status.RUNNING
+            self.running[request] = None
+            for seq in request.live:
+                self.by_slot[self.memory.slot(seq)] = (request, seq)
+                self._born(request, seq)
+                count = min(self._wanted(request, seq), budget)
+                if count > 0 and self.memory.grow(seq, seq.planned + count):
+                    rows.append(self._row(request, seq, count))
+                    budget -= count
+
+    # Admission
+
+    def _has_slots(self, request: Request) -> bool:
+        """The request's sequences, those to be forked included, may join the resident ones."""
+        held = sum(_width(other) for other in self.running)
+        return held + _width(request) <= self.max_seqs
 
     def _admit_waiting(self, rows: list[Row]) -> None:
         """Admit in order of arrival while the budget, the slots and the memory allow."""
-        if not self.waiting:
-            return
         budget = self.budget - sum(len(row.tokens) for row in rows)
-        held = sum(1 + seq.branches for _, seq in self.by_slot.values())
         while self.waiting and budget > 0:
             request = self.waiting[0]
-            held += sum(1 + seq.branches for seq in request.live)
-            if held > self.max_seqs:
-                return
-            admitted = self._admit(request, budget)
+            admitted = self._admit(request, budget) if self._has_slots(request) else None
             if admitted is None:
                 return
             self.waiting.popleft()
@@ -153,33 +218,40 @@ class Scheduler:
             budget -= sum(len(row.tokens) for row in admitted)
 
     def _admit(self, request: Request, budget: int) -> list[Row] | None:
-        """Bring all live sequences of a request into memory, or none."""
-        for i, seq in enumerate(request.live):
-            reused = self.memory.admit(seq, max(budget, 1))
+        """Bring all live sequences of a request into memory, or none. Those of a preempted group share again what they
+        have in common: one computes it, the others follow a step later."""
+        live = request.live
+        for i, seq in enumerate(live):
+            seq.sibling = _closest(seq, live[:i])
+            reused = self.memory.admit(seq, budget if len(live) == 1 else len(seq.tokens), seq.sibling)
             if reused is None:
-                for earlier in request.live[:i]:
+                for earlier in live[:i]:
                     earlier.computed = earlier.planned = 0
                     self._leave(earlier)
                 return None
             seq.computed = seq.planned = reused
             self.by_slot[self.memory.slot(seq)] = (request, seq)
         rows = []
-        for seq in request.live:
+        for seq in live:
             self._born(request, seq)
             if request.preemptions == 0:
                 request.cached_tokens = seq.planned
-            count = min(len(seq) - seq.planned, budget)
+            count = min(self._wanted(request, seq), budget)
             if count > 0:
                 rows.append(self._row(request, seq, count))
                 budget -= count
         return rows
 
     def _born(self, request: Request, seq: Sequence, parent: int = -1) -> None:
-        history = tuple(seq.tokens) if request.params.needs_history else ()
+        params = request.params
+        history = tuple(seq.tokens) if params.needs_history else ()
+        top = -1 if params.logprobs is None else params.logprobs
+        if request.method is not None:
+            top = max(top, request.method.top(context_of(request, self.eos_ids)))
+        elif params.ranked:
+            top = max(top, 0)
         slot = self.memory.slot(seq)
-        self.births.append(
-            Birth(slot, seq.id, parent, request.params, seq.seed, seq.prompt_len, history, len(seq.tokens))
-        )
+        self.births.append(Birth(slot, seq.id, parent, params, seq.seed, seq.prompt_len, history, len(seq.tokens), top))
 
     def _leave(self, seq: Sequence) -> None:
         del self.by_slot[self.memory.slot(seq)]
@@ -207,9 +279,16 @@ class Scheduler:
         return events
 
     def _sampled(self, request: Request, seq: Sequence, sampled: Sampled, events: list[Event]) -> None:
+        if request.method is not None:
+            self._candidates(request, seq, sampled, events)
+            return
         branches = [seq]
         if seq.branches:
-            branches += self._fork(request, seq)
+            children = [seq.fork(self.new_id(), i, branch_seed(request.seed, i)) for i in range(1, 1 + seq.branches)]
+            seq.branches = 0
+            branches += children
+            request.live += children
+            self._fork(request, [(seq, child) for child in children])
         for draw, branch in enumerate(branches):
             append(request, branch, sampled, draw, self.eos_ids, self.max_len)
             tops = sampled.tops[draw : draw + 1]
@@ -220,31 +299,85 @@ class Scheduler:
                 self._retire(request, branch)
             elif request.status is Status.RUNNING:
                 self._born(request, branch, parent=self.memory.slot(seq))
+        if request.prefix is not None and not sampled.error and not self.memory.pin(request.prefix, seq):
+            seq.finish, seq.stop_reason = "error", "the registered prefixes are full"
 
-    def _fork(self, request: Request, seq: Sequence) -> list[Sequence]:
-        """The branches of parallel sampling: they share the prompt's pages (§4.4)."""
-        children = [seq.fork(self.new_id(), i, branch_seed(request.seed, i)) for i in range(1, 1 + seq.branches)]
-        seq.branches = 0
-        request.live += children
-        for i, child in enumerate(children):
-            if not self.memory.fork(seq, child):
-                # The whole request is preempted, the branches not yet in memory with it.
-                for absent in children[i:]:
-                    absent.computed = absent.planned = 0
-                self._preempt_partly(request, children[i:])
-                break
+    def _fork(self, request: Request, pairs: list[tuple[Sequence, Sequence]]) -> None:
+        """Children share their parents' pages. If the memory can't fork, the whole request is preempted."""
+        for i, (parent, child) in enumerate(pairs):
+            if not self.memory.fork(parent, child):
+                absent = [child for _, child in pairs[i:]]
+                for child in absent:
+                    child.computed = child.planned = 0
+                order = request.live
+                request.live = [seq for seq in order if seq not in absent]
+                self._drop(request)
+                request.live = order
+                return
             self.by_slot[self.memory.slot(child)] = (request, child)
-        return children
-
-    def _preempt_partly(self, request: Request, absent: list[Sequence]) -> None:
-        request.live = [seq for seq in request.live if seq not in absent]
-        self._preempt(request)
-        request.live += absent
 
     def _score(self, row: Row, seq: Sequence, sampled: Sampled) -> None:
         for i, top in enumerate(sampled.scores):
             if row.start + i == len(seq.prompt_tops):  # a recomputed prompt is scored again; keep the first
                 seq.prompt_tops.append(top)
+
+    # Methods: all branches of a request take a step together
+
+    def _candidates(self, request: Request, seq: Sequence, sampled: Sampled, events: list[Event]) -> None:
+        if sampled.error:
+            for other in list(request.live):
+                self.finish(request, other, "error", sampled.error)
+            events.append(Event(request, None))
+            return
+        request.candidates[seq.id] = sampled.tops[0]
+        if len(request.candidates) == len(request.live):
+            self._advance(request)
+            events.append(Event(request, None))
+
+    def _advance(self, request: Request) -> None:
+        """Free the branches that don't go on, fork those that go on more than once, append to all."""
+        assert request.method is not None
+        live, tops, request.candidates = request.live, request.candidates, {}
+        branches = [Branch(s.tokens, s.prompt_len, s.cumulative_logprob, tops[s.id]) for s in live]
+        advance = request.method.advance(branches, context_of(request, self.eos_ids))
+        assert len(advance.choices) <= request.method.width, "a method continues more branches than its width"
+        for ending in advance.endings:
+            parent = live[ending.parent]
+            ended = parent.fork(self.new_id(), 0, parent.seed)
+            _extend(ended, ending.token, ending.logprob, tops[parent.id], request)
+            ended.finish, ended.stop_reason = ending.reason, ending.stop_reason
+            request.results.append((ending.score, ended))
+        request.results.sort(key=lambda result: -result[0])
+        del request.results[request.method.keep() :]
+        going = {choice.parent for choice in advance.choices}
+        for i, seq in enumerate(live):
+            seq.branches = 0
+            if i not in going:
+                self._leave(seq)
+        if not advance.choices:
+            request.live = []
+            del self.running[request]
+            request.status = Status.DONE
+            return
+        request.live = []
+        forks: list[tuple[Sequence, Sequence]] = []
+        used: set[int] = set()
+        for choice in advance.choices:
+            seq = live[choice.parent]
+            if choice.parent in used:
+                child = seq.fork(self.new_id(), len(request.live), seq.seed)
+                forks.append((seq, child))
+                seq = child
+            used.add(choice.parent)
+            request.live.append(seq)
+        self._fork(request, forks)
+        for seq, choice in zip(request.live, advance.choices):
+            _extend(seq, choice.token, choice.logprob, tops[live[choice.parent].id], request)
+        if request.status is Status.RUNNING:
+            for parent, child in forks:
+                self._born(request, child, parent=self.memory.slot(parent))
+
+    # Ends
 
     def finish(self, request: Request, seq: Sequence, why: str, reason: int | str | None = None) -> None:
         """End a sequence early (a stop string, an abort). It leaves memory once no step in flight names it."""
@@ -258,11 +391,42 @@ class Scheduler:
             if not seq.quiet:
                 return
             self._leave(seq)
+        elif request.status is Status.SWAPPED:
+            self.memory.drop_swapped(seq)
         request.live.remove(seq)
         request.done.append(seq)
         if not request.live:
             if request.status is Status.RUNNING:
                 del self.running[request]
             else:
-                self.waiting.remove(request)
+                (self.swapped if request.status is Status.SWAPPED else self.waiting).remove(request)
             request.status = Status.DONE
+
+
+def _width(request: Request) -> int:
+    """Slots that a request holds or may come to hold."""
+    if request.method is not None:
+        return request.method.width
+    return len(request.live) + sum(seq.branches for seq in request.live)
+
+
+def _closest(seq: Sequence, others: list[Sequence]) -> Sequence | None:
+    """The one of `others` with the longest common prefix."""
+    best, length = None, 0
+    for other in others:
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(seq.tokens, other.tokens)) if a != b),
+            min(len(seq.tokens), len(other.tokens)),
+        )
+        if shared > length:
+            best, length = other, shared
+    return best
+
+
+def _extend(seq: Sequence, token: int, logprob: float, top: Top, request: Request) -> None:
+    """Append a method's choice, with what its log-probabilities looked like."""
+    seq.tokens.append(token)
+    seq.cumulative_logprob += logprob
+    if (count := request.params.logprobs) is not None:
+        rank = top.ids.index(token) + 1 if token in top.ids else 0
+        seq.tops.append(Top(token, logprob, rank, top.ids[:count], top.logprobs[:count]))

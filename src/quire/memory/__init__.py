@@ -27,13 +27,15 @@ class KVMemory(Protocol):
 
     geometry: Geometry
 
-    def fits(self, lengths: Seq[int]) -> bool:
-        """Could sequences of these lengths be held at once if the memory were otherwise idle?"""
+    def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
+        """Could sequences of these lengths, with a common prefix of `shared` tokens, be held at once if the memory were
+        otherwise idle?"""
         ...
 
-    def admit(self, seq: Sequence, budget: int) -> int | None:
-        """Birth: reuse a cached prefix and make room for up to `budget` more tokens. Returns the reused length (at most
-        len - 1, so that one token is always computed), or None. Undone by `free`."""
+    def admit(self, seq: Sequence, budget: int, sibling: Sequence | None = None) -> int | None:
+        """Birth: reuse a prefix that is there and make room for up to `budget` more tokens. Returns the reused length
+        (at most len - 1, so that one token is always computed), or None. Undone by `free`. A resident `sibling` may
+        share what it has yet to compute: then the sequence's rows must not come before the sibling's."""
         ...
 
     def grow(self, seq: Sequence, length: int) -> bool:
@@ -50,6 +52,34 @@ class KVMemory(Protocol):
 
     def free(self, seq: Sequence) -> None:
         """Death; cached pages may outlive the sequence."""
+        ...
+
+    def swap_out(self, seqs: Seq[Sequence]) -> bool:
+        """Move quiet sequences, all of a request, to host memory; they leave their slots. False if it is full."""
+        ...
+
+    def swap_in(self, seqs: Seq[Sequence]) -> bool:
+        """Bring back sequences that were swapped out together, into new slots. False while memory is short."""
+        ...
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """Forget a sequence that is swapped out."""
+        ...
+
+    def held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
+        """Bytes of the pages that these sequences hold, a shared one counted once, and the tokens in them."""
+        ...
+
+    def pin(self, name: str, seq: Sequence) -> bool:
+        """Register what the sequence has computed as a prefix; False if prefixes have no room left."""
+        ...
+
+    def unpin(self, name: str) -> bool:
+        """Let go of a registered prefix; False if there is none of that name."""
+        ...
+
+    def room_for_prefix(self, length: int) -> bool:
+        """Could a prefix of this length be registered now?"""
         ...
 
     def slot(self, seq: Sequence) -> int:

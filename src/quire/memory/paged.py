@@ -6,9 +6,7 @@ published under chained keys, so that a later sequence with the same prefix find
 
 from __future__ import annotations
 
-import hashlib
 import math
-from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -16,8 +14,9 @@ from typing import NamedTuple
 from quire.config import EngineConfig
 from quire.memory.pages import SCRATCH, Pages
 from quire.memory.policies import FullPolicy, LayerPolicy, WindowPolicy
+from quire.memory.prefix import MAX_PREFIXES, Prefixes, Reuse
 from quire.memory.usage import Usage
-from quire.plan import Copy, Entry, Journal, Poison, Table
+from quire.plan import Copy, Entry, In, Journal, Out, Poison, Table
 from quire.request import Sequence
 from quire.specs import Geometry, Group, Layout, ModelSpec
 
@@ -58,6 +57,8 @@ class PagedMemory:
         watermark: int = 0,
         debug: bool = False,
         order: Iterable[int] | None = None,
+        host_pages: int = 0,
+        prefix_pages: int = 0,
     ) -> None:
         self.geometry = geometry
         self.page_tokens = geometry.groups[0].page_tokens
@@ -68,7 +69,7 @@ class PagedMemory:
         self.windowed = any(g.window is not None for g in geometry.groups)
         self.pages = Pages(geometry.pages - 1, len(geometry.groups), order)
         self.chunk, self.caching, self.watermark, self.debug = chunk, caching, watermark, debug
-        self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
+        self.prefixes = Prefixes(self.pages, self.policies, self.page_tokens, model_id)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
@@ -76,6 +77,13 @@ class PagedMemory:
         self.releases = 0
         self.refused = (-1, -1)  # the last failed admission: (sequence, releases at that time)
         self.queries = self.hits = 0  # tokens looked up in the prefix cache, and found
+        self.prefix_pages = prefix_pages  # kept for registered prefixes
+        # Never more host pages than the device has (§4.5).
+        self.host_pages = list(range(min(host_pages, geometry.pages - 1), 0, -1))
+        self.host_total = len(self.host_pages)
+        self.host_keys: dict[int, tuple[int, bytes] | None] = {}
+        self.swapped: dict[int, Resident] = {}  # with host pages in its tables
+        self.swapped_out_pages = self.swapped_in_pages = 0
 
     @classmethod
     def build(
@@ -110,88 +118,76 @@ class PagedMemory:
 
     # Admission
 
-    def fits(self, lengths: Seq[int]) -> bool:
+    def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
         need = sum(policy.peak(length, self.chunk) for policy in self.policies for length in lengths)
+        # Whole pages of a common prefix are shared, also when the sequences come back after a preemption.
+        once = sum(isinstance(policy, FullPolicy) for policy in self.policies) * (shared // self.page_tokens)
+        need -= (len(lengths) - 1) * once
         if len(lengths) > 1:
             need += self.watermark  # asked of all but the first
         return (
-            need <= self.pages.total
+            need <= self.pages.total - self.prefix_pages
             and len(lengths) < self.geometry.slots
             and all(-(-length // self.page_tokens) <= self.geometry.table_width for length in lengths)
         )
 
-    def admit(self, seq: Sequence, budget: int) -> int | None:
+    def admit(self, seq: Sequence, budget: int, sibling: Sequence | None = None) -> int | None:
         assert seq.id not in self.residents, f"sequence {seq.id} is admitted twice"
         if not self.slots or self.refused == (seq.id, self.releases):
             return None
-        hit = self._longest_hit(seq) if self.caching else 0
-        found = [self._hit_pages(g, seq, hit) for g in range(len(self.policies))]
-        hits = [page for pages in found for page in pages if page != SCRATCH]
-        reused = hit * self.page_tokens
-        length = len(seq.tokens)
-        logical = -(-min(length, reused + budget) // self.page_tokens)
+        reuse = self._reuse(seq, sibling)
+        size, length = self.page_tokens, len(seq.tokens)
+        held, logical = -(-reuse.tokens // size), -(-min(length, reuse.tokens + budget) // size)
         whole = sum(
-            max(logical - hit, policy.peak(length, self.chunk) - sum(page != SCRATCH for page in pages))
-            for policy, pages in zip(self.policies, found)
+            max(logical - held, policy.peak(length, self.chunk) - sum(page != SCRATCH for page in pages))
+            for policy, pages in zip(self.policies, reuse.tables)
         )
         spare = seq.branches * len(self.policies) + (self.watermark if self.residents else 0)
+        if reuse.tokens % size:
+            spare += len(self.policies)  # the partial page is shared, and will be copied
+        hits = [page for pages in reuse.tables for page in pages if page != SCRATCH]
         # Count before anything is taken: hits that no sequence uses yet are about to be, and aren't free.
         if whole + spare > self.pages.available - sum(self.pages.refs[page] == 0 for page in hits):
             self.refused = (seq.id, self.releases)
             return None
         for page in hits:  # pinned first, so that they aren't evicted for the sequence's own tail
             self.pages.share(page)
+        self.queries += length
+        self.hits += reuse.tokens
+        resident = self._reside(seq, reuse.tables)
+        # A sibling's pages may not be written yet; they are published by the sibling.
+        resident.committed = reuse.tokens // size
+        resident.capacity = held * size
+        resident.forked = reuse.tokens % size > 0
+        extended = self._extend(seq, resident, min(length, reuse.tokens + budget), reuse.tokens)
+        assert extended, "pages counted for an admission were not there"
+        return reuse.tokens
+
+    def _reuse(self, seq: Sequence, sibling: Sequence | None) -> Reuse:
+        """The longest prefix that is there already: cached, registered, or being computed by a sibling."""
+        found = self.prefixes.pinned(seq)
         if self.caching:
-            self.queries += length
-            self.hits += reused
+            found = max(found, self.prefixes.cached(seq), key=lambda reuse: reuse.tokens)
+        if sibling is not None:
+            # Whole pages only: a page that both would write to can't be copied before it is written.
+            whole = min(len(seq.tokens), len(sibling.tokens)) - 1
+            tables = self.residents[sibling.id].tables
+            limit = whole // self.page_tokens * self.page_tokens
+            limit = min(limit, self.residents[sibling.id].capacity)
+            shared = self.prefixes.of(seq, sibling.tokens, tables, limit, len(sibling.tokens))
+            found = max(found, shared, key=lambda reuse: reuse.tokens)
+        return found
+
+    def _reside(self, seq: Sequence, tables: list[list[int]]) -> Resident:
+        """Give a slot and page tables; the pages' references are counted by the caller."""
         resident = Resident(self.slots.pop(), len(self.policies))
         self.residents[seq.id] = resident
-        resident.committed = hit
-        for g, pages in enumerate(found):
+        for g, pages in enumerate(tables):
             resident.tables[g] = pages
             resident.first[g] = next((i for i, page in enumerate(pages) if page != SCRATCH), len(pages))
             if pages:
                 self.entries.append(Table(resident.slot, g, 0, tuple(pages)))
-        resident.capacity = reused
-        extended = self._extend(seq, resident, min(length, reused + budget), reused)
-        assert extended, "pages counted for an admission were not there"
-        return reused
-
-    def _longest_hit(self, seq: Sequence) -> int:
-        """Pages of the longest prefix that every group can reuse (Jenga §5.3); one token is left to compute."""
-        limit = min(seq.reusable, len(seq.tokens) - 1) // self.page_tokens
-        self._chain(seq, limit)
-        hit, settled = limit, False
-        while not settled:
-            settled = True
-            for g, policy in enumerate(self.policies):
-                span = policy.live(hit * self.page_tokens, hit * self.page_tokens + 1)
-                first = min(span.start, hit)
-                # Full attention: the first miss bounds the prefix. A window: the last miss within it does.
-                order = range(first, hit) if first == 0 else range(hit - 1, first - 1, -1)
-                miss = next((i for i in order if self.pages.find(g, seq.keys[i]) is None), None)
-                if miss is not None:
-                    hit, settled = miss, False
-        return hit
-
-    def _hit_pages(self, group: int, seq: Sequence, hit: int) -> list[int]:
-        first = self.policies[group].live(hit * self.page_tokens, hit * self.page_tokens + 1).start
-        pages = [SCRATCH] * min(first, hit)
-        for i in range(len(pages), hit):
-            page = self.pages.find(group, seq.keys[i])
-            assert page is not None, "a page found for a prefix is gone"
-            pages.append(page)
-        return pages
-
-    def _chain(self, seq: Sequence, count: int) -> None:
-        """Fill seq.keys up to `count`: key i is a digest of key i - 1 and the tokens of page i."""
-        size = self.page_tokens
-        while len(seq.keys) < count:
-            i = len(seq.keys)
-            parent = seq.keys[-1] if i else hashlib.sha256(self.root + seq.salt.encode()).digest()
-            seq.keys.append(
-                hashlib.sha256(parent + array("q", seq.tokens[i * size : (i + 1) * size]).tobytes()).digest()
-            )
+        return resident
 
     # Life
 
@@ -248,7 +244,7 @@ class PagedMemory:
         full = seq.computed // self.page_tokens
         if full > resident.committed:
             if self.caching:
-                self._chain(seq, full)
+                self.prefixes.chain(seq, full)
                 for g, table in enumerate(resident.tables):
                     for i in range(max(resident.committed, resident.first[g]), full):
                         self.pages.publish(g, table[i], seq.keys[i])
@@ -272,17 +268,11 @@ class PagedMemory:
         if not self.slots:
             return False
         source = self.residents[parent.id]
-        resident = Resident(self.slots.pop(), len(self.policies))
-        self.residents[child.id] = resident
         count = -(-parent.computed // self.page_tokens)
-        for g, table in enumerate(source.tables):
-            pages = table[:count]
-            for page in pages:
-                if page != SCRATCH:
-                    self.pages.share(page)
-            resident.tables[g] = pages
-            self.entries.append(Table(resident.slot, g, 0, tuple(pages)))
-        resident.first = list(source.first)
+        tables = [table[:count] for table in source.tables]
+        for table in tables:
+            self.pages.share_all(table)
+        resident = self._reside(child, tables)
         resident.committed = min(source.committed, parent.computed // self.page_tokens)
         resident.capacity = count * self.page_tokens
         resident.held = parent.computed
@@ -304,6 +294,103 @@ class PagedMemory:
                 self.pages.release(page)
         self.releases += 1
 
+    # Swapping (§4.5)
+
+    def swap_out(self, seqs: Seq[Sequence]) -> bool:
+        """Copy every page of these sequences to host pages, a shared one once, and let go of pages and slots."""
+        assert all(seq.quiet for seq in seqs), "a sequence is swapped out while in flight"
+        residents = [self.residents[seq.id] for seq in seqs]
+        groups = {page: g for resident in residents for g, table in enumerate(resident.tables) for page in table}
+        groups.pop(SCRATCH, None)
+        if len(groups) > len(self.host_pages):
+            return False
+        hosts = {SCRATCH: SCRATCH}
+        for page, group in groups.items():
+            hosts[page] = self.host_pages.pop()
+            self.host_keys[hosts[page]] = self.pages.keys[page]
+            self.entries.append(Out(group, page, hosts[page]))
+        for seq, resident in zip(seqs, residents):
+            away = [[hosts[page] for page in table] for table in resident.tables]
+            self.free(seq)
+            resident.tables = away
+            self.swapped[seq.id] = resident
+        if self.debug:
+            self.entries += [Poison(g, page) for page, g in groups.items() if self.pages.is_empty(page)]
+        self.swapped_out_pages += len(groups)
+        return True
+
+    def swap_in(self, seqs: Seq[Sequence]) -> bool:
+        """Bring sequences that were swapped out together back into pages: copied, or shared with cached ones that are
+        still there."""
+        away = [self.swapped[seq.id] for seq in seqs]
+        back: dict[int, int] = {SCRATCH: SCRATCH}  # host page -> page, 0 while it is to be taken
+        groups: dict[int, int] = {}
+        for resident in away:
+            for g, table in enumerate(resident.tables):
+                for host in table:
+                    if host not in back:
+                        key = self.host_keys[host]
+                        back[host] = (self.pages.find(*key) if key is not None else None) or 0
+                        groups[host] = g
+        cached = [page for page in back.values() if page != SCRATCH]
+        need = len(groups) - len(cached) + len(seqs)  # a page more for each, to go on
+        if len(seqs) > len(self.slots) or need > self.pages.available - sum(not self.pages.refs[p] for p in cached):
+            return False
+        for page in cached:
+            self.pages.share(page)
+        for host, g in groups.items():
+            if back[host] == SCRATCH:
+                back[host] = self._take(g, seqs[0])
+                self.entries.append(In(g, host, back[host]))
+                self.swapped_in_pages += 1
+                if (key := self.host_keys[host]) is not None:
+                    self.pages.publish(key[0], back[host], key[1])
+        first = set(groups)
+        for seq, old in zip(seqs, away):
+            del self.swapped[seq.id]
+            tables = [[back[host] for host in table] for table in old.tables]
+            for table in old.tables:
+                for host in table:
+                    if host in first:
+                        first.discard(host)  # counted when it was taken or shared above
+                    elif host != SCRATCH:
+                        self.pages.share(back[host])
+            resident = self._reside(seq, tables)
+            resident.first = old.first
+            resident.committed, resident.capacity = old.committed, old.capacity
+            resident.held, resident.forked = old.held, old.forked
+        self.host_pages += groups
+        return True
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """A swapped sequence ended: forget its host pages, but for those that a sibling still has."""
+        resident = self.swapped.pop(seq.id)
+        kept = {host for other in self.swapped.values() for table in other.tables for host in table}
+        self.host_pages += {host for table in resident.tables for host in table} - kept - {SCRATCH}
+
+    # Registered prefixes (§4.4)
+
+    def pin(self, name: str, seq: Sequence) -> bool:
+        """Register the computed tokens of a resident sequence as the prefix `name`; they stay until `unpin`. False if
+        they exceed the pages kept for prefixes, or if there are MAX_PREFIXES already."""
+        count = -(-seq.computed // self.page_tokens)
+        if not self.room_for_prefix(seq.computed):
+            return False
+        self.prefixes.register(name, seq.tokens[: seq.computed], [t[:count] for t in self.residents[seq.id].tables])
+        self.residents[seq.id].forked = True
+        return True
+
+    def room_for_prefix(self, length: int) -> bool:
+        """Could a prefix of `length` tokens be registered now?"""
+        need = -(-length // self.page_tokens) * len(self.policies)
+        held = self.prefixes.pinned_pages
+        return held + need <= self.prefix_pages and len(self.prefixes.registered) < MAX_PREFIXES
+
+    def unpin(self, name: str) -> bool:
+        """Let go of a registered prefix. False if there is none of that name."""
+        self.releases += 1
+        return self.prefixes.release(name)
+
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
         return self.pages.drop_cached()
@@ -312,6 +399,11 @@ class PagedMemory:
 
     def slot(self, seq: Sequence) -> int:
         return self.residents[seq.id].slot
+
+    def held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
+        pages = [{page for seq in seqs for page in self.residents[seq.id].tables[g]} for g in range(len(self.policies))]
+        count = sum(len(group - {SCRATCH}) for group in pages)
+        return count * self.geometry.page_bytes, max(len(group) for group in pages) * self.page_tokens
 
     def take_journal(self) -> tuple[Journal, Journal]:
         journal, self.entries = tuple(self.entries), []
@@ -348,4 +440,11 @@ class PagedMemory:
                 for page in table:
                     counts[page] += page != SCRATCH
         assert slots == set(range(1, self.geometry.slots)), "a slot is lost"
+        for prefix in self.prefixes.registered.values():
+            for table in prefix.tables:
+                for page in table:
+                    counts[page] += page != SCRATCH
         assert counts == self.pages.refs, "reference counts differ from the tables that name the pages"
+        away = {host for resident in self.swapped.values() for table in resident.tables for host in table} - {SCRATCH}
+        assert len(away) + len(self.host_pages) == self.host_total, "a host page is lost"
+        assert not away & set(self.host_pages), "a host page is free and used"

@@ -53,6 +53,14 @@ class Pages:
             del self.cached[page]
         self.refs[page] += 1
 
+    def share_all(self, pages: list[int]) -> None:
+        """One more table names these pages, all of them used; a fork's whole cost (scratch is passed over)."""
+        refs = self.refs
+        for page in pages:
+            if page:
+                assert refs[page], f"page {page} is forked but has no references"
+                refs[page] += 1
+
     def release(self, page: int) -> None:
         """One table fewer names the page; the last one leaves it cached if it was published, else empty."""
         assert self.refs[page] > 0, f"page {page} is released but has no references"
@@ -62,6 +70,10 @@ class Pages:
                 self.empty.append(page)
             else:
                 self.cached[page] = None
+
+    def is_empty(self, page: int) -> bool:
+        """Nothing names the page and its content isn't kept."""
+        return self.refs[page] == 0 and self.keys[page] is None
 
     def publish(self, group: int, page: int, key: bytes) -> None:
         """The page's content is complete and may be found by `key`. A second page of the same content stays private."""
