@@ -200,6 +200,16 @@ def held_out_loss(model: Llama, ids: np.ndarray, device: str) -> float:
     return total / (len(ids) - 1)
 
 
+@torch.inference_mode()
+def agreement(target: Llama, draft: Llama, ids: np.ndarray, device: str) -> float:
+    """The share of held-out positions where both models' most likely next token is the same."""
+    same = 0
+    for chunk in windows_of(ids, LONG):
+        window = torch.from_numpy(chunk.astype(np.int64))[None, :-1].to(device)
+        same += int((target.logits(window).argmax(-1) == draft.logits(window).argmax(-1)).sum())
+    return same / (len(ids) - 1)
+
+
 def windows_of(ids: np.ndarray, length: int) -> Iterator[np.ndarray]:
     for start in range(0, len(ids) - 1, length):
         yield ids[start : start + length + 1]
@@ -263,6 +273,8 @@ def markdown(report: Json) -> str:
     lines += ["", "| chat questions | right | of |", "|---|--:|--:|"]
     for name, score in report["chat"].items():
         lines.append(f"| {name} | {score['right']} | {score['of']} |")
+    lines += ["", "| held-out text | the draft's most likely token is tiny's |", "|---|--:|"]
+    lines += [f"| {split} | {100 * share:.1f} % |" for split, share in report["agreement"].items()]
     corpus = report["corpus"]
     lines += [
         "",
@@ -298,11 +310,12 @@ def run(options: argparse.Namespace) -> Json:
     batch = options.batch_tokens or (LONG if device == "cpu" else 65536)
     plans = {"tiny": (TINY, 5 / 6, 3e-3), "tiny-draft": (DRAFT, 1 / 6, 5e-3)}
     report: Json = {"models": {}, "held_out": losses, "chat": {}}
+    judged: dict[str, Llama] = {}
     for name, (shape, share, rate) in plans.items():
         model, facts = train(name, shape, tokens, device, options.minutes * 60 * share, options.steps, batch, rate)
         report["models"][name] = facts
         tiny_model.save(model, tokenizer, out / name)
-        final = Llama(shape).to(device)  # judged as saved: rounded to bf16, computed in fp32
+        final = judged[name] = Llama(shape).to(device)  # judged as saved: rounded to bf16, computed in fp32
         final.load_state_dict({key: w.to(torch.bfloat16).float() for key, w in model.state_dict().items()})
         final.eval()
         for split, held in held_out.items():
@@ -314,6 +327,10 @@ def run(options: argparse.Namespace) -> Json:
         )
         if name == "tiny":
             report["stories"] = sample_stories(final, tokenizer)
+    report["agreement"] = {
+        split: round(agreement(judged["tiny"], judged["tiny-draft"], held.ids, device), 4)
+        for split, held in held_out.items()
+    }
     report["corpus"] = {
         "characters": characters,
         "tokens": len(tokens.ids),

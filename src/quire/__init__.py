@@ -1,3 +1,46 @@
 """quire serves large language models; its heart is the memory that holds the pages of every request's KV cache."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+    from quire.config import EngineConfig
+    from quire.llm import LLM
+    from quire.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.request import SamplingParams
+
 __version__ = "0.1.0"
+
+__all__ = [  # noqa: RUF022 (plain sorted order)
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLM",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_HOMES = {
+    "LLM": "quire.llm",
+    "AsyncLLM": "quire.async_llm",
+    "CompletionOutput": "quire.outputs",
+    "EngineConfig": "quire.config",
+    "Logprob": "quire.outputs",
+    "RequestOutput": "quire.outputs",
+    "SamplingParams": "quire.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load on first use, so that `import quire` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -141,7 +141,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         put("stop", _texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
-        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ()))
+        put("stop_token_ids", _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
         put("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))

@@ -1,0 +1,357 @@
+"""AsyncLLM: the engine on one background thread, for asyncio callers. What the server stands on.
+
+Commands go in through a bounded deque; a step's outputs go out with one call_soon_threadsafe an event loop. The thread
+waits on a condition when there is nothing to do. Everything named `_live` belongs to that thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from quire.engine import Output
+from quire.errors import EngineDead, Overloaded
+from quire.memory.usage import Usage
+from quire.prompts import Prompts, engine_config
+from quire.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.build import Built
+
+FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
+RETRY_AFTER = 2  # seconds
+
+
+class Observer(Protocol):
+    """Sees what happens, on the engine's thread: `outputs` of a step, with the requests they belong to."""
+
+    def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None: ...
+
+
+class Delta:
+    """What came for one branch since its reader last looked: any number of Outputs merged into one."""
+
+    __slots__ = ("last", "prompt_tops", "texts", "tokens", "tops")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.tops: list[Any] = []
+        self.prompt_tops: tuple[Any, ...] | None = None
+        self.last: Output | None = None
+
+    def add(self, output: Output) -> None:
+        """Merge one more."""
+        self.tokens += output.tokens
+        self.texts.append(output.text)
+        self.tops += output.tops
+        if output.prompt_tops is not None:
+            self.prompt_tops = output.prompt_tops
+        self.last = output
+
+    def output(self) -> Output:
+        """All of them as one Output."""
+        assert self.last is not None, "an empty delta is read"
+        return self.last._replace(
+            tokens=tuple(self.tokens), text="".join(self.texts), tops=tuple(self.tops), prompt_tops=self.prompt_tops
+        )
+
+
+class Stream:
+    """The outputs of one accepted request, as an async iterator on the loop that asked. A slow reader finds one merged
+    Output a branch. EngineDead is raised after the outputs that came before."""
+
+    def __init__(self, id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.id, self.loop = id, loop
+        self.request: Request | None = None
+        self.accepted: asyncio.Future[None] = loop.create_future()
+        self.done = False
+        self._finished = False
+        self._ready = asyncio.Event()
+        self._deltas: dict[int, Delta] = {}
+        self._error: Exception | None = None
+
+    def put(self, output: Output) -> None:
+        """On the loop: one more output."""
+        self._deltas.setdefault(output.branch, Delta()).add(output)
+        self._finished = self._finished or output.done
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        """On the loop: nothing more will come."""
+        self._error = error
+        self._ready.set()
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+
+    def accept(self) -> None:
+        """On the loop: the engine took the request."""
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._deltas:
+            if self.done:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._ready.clear()
+            await self._ready.wait()
+        branch = next(iter(self._deltas))
+        output = self._deltas.pop(branch).output()
+        # `done` belongs to the last one read, whichever branch ended last.
+        self.done = self._finished and not self._deltas
+        return output._replace(done=self.done)
+
+
+class Health(NamedTuple):
+    """Is the engine alive, and making progress? `beat` is the monotonic time of its last turn."""
+
+    alive: bool
+    stalled: bool
+    beat: float
+    why: str
+
+
+class AsyncLLM:
+    """A model for asyncio callers. `settings` are EngineConfig's fields; `observer` sees every step.
+
+    The engine counts as stalled when one turn of its loop takes longer than `stall_after` seconds.
+    """
+
+    def __init__(self, model: str | None = None, *, progress: bool = False, **settings: Any) -> None:
+        from quire.build import build
+
+        self._start(build(engine_config(model, settings), progress), None, 60.0)
+
+    @classmethod
+    def of(cls, built: Built, *, observer: Observer | None = None, stall_after: float = 60.0) -> AsyncLLM:
+        """An AsyncLLM over an engine that is built already."""
+        self = cls.__new__(cls)
+        self._start(built, observer, stall_after)
+        return self
+
+    def _start(self, built: Built, observer: Observer | None, stall_after: float) -> None:
+        self.built, self.engine, self.prompts = built, built.engine, Prompts(built)
+        self.observer, self.stall_after = observer, stall_after
+        self.usage: Usage = self.engine.scheduler.memory.usage()
+        self.aborted = self.rejected = 0
+        self.error: Exception | None = None
+        self.accepting = True
+        self.on_death: Callable[[], None] | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._busy = self._closing = False
+        self._live: dict[str, Stream] = {}
+        self._ids = itertools.count()
+        self._beat = self._looked = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="quire-engine")
+        self._thread.start()
+
+    # For callers, on their event loops
+
+    async def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, *, salt: str = ""
+    ) -> Stream:
+        """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't."""
+        self._check_open()
+        stream = Stream(request_id or f"async-{next(self._ids)}", asyncio.get_running_loop())
+        if not self._send(lambda: self._add(stream, prompt_ids, params, salt)):
+            raise EngineDead(f"the engine stopped: {self.error or 'closed'}")
+        try:
+            await stream.accepted
+        except asyncio.CancelledError:
+            self.abort(stream.id)
+            raise
+        return stream
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, *, salt: str = ""
+    ) -> AsyncIterator[Output]:
+        """The outputs of a request as they come. Leaving the iterator aborts the request."""
+        stream = await self.submit(prompt_ids, params, request_id, salt=salt)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            if not stream.done:
+                self.abort(stream.id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request whose caller left. From any thread; unknown ids pass."""
+        self._send(lambda: self._abort(request_id))
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for their first step."""
+        return len(self.engine.scheduler.waiting) + len(self._commands)
+
+    @property
+    def running(self) -> int:
+        """Requests in memory."""
+        return len(self.engine.scheduler.running)
+
+    @property
+    def active(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._live) + len(self._commands)
+
+    def heartbeat(self) -> Health:
+        """Never a generated request: only whether the loop turns. An idle engine is well."""
+        now, beat = time.monotonic(), self._beat
+        alive = self.error is None and self._thread.is_alive()
+        stalled = alive and self._busy and now - beat > self.stall_after
+        why = f"no step ended for {now - beat:.0f} s" if stalled else "" if alive else str(self.error or "closed")
+        return Health(alive, stalled, beat, why)
+
+    async def drain(self, timeout: float) -> bool:
+        """Accept nothing more, wait until all requests ended, and abort what is left after `timeout` seconds. Returns
+        whether nothing had to be aborted."""
+        self.accepting = False
+        end = time.monotonic() + timeout
+        while self.active and self.error is None:
+            if time.monotonic() >= end:
+                self._send(self._abort_all)
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def close(self) -> None:
+        """Abort everything, end the thread and release the engine. Closing twice is fine."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise EngineDead(f"the engine stopped: {self.error}")
+        if not self.accepting or self._closing:
+            raise Overloaded("the server is shutting down", RETRY_AFTER)
+        # Refused at once: the engine's own check would come after the step under way.
+        if self.queued >= self.engine.limits.max_queued:
+            self.rejected += 1
+            raise Overloaded(f"the queue is full: {self.queued} requests are waiting", RETRY_AFTER)
+
+    def _send(self, command: Callable[[], None]) -> bool:
+        """Hand a command to the engine's thread; False when that thread takes no more."""
+        with self._wake:
+            if self._closing:
+                return False
+            self._commands.append(command)
+            self._wake.notify()
+            return True
+
+    # On the engine's thread
+
+    def _run(self) -> None:
+        error: Exception = EngineDead("the engine was closed")
+        try:
+            while self._turn():
+                pass
+        except Exception as failure:
+            error = failure
+        finally:
+            self._end(error)
+
+    def _turn(self) -> bool:
+        """One turn: commands, then a step. False when it is time to end."""
+        with self._wake:
+            while not (self._commands or self._closing or self.engine.unfinished):
+                self._busy = False
+                self._look(time.monotonic())
+                self._wake.wait(timeout=1.0)
+                if not threading.main_thread().is_alive():
+                    return False  # the program ended without close()
+            commands = [self._commands.popleft() for _ in range(len(self._commands))]
+            self._beat, self._busy = time.monotonic(), True
+        if self._closing:
+            return False
+        for command in commands:
+            command()
+        if self.engine.unfinished:
+            self._publish(self.engine.step())
+        now = time.monotonic()
+        if now - self._looked > FACTS_EVERY:
+            self._look(now)
+        return True
+
+    def _look(self, now: float) -> None:
+        self.usage, self._looked = self.engine.scheduler.memory.usage(), now
+
+    def _add(self, stream: Stream, prompt_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
+        try:
+            if self.error is not None:
+                raise EngineDead(f"the engine stopped: {self.error}")
+            self.engine.add(stream.id, prompt_ids, params, salt=salt)
+        except Exception as error:
+            self.rejected += isinstance(error, Overloaded)
+            self._call(stream.loop, stream.fail, error)
+            return
+        stream.request = self.engine.requests[stream.id]
+        self._live[stream.id] = stream
+        self._call(stream.loop, stream.accept)
+
+    def _abort(self, id: str) -> None:
+        if id in self._live:
+            self.engine.abort(id)
+
+    def _abort_all(self) -> None:
+        for id in list(self._live):
+            self.engine.abort(id)
+
+    def _publish(self, outputs: list[Output]) -> None:
+        """Hand a step's outputs to their streams: one call an event loop."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Output]]] = {}
+        seen: list[tuple[Output, Request]] = []
+        for output in outputs:
+            stream = self._live[output.request]
+            assert stream.request is not None, "an output of a request that wasn't taken"
+            loops.setdefault(stream.loop, []).append((stream, output))
+            seen.append((output, stream.request))
+            if output.done:
+                self.aborted += output.finish_reason == "abort"
+                del self._live[output.request]
+        for loop, batch in loops.items():
+            self._call(loop, _deliver, batch)
+        if self.observer is not None and seen:
+            self.observer.stepped(seen, self.engine.clock())
+
+    def _call(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+        try:
+            loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the caller's loop is closed
+            for id in [stream.id for stream in self._live.values() if stream.loop is loop]:
+                self.engine.abort(id)
+
+    def _end(self, error: Exception) -> None:
+        """Nothing will be served any more: tell everybody, then release the engine."""
+        with self._wake:
+            died, self._closing = not self._closing, True
+            self.error = error if died else EngineDead("the engine was closed")
+            commands, self._commands = self._commands, deque()  # adds among them fail, now that `error` is set
+        message = f"the engine stopped: {type(error).__name__}: {error}"[:300]
+        for command in commands:
+            command()
+        streams, self._live = list(self._live.values()), {}
+        for stream in streams:
+            self._call(stream.loop, stream.fail, EngineDead(message))
+        try:
+            self.engine.close()
+        finally:
+            if died and self.on_death is not None:
+                self.on_death()
+
+
+def _deliver(batch: list[tuple[Stream, Output]]) -> None:
+    for stream, output in batch:
+        stream.put(output)

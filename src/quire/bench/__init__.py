@@ -1,0 +1,93 @@
+"""`quire bench NAME`: measurements of this engine, or of a server, on workloads that any engine can run.
+
+A measurement is one entry of ENTRIES. Nothing here is loaded by the engine itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.bench import control, runs
+from quire.bench.document import document, table, write
+from quire.bench.workloads import EXPECTED
+from quire.cli import Parser
+from quire.cli.flags import add_engine_flags
+
+
+class Entry(NamedTuple):
+    """`run` measures; `show` prints results as a table; `flags` adds the entry's own arguments."""
+
+    about: str
+    run: Callable[[argparse.Namespace], list[dict[str, Any]]]
+    show: Callable[[Sequence[dict[str, Any]]], str]
+    flags: Callable[[argparse.ArgumentParser], None]
+
+
+def main(args: list[str]) -> int:
+    """Run one entry: a table to stdout, progress to stderr, JSON to --out."""
+    given = _parser().parse_args(args)
+    if given.entry in (None, "list"):
+        print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
+        return 0
+    entry = ENTRIES[given.entry]
+    results = entry.run(given)
+    print(entry.show(results))
+    if given.out:
+        write(Path(given.out), document(given.entry, "quire bench", args, results))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="quire bench", description="Measure.", allow_abbrev=False)
+    entries = parser.add_subparsers(dest="entry", metavar="NAME", parser_class=Parser)
+    entries.add_parser("list", help="show what there is to measure")
+    for name, entry in ENTRIES.items():
+        sub = entries.add_parser(name, help=entry.about, description=entry.about, allow_abbrev=False)
+        entry.flags(sub)
+        sub.add_argument("--out", metavar="FILE", help="write the results as JSON")
+    return parser
+
+
+def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        add_engine_flags(parser)
+        group = parser.add_argument_group("measurement")
+        group.add_argument("--workload", action="append", metavar="NAME",
+                           help=f"{EXPECTED}; may be given repeatedly (default: {default})")  # fmt: skip
+        group.add_argument("--repeat", type=int, default=3, metavar="N", help="measured runs (default: %(default)s)")
+        group.add_argument("--warmup", type=int, default=1, metavar="N", help="runs before them (default: %(default)s)")
+        group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+        parser.set_defaults(default_workload=default)
+
+    return add
+
+
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    _workload_flags("sharegpt@64")(parser)
+    group = parser.add_argument_group("service")
+    group.add_argument("--rate", type=float, metavar="X", help="requests a second, at random (Poisson) times")
+    group.add_argument("--concurrency", type=int, default=8, metavar="N",
+                       help="without --rate: requests under way at any time (default: %(default)s)")  # fmt: skip
+    group.add_argument("--url", metavar="URL", help="measure the OpenAI-compatible server there, not an engine here")
+    group.add_argument("--vocab-size", type=int, default=1024, metavar="N",
+                       help="with --url: prompts are made of token ids below N (default: %(default)s)")  # fmt: skip
+
+
+def _control_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sequences", type=int, nargs="+", default=control.SEQUENCES, metavar="N",
+                        help="running sequences (default: 1 256 1000)")  # fmt: skip
+    parser.add_argument("--contexts", type=int, nargs="+", default=control.CONTEXTS, metavar="N",
+                        help="tokens of each sequence (default: 128 32768)")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=control.STEPS, metavar="N", help="steps (default: %(default)s)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+ENTRIES: dict[str, Entry] = {
+    "throughput": Entry("all requests at once", runs.throughput, runs.show, _workload_flags("sharegpt@64")),
+    "latency": Entry("one request at a time", runs.latency, runs.show, _workload_flags("fixed:128:128@4")),
+    "serve": Entry("requests that come over time, here or at a server", runs.serve, runs.show, _serve_flags),
+    "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
+}

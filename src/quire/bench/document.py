@@ -1,0 +1,57 @@
+"""The document that a measurement leaves: one JSON schema for `quire bench` and `quire reproduce`, and a table of it.
+
+{"name", "command", "machine", "date", "real", "results": [...]}; docs/benchmarks.md says what the results hold.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quire.bench.machine import machine
+from quire.errors import StartupError
+
+
+def document(
+    name: str, program: str, args: Sequence[str], results: list[dict[str, Any]], *, real: bool = True
+) -> dict[str, Any]:
+    """`real` is False if any number comes from a simulation. `program` is "quire bench" or "quire reproduce"."""
+    return {
+        "name": name,
+        "command": f"{program} {shlex.join(args)}",
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "real": real,
+        "results": results,
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a document; folders are made. StartupError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise StartupError(f"{path} can't be written: {error.strerror}", "Give another --out") from error
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A line a row; columns of numbers are aligned to the right, others to the left."""
+    columns = [[str(cell) for cell in column] for column in zip(head, *rows)]
+    padded = []
+    for column in columns:
+        width = max(map(len, column))
+        numbers = all(cell == "-" or cell[:1].isdigit() for cell in column[1:])
+        padded.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*padded))
+
+
+def short(value: float | None) -> str:
+    """A number in at most four figures."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

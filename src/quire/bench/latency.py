@@ -1,0 +1,74 @@
+"""Latencies: from when each request came and when its tokens did, the numbers that papers and servers report.
+
+Knows no engine: a trace may come from this process, from a server or from a simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Trace(NamedTuple):
+    """One request on one clock, in seconds. `events` are the moments that brought tokens, and how many each."""
+
+    arrival: float
+    prompt: int
+    events: list[tuple[float, int]]
+
+    @property
+    def output(self) -> int:
+        """Tokens generated."""
+        return sum(tokens for _, tokens in self.events)
+
+    @property
+    def first_token(self) -> float:
+        """TTFT: from arrival to the first token."""
+        return self.events[0][0] - self.arrival
+
+    @property
+    def whole(self) -> float:
+        """From arrival to the last token."""
+        return self.events[-1][0] - self.arrival
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies; tokens that come together share the time since the ones before them."""
+        gaps: list[float] = []
+        for (before, _), (now, tokens) in zip(self.events, self.events[1:]):
+            gaps += [(now - before) / tokens] * tokens
+        return gaps
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles (linear interpolation); None for no values."""
+    if not values:
+        return None
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return {"mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99}
+
+
+def latencies(traces: Sequence[Trace]) -> dict[str, dict[str, float] | None]:
+    """Seconds. `normalised` is PagedAttention's measure (§6.1): end-to-end latency divided by output length."""
+    return {
+        "ttft_s": spread([trace.first_token for trace in traces]),
+        "inter_token_s": spread([gap for trace in traces for gap in trace.gaps]),
+        "e2e_s": spread([trace.whole for trace in traces]),
+        "normalised_s": spread([trace.whole / trace.output for trace in traces]),
+    }
+
+
+def totals(traces: Sequence[Trace], seconds: float) -> dict[str, float | int]:
+    """Counts and rates of a run that took `seconds`."""
+    prompt, output = sum(trace.prompt for trace in traces), sum(trace.output for trace in traces)
+    return {
+        "requests": len(traces),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "seconds": seconds,
+        "output_tokens_per_s": output / seconds,
+        "total_tokens_per_s": (prompt + output) / seconds,
+        "requests_per_s": len(traces) / seconds,
+    }

@@ -1,0 +1,108 @@
+"""The machine under a measurement: what it is, and what else it was doing.
+
+One busy core spoils timings of two threads, so the load of other processes goes into every result.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import quire
+
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
+QUIET = 0.1  # cores that others may use before a timing is suspect
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know to compare numbers. Asks torch only if it is loaded already."""
+    model, flags = _cpu()
+    torch = sys.modules.get("torch")
+    return {
+        "cpu": model,
+        "flags": flags,
+        "cores": psutil.cpu_count(logical=False),
+        "logical_cores": os.cpu_count(),
+        "threads": torch.get_num_threads() if torch else None,
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "quire": quire.__version__,
+        "revision": _revision(),
+    }
+
+
+def _cpu() -> tuple[str, list[str]]:
+    """Name and vector extensions of the CPU, as Linux tells them."""
+    facts: dict[str, str] = {}
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    there = set(facts.get("flags", facts.get("Features", "")).split())
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return name, [flag for flag in FLAGS if flag in there]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    """The git revision that runs, if this is a checkout; "-dirty" says that files differ from it."""
+    root = Path(quire.__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def seconds_alive() -> float:
+    """Since this process was started."""
+    return time.time() - float(psutil.Process().create_time())
+
+
+def peak_rss() -> int:
+    """The most bytes of memory that this process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Others:
+    """CPU use of all other processes, in cores, since this object was made."""
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._own = time.perf_counter(), _busy(), _own()
+
+    def load(self) -> float:
+        """Their CPU seconds for each second that passed."""
+        wall = time.perf_counter() - self._began
+        return max(0.0, (_busy() - self._busy - (_own() - self._own)) / wall)
+
+
+def _busy() -> float:
+    """CPU seconds of everything on this machine; what other virtual machines stole counts."""
+    times = psutil.cpu_times()
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(float(getattr(times, name, 0.0)) for name in names)
+
+
+def _own() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

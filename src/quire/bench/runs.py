@@ -1,0 +1,173 @@
+"""Repeated runs of workloads against an engine in this process or a server: the results of throughput, latency, serve.
+
+Between runs the prefix cache is emptied, so that each does the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from quire.bench.client import Client
+from quire.bench.document import short, table
+from quire.bench.drive import Load, drive
+from quire.bench.latency import Trace, latencies, totals
+from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
+from quire.bench.workloads import Job, Workload, parse, poisson
+from quire.cli.flags import config_from
+from quire.config import EngineConfig
+from quire.errors import StartupError
+
+Loads = Callable[[Workload, int], Load]
+Attempt = Callable[[Sequence[Job], Load], tuple[list[Trace], dict[str, Any]]]
+
+
+class Target(NamedTuple):
+    """What runs the jobs: `attempt` once, and facts of it that hold for all runs, asked for at the end."""
+
+    vocab_size: int
+    max_len: int | None
+    attempt: Attempt
+    facts: Callable[[], dict[str, Any]]
+
+
+def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All requests at once."""
+    return measure(args, lambda workload, seed: Load((0.0,) * workload.requests))
+
+
+def latency(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One request at a time."""
+    return measure(args, lambda workload, seed: Load(concurrency=1))
+
+
+def serve(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Poisson arrivals at --rate a second, or always --concurrency requests under way."""
+    rate = args.rate
+    if rate is not None and not 0 < rate < float("inf"):
+        raise StartupError(f"--rate is {rate}", "Give requests a second, above 0")
+    if args.concurrency < 1:
+        raise StartupError(f"--concurrency is {args.concurrency}", "It must be at least 1")
+    if rate is None:
+        return measure(args, lambda workload, seed: Load(concurrency=args.concurrency))
+    return measure(args, lambda workload, seed: Load(poisson(workload.requests, rate, seed)))
+
+
+def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
+    """Every --workload, --repeat times after --warmup runs: the run of median duration, and all runs."""
+    if args.repeat < 1 or args.warmup < 0:
+        raise StartupError(f"--repeat is {args.repeat} and --warmup {args.warmup}", "Repeat at least 1, warm up 0")
+    config = config_from(args)
+    workloads = [parse(name) for name in args.workload or [args.default_workload]]
+    url = getattr(args, "url", None)
+    results = []
+    with _server(url, args) if url else _engine(config, args.temperature) as target:
+        for workload in workloads:
+            jobs = workload.jobs(target.vocab_size, config.seed)
+            _check_lengths(workload, jobs, target.max_len)
+            load = loads(workload, config.seed)
+            for _ in range(args.warmup):
+                target.attempt(jobs, load)
+            runs = [_run(target, workload, jobs, load, i, args.repeat) for i in range(args.repeat)]
+            median = sorted(runs, key=lambda run: float(run["seconds"]))[(len(runs) - 1) // 2]
+            results.append({"workload": workload.name, **target.facts(), "median": median, "runs": runs})
+    return results
+
+
+@contextmanager
+def _engine(config: EngineConfig, temperature: float) -> Iterator[Target]:
+    from quire.build import build
+
+    built = build(config)
+    start_up = seconds_alive()
+    engine = built.engine
+    engine.limits = engine.limits._replace(max_queued=sys.maxsize)
+
+    def attempt(jobs: Sequence[Job], load: Load) -> tuple[list[Trace], dict[str, Any]]:
+        engine.scheduler.memory.reset_prefix_cache()  # type: ignore[attr-defined]
+        return drive(engine, jobs, load, temperature)
+
+    def facts() -> dict[str, Any]:
+        defaults = {field.name: field.default for field in fields(EngineConfig)}
+        chosen = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
+        return {
+            "model": built.name,
+            "dtype": built.plan.dtype,
+            "config": chosen,
+            "start_up_s": start_up,
+            "peak_rss_bytes": peak_rss(),
+        }
+
+    try:
+        yield Target(built.spec.vocab_size, built.plan.max_len, attempt, facts)
+    finally:
+        engine.close()
+
+
+@contextmanager
+def _server(url: str, args: argparse.Namespace) -> Iterator[Target]:
+    client = Client(url)
+
+    def attempt(jobs: Sequence[Job], load: Load) -> tuple[list[Trace], dict[str, Any]]:
+        traces = client.run(jobs, load, args.temperature)
+        return traces, {"chunks": sum(len(trace.events) for trace in traces)}
+
+    yield Target(args.vocab_size, None, attempt, lambda: {"model": client.model, "url": url})
+
+
+def _check_lengths(workload: Workload, jobs: Sequence[Job], max_len: int | None) -> None:
+    longest = max(len(job.prompt) + job.output for job in jobs)
+    if max_len is not None and longest > max_len:
+        raise StartupError(
+            f"a request of {workload.name} has {longest} tokens, but sequences may have {max_len}",
+            "Use a shorter workload, another model or a larger --kv-gib",
+        )
+
+
+def _run(
+    target: Target, workload: Workload, jobs: Sequence[Job], load: Load, index: int, repeat: int
+) -> dict[str, Any]:
+    others = Others()
+    traces, facts = target.attempt(jobs, load)
+    busy = others.load()
+    end = max(trace.events[-1][0] for trace in traces)
+    run = {**totals(traces, end), **latencies(traces), **facts, "cores_used_by_others": busy}
+    chunks = run.get("chunks", run["output_tokens"])
+    print(
+        f"{workload.name}, run {index + 1} of {repeat}: {end:.3g} s, {short(run['output_tokens_per_s'])} output tok/s"
+        + (f"; only {chunks} chunks, so latencies are those of chunks" if 2 * chunks < run["output_tokens"] else "")
+        + (f"; others used {busy:.2f} cores, so don't trust this" if busy > QUIET else ""),
+        file=sys.stderr,
+    )
+    return run
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """The median runs as a table."""
+    head = ("workload", "s", "output tok/s", "total tok/s", "TTFT p50 ms", "p99", "inter-token ms", "p99",
+            "normalised ms", "mean batch", "KV used", "preempted", "others' cores")  # fmt: skip
+    rows = []
+    for result in results:
+        run = result["median"]
+        memory = run.get("memory_bytes")
+        used = short(100 * memory["used"] / sum(memory.values())) + "%" if memory else "-"
+        rows.append((
+            result["workload"], short(run["seconds"]), short(run["output_tokens_per_s"]),
+            short(run["total_tokens_per_s"]), _ms(run["ttft_s"], "p50"), _ms(run["ttft_s"], "p99"),
+            _ms(run["inter_token_s"], "mean"), _ms(run["inter_token_s"], "p99"), _ms(run["normalised_s"], "mean"),
+            short(run.get("mean_batch")), used, run.get("preemptions", "-"), f"{run['cores_used_by_others']:.2f}",
+        ))  # fmt: skip
+    lines = [table(head, rows)]
+    if results and "start_up_s" in results[0]:
+        peak = max(result["peak_rss_bytes"] for result in results)
+        ready = results[0]["start_up_s"]
+        lines.append(f"ready {ready:.2f} s after the process started; peak memory {peak / 1e9:.2f} GB")
+    return "\n".join(lines)
+
+
+def _ms(spread: dict[str, float] | None, which: str) -> str:
+    return short(spread[which] * 1000) if spread else "-"

@@ -1,0 +1,140 @@
+"""The command line: `quire generate | chat | serve | plan | bench | reproduce | env`.
+
+Commands import what they need when they run, so that `quire --help` is immediate. A failure ends with one last line
+that names cause and remedy, and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from quire.cli.flags import add_engine_flags, add_sampling_flags, add_serve_flags
+from quire.errors import QuireError
+
+BAD_START = 2
+INTERRUPTED = 130
+COMMANDS = {
+    "generate": "continue prompts",
+    "chat": "talk to a model in the terminal",
+    "serve": "serve OpenAI's API over HTTP",
+    "plan": "show how memory would be used, without loading the model",
+    "bench": "measure: quire bench NAME",
+    "reproduce": "reproduce a figure or table of a paper: quire reproduce NAME, or --list",
+    "env": "show versions and hardware, for bug reports",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message[:1].upper() + message[1:], f"See {self.prog} --help")
+
+
+def fail(cause: str, remedy: str = "") -> NoReturn:
+    """End with the one line that every start-up failure ends with."""
+    line = " ".join(f"{cause}. {remedy}".split()) if remedy else " ".join(cause.split())
+    print(f"quire: error: {line}", file=sys.stderr)
+    raise SystemExit(BAD_START)
+
+
+def parser() -> Parser:
+    """All commands and their flags."""
+    top = Parser(prog="quire", description="Serve large language models.", allow_abbrev=False)
+    top.add_argument("--version", action="store_true", help="print quire's version")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, help in COMMANDS.items():
+        command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:], allow_abbrev=False)
+        if name in ("generate", "chat", "serve", "plan"):
+            add_engine_flags(command)
+        if name in ("generate", "chat"):
+            add_sampling_flags(command)
+        if name == "generate":
+            command.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given repeatedly")
+            command.add_argument("--prompt-file", metavar="FILE", help="a file that holds one prompt; - is stdin")
+            command.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+        if name == "chat":
+            command.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+        if name == "serve":
+            add_serve_flags(command)
+    return top
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments; unknown flags fail naming the nearest known one."""
+    top = parser()
+    args, unknown = top.parse_known_args(arguments)
+    if unknown:
+        command = top._subparsers._group_actions[0].choices.get(args.command, top)  # type: ignore[union-attr,call-overload,index]
+        known = list(command._option_string_actions)
+        flag = unknown[0].split("=")[0]
+        near = get_close_matches(flag, known, n=1, cutoff=0.4)
+        fail(f"Unknown argument {flag[:60]!r}", f"Did you mean {near[0]}?" if near else f"See {command.prog} --help")
+    if args.command is None and not args.version:
+        top.print_help()
+        raise SystemExit(BAD_START)
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] in (["bench"], ["reproduce"]):
+        return guarded(lambda: _delegate(arguments[0], list(arguments[1:])), debug="--debug" in arguments)
+    args = parse(arguments)
+    if args.version:
+        from quire import __version__
+
+        print(f"quire {__version__}")
+        return 0
+    return guarded(lambda: _run(args), debug=getattr(args, "debug", False))
+
+
+def guarded(command: object, *, debug: bool) -> int:
+    """Call `command`; what it raises becomes one line, with a traceback before it only for --debug."""
+    assert callable(command), "a command is a function"
+    try:
+        return int(command())
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output left; nothing is wrong
+        return 0
+    except Exception as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        known = isinstance(error, QuireError)
+        cause = str(error) if known else f"{type(error).__name__}: {error}"[:300]
+        line = " ".join(cause.split())
+        hint = "" if known or debug else ". Run again with --debug to see where"
+        print(f"quire: error: {line}{hint}", file=sys.stderr)
+        return BAD_START
+
+
+def _delegate(command: str, rest: list[str]) -> int:
+    if command == "bench":
+        from quire.bench import main as run
+    else:
+        from quire.reproduce import main as run
+    return run(rest)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "serve":
+        from quire.cli.serve import serve as run
+    elif args.command == "generate":
+        from quire.cli.generate import generate as run
+    elif args.command == "chat":
+        from quire.cli.chat import chat as run
+    elif args.command == "plan":
+        from quire.cli.plan import plan as run
+    else:
+        from quire.cli.env import env as run
+    return run(args)

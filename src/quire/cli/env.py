@@ -1,0 +1,73 @@
+"""`quire env`: versions and hardware, for bug reports. Of the environment it shows only whether a few names are set."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from quire import __version__
+
+PACKAGES = (
+    "torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "jinja2", "transformers", "triton", "pydantic",
+    "fastapi", "starlette", "uvicorn", "prometheus-client",
+)  # fmt: skip
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
+                "bf16", "sve")  # fmt: skip
+VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_CACHE_DIR")
+
+
+def env(args: argparse.Namespace) -> int:
+    """Print facts, one a line."""
+    for name, value in facts():
+        print(f"{name:<18} {value}")
+    return 0
+
+
+def facts() -> list[tuple[str, str]]:
+    """(name, value) pairs."""
+    import psutil
+    import torch
+
+    rows = [("quire", __version__), ("python", sys.version.split()[0]), ("platform", platform.platform())]
+    rows += [(package, _version(package)) for package in PACKAGES]
+    model, features = _cpu()
+    cores = f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads"
+    rows += [("cpu", f"{model} ({cores})"), ("cpu features", " ".join(features) or "-")]
+    rows += [
+        ("torch threads", f"{torch.get_num_threads()}"),
+        ("torch cpu kernels", torch.backends.cpu.get_cpu_capability()),
+    ]
+    rows += [("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB")]
+    rows += [("cuda", f"torch built for {torch.version.cuda or 'CPU only'}")]
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(i)
+            rows.append(
+                (f"gpu {i}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}")
+            )
+    rows += [("set", ", ".join(name for name in VARIABLES if name in os.environ) or "-")]
+    return rows
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> tuple[str, list[str]]:
+    """The CPU's name and those of its features that matter here."""
+    found = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            found.setdefault(name.strip(), value.strip())
+    except OSError:
+        return platform.processor() or platform.machine(), []
+    flags = set(found.get("flags", found.get("Features", "")).split())
+    return found.get("model name", platform.machine()), [name for name in CPU_FEATURES if name in flags]

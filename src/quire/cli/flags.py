@@ -1,0 +1,120 @@
+"""One table of flags for every command: EngineConfig's fields, then those of sampling and of serving.
+
+Defaults are EngineConfig's own: a flag that isn't given isn't passed on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from quire.config import ATTENTIONS, DEVICES, DTYPES, MEMORIES, TABLE_SCOPES, EngineConfig
+
+
+class Flag(NamedTuple):
+    """A setting on the command line. `kind` bool gives --name and --no-name; `short` ones only --name."""
+
+    name: str
+    kind: type
+    help: str
+    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+ENGINE = (
+    Flag("kv_gib", float, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB"),
+    Flag("kv_tokens", int, "size of the KV memory in tokens", metavar="N"),
+    Flag("page_size", int, "tokens of a page", aliases=("--block-size",), metavar="N"),
+    Flag("memory", str, "how the KV memory is managed", MEMORIES),
+    Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
+    Flag("attention", str, "the attention backend", ATTENTIONS),
+    Flag("dtype", str, "number format of weights and KV", DTYPES),
+    Flag("device", str, "where to compute", DEVICES),
+    Flag("threads", int, "CPU threads", metavar="N"),
+    Flag("model_config", str, "a named shape instead of a model, with --dummy-weights", metavar="NAME"),
+    Flag("dummy_weights", bool, "random weights: for measuring"),
+    Flag("max_model_len", int, "longest sequence, in tokens", metavar="N"),
+    Flag("max_num_seqs", int, "most sequences in memory at once", metavar="N"),
+    Flag("max_num_batched_tokens", int, "most tokens computed in one step", metavar="N"),
+    Flag("max_num_queued_reqs", int, "most requests waiting; others are refused", metavar="N"),
+    Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
+    Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
+    Flag("seed", int, "seed of requests that bring none", metavar="N"),
+    Flag("tokenizer", str, "folder or hub id of another tokenizer", metavar="PATH"),
+    Flag("skip_tokenizer_init", bool, "work with token ids only"),
+    Flag("generation_config", bool, "take sampling defaults from generation_config.json"),
+    Flag("depth", int, "steps in flight at once", metavar="N"),
+    Flag("debug", bool, "check everything, and show tracebacks"),
+)
+
+SAMPLING = (
+    Flag("max_tokens", int, "tokens to generate", metavar="N"),
+    Flag("temperature", float, "0 is greedy", metavar="X"),
+    Flag("top_p", float, "keep the most likely tokens up to this probability", metavar="X"),
+    Flag("top_k", int, "keep this many tokens", metavar="N"),
+    Flag("min_p", float, "drop tokens below this share of the best one's probability", metavar="X"),
+    Flag("presence_penalty", float, "from -2 to 2", metavar="X"),
+    Flag("frequency_penalty", float, "from -2 to 2", metavar="X"),
+    Flag("repetition_penalty", float, "above 1 discourages repetition", metavar="X"),
+    Flag("n", int, "continuations of each prompt", metavar="N"),
+    Flag("ignore_eos", bool, "go on after end tokens"),
+)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """MODEL and every field of EngineConfig."""
+    parser.add_argument("model", nargs="?", default="", metavar="MODEL",
+                        help="a folder or hub id, in the Hugging Face format (default: the bundled model)")  # fmt: skip
+    group = parser.add_argument_group("engine")
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    for flag in ENGINE:
+        _add(group, flag, defaults[flag.name])
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """How to choose tokens; what isn't given comes from the model."""
+    group = parser.add_argument_group("sampling")
+    for flag in SAMPLING:
+        _add(group, flag, None)
+    group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
+                       help="stop before this text; may be given repeatedly")  # fmt: skip
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Where and how to serve."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must present, one a line "
+                       "(or one in the environment: QUIRE_API_KEY)")  # fmt: skip
+    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names to answer to")
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
+    group.add_argument("--root-path", default="", metavar="PATH", help="path prefix that a proxy in front strips")
+    group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
+                       help="seconds that requests have to end after SIGTERM (default: %(default)s)")  # fmt: skip
+    group.add_argument("--access-log", action="store_true", help="log every HTTP request")
+
+
+def _add(group: Any, flag: Flag, default: object) -> None:
+    name = "--" + flag.name.replace("_", "-")
+    shown = "" if default in (None, "", False, True) else f" (default: {default})"
+    options: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": flag.help + shown}
+    if flag.kind is bool:
+        options["action"] = argparse.BooleanOptionalAction if default is True else "store_true"
+    else:
+        options |= {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices or None}
+    group.add_argument(name, *flag.aliases, **options)
+
+
+def config_from(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig that the flags describe. StartupError for values out of range."""
+    given = {flag.name: getattr(args, flag.name) for flag in ENGINE if hasattr(args, flag.name)}
+    return EngineConfig(model=args.model, **given)
+
+
+def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given. --seed is both the engine's and the request's."""
+    names = (*(flag.name for flag in SAMPLING), "stop", "seed")
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,0 +1,16 @@
+"""`quire plan`: the memory plan on one screen, without loading the model."""
+
+from __future__ import annotations
+
+import argparse
+
+from quire.cli.flags import config_from
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    config = config_from(args)
+    from quire.build import plan as lines
+
+    print("\n".join(lines(config)))
+    return 0

@@ -1,0 +1,225 @@
+"""Offline use: `LLM(model).generate(prompts, params)`. One engine, driven by the caller's thread."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.engine import Output
+from quire.errors import EngineDead, InputError
+from quire.outputs import Assembly, RequestOutput
+from quire.prompts import Messages, Prompt, Prompts, engine_config
+from quire.request import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.build import Built
+    from quire.text.tokenizer import Tokenizer
+
+
+class Job(NamedTuple):
+    """One request of a call."""
+
+    id: str
+    prompt: Prompt
+    params: SamplingParams
+
+
+class LLM:
+    """A model that is ready to generate. `settings` are EngineConfig's fields (memory, dtype, kv_tokens, ...).
+
+    `model` is a folder, a hub id, or None for the bundled model. StartupError says what is wrong and what to change.
+    Not thread-safe, and one call at a time. A failed or interrupted call leaves nothing behind; the LLM stays usable.
+    """
+
+    def __init__(self, model: str | None = None, *, progress: bool = False, **settings: Any) -> None:
+        from quire.build import build
+
+        self._start(build(engine_config(model, settings), progress))
+
+    @classmethod
+    def of(cls, built: Built) -> LLM:
+        """An LLM over an engine that is built already."""
+        self = cls.__new__(cls)
+        self._start(built)
+        return self
+
+    def _start(self, built: Built) -> None:
+        self.built, self.engine, self.prompts = built, built.engine, Prompts(built)
+        # Offline, the caller's list is the queue.
+        self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
+        self._ids = count()
+        self._closed = False
+
+    # Use
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; results in the order of the prompts. `params`: one for all, or one for each, or None
+        for the model's own defaults. InputError for a bad prompt or parameter, before anything is computed."""
+        single = isinstance(prompts, str | Mapping) or (bool(prompts) and type(prompts[0]) is int)
+        given = [prompts] if single else list(prompts)
+        return self._run([self.prompts.prompt(item) for item in given], params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+        **kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several. `kwargs` are variables of the chat template."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if single else messages
+        rendered = [self.prompts.chat(item, add_generation_prompt, **kwargs) for item in conversations]  # type: ignore[arg-type]
+        return self._run(rendered, params, use_tqdm)
+
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Output]:
+        """Continue one prompt, step by step. Leaving the iterator aborts the request."""
+        ready = prompt if isinstance(prompt, Prompt) else self.prompts.prompt(prompt)
+        jobs = self._queue([ready], [params or self.prompts.params()])
+        done = False
+        try:
+            while not done:
+                for output in self._step():
+                    done = done or output.done
+                    yield output
+        finally:
+            self._abandon(jobs)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self.prompts.encode(text, add_special_tokens)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self.prompts.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """As `tokenizer`."""
+        return self.tokenizer
+
+    def close(self) -> None:
+        """Release the engine. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The loop
+
+    def _run(self, prompts: list[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
+        jobs = self._queue(prompts, self._each(params, len(prompts)))
+        decode = self.prompts.decode_token
+        found = {job.id: Assembly(job.id, *job.prompt, job.params, decode) for job in jobs}
+        requests = {job.id: self.engine.requests[job.id] for job in jobs}
+        try:
+            with _progress(len(jobs), use_tqdm) as bar, _Interrupts() as interrupts:
+                left = len(jobs)
+                while left:
+                    for output in self._step():
+                        found[output.request].push(output)
+                        if output.done:
+                            found[output.request].finish(requests[output.request], self.engine.clock())
+                            left -= 1
+                            bar.update()
+                    interrupts.check()
+        finally:
+            self._abandon(jobs)
+        return [found[job.id].result for job in jobs]
+
+    def _each(self, params: Any, number: int) -> list[SamplingParams]:
+        """The parameters of each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.prompts.params()] * number
+        each = list(params)
+        if len(each) != number:
+            raise InputError(f"there are {number} prompts, but {len(each)} params", "params")
+        if not all(isinstance(item, SamplingParams) for item in each):
+            raise InputError("params must be SamplingParams, or a list of them", "params")
+        return each
+
+    def _queue(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Job]:
+        """Add all requests to the engine, or none."""
+        if self._closed:
+            raise EngineDead("this LLM is closed")
+        if self.engine.unfinished:
+            raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
+        jobs: list[Job] = []
+        try:
+            for prompt, each in zip(prompts, params):
+                job = Job(f"offline-{next(self._ids)}", prompt, each)
+                self.engine.add(job.id, prompt.ids, each)
+                jobs.append(job)
+        except BaseException:
+            self._abandon(jobs)
+            raise
+        return jobs
+
+    def _step(self) -> list[Output]:
+        try:
+            return self.engine.step()
+        except BaseException:
+            self.close()  # a step cut short leaves an engine that can't be trusted
+            raise
+
+    def _abandon(self, jobs: list[Job]) -> None:
+        """End what is left of a call, and wait until nothing of it is in flight."""
+        if self._closed:
+            return
+        for job in jobs:
+            self.engine.abort(job.id)
+        while self.engine.unfinished:
+            self._step()
+
+
+class _Interrupts:
+    """Ctrl-C waits for the end of a step, so that the engine stays whole; a second one doesn't."""
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> _Interrupts:
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._seen:
+            raise KeyboardInterrupt
+        self._seen = True
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
+        if self._seen:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _progress(total: int, shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="prompts", unit="req", disable=not shown, dynamic_ncols=True)

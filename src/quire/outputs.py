@@ -1,0 +1,115 @@
+"""Results, with vLLM's names, and how they grow out of a request's Outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.engine import Output
+from quire.plan import Top
+from quire.request import Request, SamplingParams
+
+Decode = Callable[[int], str] | None
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability, its rank in the vocabulary (1: most likely), and the token as text (None without a
+    tokenizer)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class RequestMetrics(NamedTuple):
+    """When things happened to a request, in seconds of the engine's clock. None: it never did."""
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation. `logprobs[i]` maps the i-th token, and the most likely alternatives, to their Logprob.
+
+    `finish_reason`: "stop", "length", "abort", "error". `stop_reason`: the stop string or stop token that ended it, or
+    what the error was; None at an end token."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Nothing will be added any more."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its continuations, in order of their index. `prompt_logprobs` begins with None: the first token has
+    no probability."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+def alternatives(top: Top, decode: Decode) -> dict[int, Logprob]:
+    """A Top as a mapping: the token itself first, then the most likely ones."""
+    text = decode or (lambda token: None)
+    ranked = zip(top.ids, top.logprobs, range(1, len(top.ids) + 1))
+    return {
+        top.token: Logprob(top.logprob, top.rank, text(top.token)),
+        **{token: Logprob(value, rank, text(token)) for token, value, rank in ranked if token != top.token},
+    }
+
+
+class Assembly:
+    """Collects the Outputs of one request into its RequestOutput."""
+
+    def __init__(self, id: str, prompt: str | None, ids: list[int], params: SamplingParams, decode: Decode) -> None:
+        self.result = RequestOutput(id, prompt, ids)
+        self._wanted = params.logprobs is not None
+        self._decode = decode
+        self._texts: list[list[str]] = [[] for _ in range(params.n)]
+        self.result.outputs = [CompletionOutput(index) for index in range(params.n)]
+        if self._wanted:
+            for completion in self.result.outputs:
+                completion.cumulative_logprob, completion.logprobs = 0.0, []
+
+    def push(self, output: Output) -> None:
+        """Take in what a step brought."""
+        completion = self.result.outputs[output.branch]
+        completion.token_ids += output.tokens
+        self._texts[output.branch].append(output.text)
+        if completion.logprobs is not None:
+            completion.cumulative_logprob = output.cumulative_logprob
+            completion.logprobs += [alternatives(top, self._decode) for top in output.tops]
+        completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
+        if output.prompt_tops is not None and output.branch == 0:  # the prompt was scored once, before its branches
+            scored = [alternatives(top, self._decode) for top in output.prompt_tops]
+            self.result.prompt_logprobs = [None, *scored]
+        self.result.num_cached_tokens = output.cached_tokens
+        self.result.finished = output.done
+
+    def finish(self, request: Request | None = None, now: float | None = None) -> RequestOutput:
+        """The result. Branches that never came to life (an abort before they were forked) end as aborted."""
+        for completion, texts in zip(self.result.outputs, self._texts):
+            completion.text = "".join(texts)
+            completion.finish_reason = completion.finish_reason or "abort"
+        self.result.finished = True
+        if request is not None:
+            self.result.metrics = RequestMetrics(request.arrival, request.scheduled, request.first_token, now)
+        return self.result

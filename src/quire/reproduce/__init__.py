@@ -1,0 +1,82 @@
+"""`quire reproduce NAME`: a figure, a table or a claim of the papers, their number beside ours, as JSON and a picture.
+
+An entry of ENTRIES is a function and a line; it needs no arguments and says whether the claim holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.bench.document import document, table, write
+from quire.cli import Parser
+from quire.errors import StartupError
+from quire.reproduce.result import DIFFERS, Reproduction
+
+
+class Entry(NamedTuple):
+    """`function` is "module:name" below quire.reproduce; it is loaded when it runs."""
+
+    function: str
+    about: str
+
+    def run(self) -> Reproduction:
+        module, _, name = self.function.partition(":")
+        function: Callable[[], Reproduction] = getattr(import_module(f"quire.reproduce.{module}"), name)
+        return function()
+
+
+ENTRIES = {
+    "fig6": Entry("block_tables:figure_6", "PagedAttention Figure 6: the block table of one request"),
+    "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
+    "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
+    "table1": Entry("closed_forms:table_1", "PagedAttention Table 1: model sizes and KV slots"),
+    "x1": Entry("closed_forms:kv_of_a_request", "PagedAttention §3: KV bytes of a token and of a request"),
+    "table-scope": Entry("overheads:table_scope", "PagedAttention footnote 1: one page table, or one a layer"),
+    "step-overhead": Entry("overheads:step_overhead", "PagedAttention: what the control plane costs a step"),
+}
+
+
+def main(args: list[str]) -> int:
+    """Run entries. The exit status is 1 if a claim differs."""
+    parser = Parser(prog="quire reproduce", description="Reproduce the papers' results.", allow_abbrev=False)
+    parser.add_argument("name", nargs="*", metavar="NAME", help="what to reproduce")
+    parser.add_argument("--list", action="store_true", help="show what there is to reproduce")
+    parser.add_argument("--all", action="store_true", help="everything")
+    parser.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png there")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    given = parser.parse_args(args)
+    names = list(ENTRIES) if given.all else given.name
+    for name in names:
+        if name not in ENTRIES:
+            raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
+    if given.list or not names:
+        print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
+        return 0
+    done = [reproduce(name, args, Path(given.out) if given.out else None) for name in names]
+    return int(any(result.verdict == DIFFERS for reproduction in done for result in reproduction.results))
+
+
+def reproduce(name: str, args: list[str], out: Path | None) -> Reproduction:
+    """Run one entry, print it, and write NAME.json and NAME.png into `out`."""
+    done = ENTRIES[name].run()
+    rows = [
+        (r.row, r.what, "-" if r.paper is None else r.paper, r.ours, r.unit, r.verdict, r.real_or_simulated)
+        for r in done.results
+    ]
+    print(f"{name}: {ENTRIES[name].about}")
+    if done.text:
+        print(done.text)
+    print(table(("row", "what", "paper", "ours", "unit", "verdict", "by"), rows), end="\n\n")
+    if out is not None:
+        real = all(result.real_or_simulated == "real" for result in done.results)
+        results = [result._asdict() for result in done.results]
+        write(out / f"{name}.json", document(name, "quire reproduce", args, results, real=real))
+        from quire.reproduce.plots import save
+
+        save(done.draw(), out / f"{name}.png")
+        print(f"wrote {out / name}.json and .png", file=sys.stderr)
+    return done

@@ -1,0 +1,47 @@
+"""What a reproduction yields: the paper's number beside ours, a verdict, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HOLDS, DIFFERS, NOT_BUILT = "holds", "differs", "not built"
+
+
+class Result(NamedTuple):
+    """One number or statement. `row` says where the paper has it (P-F6: PagedAttention, Figure 6); `paper` is None
+    where the paper gives no number; `real_or_simulated` is one of these two words."""
+
+    row: str
+    what: str
+    paper: Any
+    ours: Any
+    unit: str
+    verdict: str
+    real_or_simulated: str = "real"
+
+
+class Reproduction(NamedTuple):
+    """Results, what to print beside them, and how to draw them."""
+
+    results: list[Result]
+    text: str
+    draw: Callable[[], Figure]
+
+
+def equal(row: str, what: str, paper: Any, ours: Any, unit: str = "") -> Result:
+    """Holds if the two are equal."""
+    return Result(row, what, paper, ours, unit, HOLDS if paper == ours else DIFFERS)
+
+
+def near(row: str, what: str, paper: float, ours: float, unit: str, tolerance: float) -> Result:
+    """Holds if ours is within `tolerance` (a share, such as 0.05) of the paper's number."""
+    return Result(row, what, paper, ours, unit, HOLDS if abs(ours - paper) <= tolerance * abs(paper) else DIFFERS)
+
+
+def at_most(row: str, what: str, limit: float, ours: float, unit: str) -> Result:
+    """Holds if ours is at most `limit`, which is this project's own: the paper gives no number."""
+    return Result(row, f"{what} (limit: {limit:g})", None, ours, unit, HOLDS if ours <= limit else DIFFERS)

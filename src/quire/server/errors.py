@@ -1,0 +1,84 @@
+"""Failures as HTTP responses in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, 4 KiB at the most."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from quire.errors import EngineDead, InputError, Overloaded
+from quire.server.metrics import Metrics
+from quire.server.protocol import wrong_type
+
+MAX_MESSAGE = 1000
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+log = logging.getLogger("quire.server")
+
+
+class Failure(NamedTuple):
+    """What a client is told, and the headers that go with it."""
+
+    code: int
+    message: str
+    param: str | None = None
+    headers: dict[str, str] | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the error."""
+        kind = TYPES.get(self.code, "BadRequestError" if self.code < 500 else "InternalServerError")
+        message = self.message.encode("utf-8", "replace").decode()[:MAX_MESSAGE]
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole response."""
+        return JSONResponse(self.body(), self.code, self.headers)
+
+
+class UnknownModel(InputError):
+    """A request names a model that isn't served."""
+
+
+def failure(error: Exception) -> Failure:
+    """Any exception, as a client may see it: no paths, no addresses, no traceback."""
+    if isinstance(error, UnknownModel):
+        return Failure(404, str(error), error.param)
+    if isinstance(error, InputError):
+        return Failure(400, str(error), error.param)
+    if isinstance(error, Overloaded):
+        return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, EngineDead):
+        return Failure(503, "the engine stopped; the server is about to exit", headers={"Retry-After": "10"})
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        broken = first.get("type") == "json_invalid"
+        told = InputError("the request body is not valid JSON") if broken else wrong_type(first["loc"], first["msg"])
+        return Failure(400, str(told), told.param)
+    if isinstance(error, HTTPException):
+        return Failure(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    log.error("a request failed", exc_info=error)
+    return Failure(500, "internal error")
+
+
+def add_handlers(app: FastAPI, metrics: Metrics) -> None:
+    """Answer every exception in OpenAI's shape, and count the bad requests."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        found = failure(error)
+        metrics.invalid += 400 <= found.code < 500
+        return found.response()
+
+    for kind in (InputError, Overloaded, EngineDead, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)

@@ -1,0 +1,228 @@
+"""`quire serve`: bind, load, listen; then wait for a signal or the engine's death. Imports the web libraries late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.server.keys import read_keys
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+    from quire.build import Built
+    from quire.text.chat import ChatTemplate
+
+STATUS_EVERY = 10.0  # seconds
+LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
+log = logging.getLogger("quire.server")
+
+
+class ServeOptions(NamedTuple):
+    """How to serve; the model's own settings are in EngineConfig."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str | None = None
+    root_path: str = ""
+    shutdown_timeout: float = 30.0
+    access_log: bool = False
+
+
+def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns 0 after a clean end, 1 when the engine died. StartupError before that."""
+    began = time.perf_counter()
+    if not 0 <= options.shutdown_timeout < float("inf"):
+        raise StartupError(f"--shutdown-timeout is {options.shutdown_timeout:g}", "It is in seconds, from 0 on")
+    keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
+    listener = bind(options.host, options.port)
+    # The web libraries load while the model does: both wait for files, and torch's import leaves the interpreter free.
+    libraries = threading.Thread(target=_import_libraries, name="quire-imports")
+    libraries.start()
+    try:
+        from quire.build import build
+
+        built = build(config, progress=True)
+    finally:
+        libraries.join()
+    from quire.async_llm import AsyncLLM
+    from quire.server.app import create_app
+
+    built = with_template(built, template)
+    names = options.served_model_name or (built.name,)
+    for line in [*built.plan.lines(), *built.notices]:
+        say(line)
+    if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
+        say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
+    llm = AsyncLLM.of(built)
+    try:
+        app = create_app(llm, names, keys=keys, root_path=options.root_path)
+        url = address(options.host, listener.getsockname()[1])
+
+        def ready() -> None:
+            say(f"quire serves {names[0]} at {url} (ready in {time.perf_counter() - began:.1f} s)")
+            say(curl_line(url + options.root_path, chat=built.chat is not None, key=bool(keys)))
+
+        return asyncio.run(_serve(app, listener, llm, options, ready))
+    finally:
+        llm.close()
+        listener.close()
+
+
+def _import_libraries() -> None:
+    for name in ("fastapi", "uvicorn", "uvicorn.protocols.http.h11_impl", "prometheus_client"):
+        import_module(name)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, before anything slow happens. StartupError when it can't be had."""
+    if not 0 <= port <= 65535:
+        raise StartupError(f"--port is {port}", "It must be between 0 and 65535")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"--host {host} is not an address of this machine", "Try --host 127.0.0.1") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise StartupError(f"can't listen on {host}:{port}: {reason}", "Choose another --port or --host") from error
+    return listener
+
+
+def address(host: str, port: int) -> str:
+    """The URL that a client on this machine uses."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"
+
+
+def curl_line(url: str, *, chat: bool, key: bool) -> str:
+    """A request to paste into a shell."""
+    path, body = "/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 40}'
+    if chat:
+        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
+    secret = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if key else ""
+    return f"curl {url}{path} -H 'Content-Type: application/json'{secret} -d '{body}'"
+
+
+def read_template(file: str | None) -> ChatTemplate | None:
+    """The operator's chat template, if there is one."""
+    if file is None:
+        return None
+    from quire.text.chat import ChatTemplate
+
+    return ChatTemplate.find(Path(file).parent, file)
+
+
+def with_template(built: Built, template: ChatTemplate | None) -> Built:
+    """`built` with `template` in place of its own; the special tokens stay the model's."""
+    if template is None:
+        return built
+    if built.tokenizer is None:
+        raise StartupError("--chat-template needs a tokenizer, and this model has none", "Give one: --tokenizer")
+    return built._replace(chat=type(template)(template.source, built.tokenizer.special))
+
+
+async def _serve(
+    app: Any, listener: socket.socket, llm: AsyncLLM, options: ServeOptions, ready: Callable[[], None]
+) -> int:
+    loop = asyncio.get_running_loop()
+    stop, died = asyncio.Event(), asyncio.Event()
+    llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _first_signal, loop, stop)
+    server = make_server(app, options, ready)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    status = asyncio.ensure_future(_status(llm))
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
+    await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+    if died.is_set():
+        log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
+        await asyncio.sleep(LAST_WORDS)
+    elif stop.is_set():
+        log.info("shutting down: %d requests have %g s to end", llm.active, options.shutdown_timeout)
+        if not await llm.drain(options.shutdown_timeout):
+            log.warning("requests that had not ended were aborted")
+    server.should_exit = True
+    await serving
+    for task in (status, *waits):
+        task.cancel()
+    return 1 if died.is_set() else 0
+
+
+def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Begin to drain; the next signal ends the process at once."""
+    stop.set()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+
+
+def make_server(app: Any, options: ServeOptions, ready: Callable[[], None]) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """uvicorn, less its signal handlers, which end with the signal's exit status and know nothing of draining."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+    return Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=options.access_log,
+            http="h11",
+            ws="none",
+            root_path=options.root_path,
+            h11_max_incomplete_event_size=64 << 10,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+            server_header=False,
+        )
+    )
+
+
+async def _status(llm: AsyncLLM) -> None:
+    """One line every 10 s in which something happened."""
+    stats = llm.engine.stats
+    before, at = (stats.prompt_tokens, stats.generated_tokens), time.monotonic()
+    with suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(STATUS_EVERY)
+            now, tokens = time.monotonic(), (stats.prompt_tokens, stats.generated_tokens)
+            if tokens != before or llm.active:
+                rates = [(new - old) / (now - at) for new, old in zip(tokens, before)]
+                log.info("%s", status_line(llm, *rates))
+            before, at = tokens, now
+
+
+def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
+    """What the server is doing, in one line."""
+    usage = llm.usage
+    held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
+    cached = 100 * usage.cached / max(usage.total, 1)
+    return (
+        f"running {llm.running}, waiting {llm.queued}, prompt {prompt_rate:.0f} tok/s, output {output_rate:.0f} tok/s, "
+        f"KV {held:.1f}% used and {cached:.1f}% cached"
+    )

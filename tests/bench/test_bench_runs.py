@@ -1,0 +1,207 @@
+"""`quire bench` on a model of two layers, and against a server that a few lines imitate."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from quire.bench import main
+from quire.bench.client import Client
+from quire.bench.drive import Load
+from quire.bench.workloads import parse
+from quire.errors import QuireError, StartupError
+from quire.models.configs import named_config
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+DOCUMENT = {"name", "command", "machine", "date", "real", "results"}
+MACHINE = {
+    "cpu", "flags", "cores", "logical_cores", "threads", "memory_bytes", "gpu", "torch", "python", "quire", "revision",
+}  # fmt: skip
+SPREAD = {"mean", "p50", "p90", "p99"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> list[str]:
+    """Flags of an engine for a tiny shape with dummy weights."""
+    shape = {**named_config("llama-125m"), **SMALL, "intermediate_size": 64, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return [str(tmp_path), "--dummy-weights", "--skip-tokenizer-init", "--dtype", "float32", "--threads", "1",
+            "--kv-tokens", "4096"]  # fmt: skip
+
+
+def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
+    out = tmp_path / "out" / "result.json"
+    assert main([*args, "--out", str(out)]) == 0
+    content: dict[str, Any] = json.loads(out.read_text())
+    assert set(content) == DOCUMENT
+    assert set(content["machine"]) == MACHINE
+    assert content["real"] is True
+    assert content["command"].startswith(f"quire bench {args[0]}")
+    return content
+
+
+def test_throughput_adds_up(model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = parse("alpaca@12").lengths()
+    content = bench(tmp_path, "throughput", *model, "--workload", "alpaca@12", "--workload", "shared:64:8:4@5",
+                    "--repeat", "2")  # fmt: skip
+    alpaca, shared = content["results"]
+    assert "alpaca@12, run 2 of 2" in capsys.readouterr().err
+    assert alpaca["config"]["kv_tokens"] == 4096
+    assert alpaca["peak_rss_bytes"] > 0
+    assert alpaca["start_up_s"] > 0
+    assert len(alpaca["runs"]) == 2
+    assert alpaca["median"] in alpaca["runs"]
+    for run in alpaca["runs"]:
+        prompt, output = sum(a for a, _ in lengths), sum(b for _, b in lengths)
+        assert (run["requests"], run["prompt_tokens"], run["output_tokens"]) == (12, prompt, output)
+        # A row is a prompt or a token computed: prompts fit into one step, and a request's last token isn't computed.
+        assert run["mean_batch"] * run["steps"] == pytest.approx(output)
+        assert run["steps"] == max(output for _, output in lengths)
+        assert run["mean_running"] == pytest.approx(output / run["steps"])
+        assert run["preemptions"] == 0
+        assert run["prefix_hit_tokens"] == 0
+        assert run["output_tokens_per_s"] == pytest.approx(output / run["seconds"])
+        for name in ("ttft_s", "inter_token_s", "e2e_s", "normalised_s"):
+            assert set(run[name]) == SPREAD
+        assert run["ttft_s"]["mean"] <= run["e2e_s"]["mean"] <= run["seconds"]
+        assert sum(run["memory_bytes"].values()) == pytest.approx(4096 * 2 * 2 * 2 * 8 * 4)
+    # The prefix cache is emptied between runs, so both find the same: nothing, as all are admitted in the first step.
+    assert [run["prefix_hit_tokens"] for run in shared["runs"]] == [0, 0]
+
+
+def test_latency_runs_one_at_a_time(model: list[str], tmp_path: Path) -> None:
+    content = bench(tmp_path, "latency", *model, "--workload", "shared:64:8:5@4", "--repeat", "2", "--warmup", "0")
+    for run in content["results"][0]["runs"]:
+        assert run["steps"] == 4 * 5
+        assert run["mean_batch"] == run["mean_running"] == 1
+        assert run["prefix_hit_tokens"] == 3 * 64  # every request but the first
+        assert run["e2e_s"]["mean"] * 4 == pytest.approx(run["seconds"], rel=0.05, abs=0.01)
+
+
+def test_serve_keeps_so_many_under_way(model: list[str], tmp_path: Path) -> None:
+    content = bench(tmp_path, "serve", *model, "--workload", "fixed:8:6@9", "--concurrency", "3", "--repeat", "1")
+    run = content["results"][0]["median"]
+    assert run["steps"] == 3 * 6
+    assert run["mean_running"] == 3
+
+
+def test_serve_at_a_rate(model: list[str], tmp_path: Path) -> None:
+    content = bench(tmp_path, "serve", *model, "--workload", "fixed:8:2@20", "--rate", "50", "--repeat", "1")
+    run = content["results"][0]["median"]
+    assert run["seconds"] >= 0.2  # the arrivals alone take about 0.4 s
+    assert run["output_tokens"] == 40
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("throughput", "latency", "serve", "control"))
+
+
+def test_control(tmp_path: Path) -> None:
+    content = bench(tmp_path, "control", "--sequences", "1", "4", "--contexts", "20", "--steps", "40")
+    assert [(result["sequences"], result["context"]) for result in content["results"]] == [(1, 20), (4, 20)]
+    for result in content["results"]:
+        for part in ("schedule_us", "update_us", "step_us"):
+            assert set(result[part]) == SPREAD
+        both = result["schedule_us"]["mean"] + result["update_us"]["mean"]
+        assert result["step_us"]["mean"] == pytest.approx(both)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["throughput", "--repeat", "0"], "--repeat is 0"),
+        (["throughput", "--workload", "fixed:4000:200@1"], "4200 tokens, but sequences may have 4096"),
+        (["serve", "--rate", "-1"], "--rate is -1.0"),
+        (["serve", "--concurrency", "0"], "--concurrency is 0"),
+        (["serve", "--url", "ftp://x"], "Expected http://HOST:PORT"),
+        (["serve", "--url", "http://127.0.0.1:9"], "Start one with: quire serve"),
+    ],
+)
+def test_bad_flags(model: list[str], flags: list[str], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        main([flags[0], *model, *flags[1:]])
+
+
+def test_bad_control_flags() -> None:
+    with pytest.raises(StartupError, match="--sequences is 0"):
+        main(["control", "--sequences", "0"])
+    with pytest.raises(StartupError, match="tokens in all"):
+        main(["control", "--sequences", "65536", "--contexts", "1000000"])
+
+
+class Imitation(BaseHTTPRequestHandler):
+    """Streams as many chunks as tokens were asked for, two tokens in the last one, and usage."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    fail = False
+
+    def log_message(self, *args: object) -> None:
+        """Quiet."""
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.answer(200, json.dumps({"data": [{"id": "imitation"}]}).encode())
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(asked)
+        if self.fail:
+            self.answer(503, b'{"error": {"message": "the queue is full"}}')
+            return
+        chunks: list[dict[str, Any]] = [{"choices": [{"text": "a"}]} for _ in range(asked["max_tokens"] - 1)]
+        chunks.append({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        self.answer(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
+
+
+@contextmanager
+def imitation(fail: bool = False) -> Iterator[str]:
+    handler = type("Handler", (Imitation,), {"asked": [], "fail": fail})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_serve_url(tmp_path: Path) -> None:
+    with imitation() as url:
+        content = bench(tmp_path, "serve", "--url", url + "/v1", "--workload", "fixed:5:4@6", "--repeat", "1")
+    result = content["results"][0]
+    assert result["model"] == "imitation"
+    assert result["median"]["output_tokens"] == 24
+    assert result["median"]["requests"] == 6
+    assert result["median"]["chunks"] == 18
+
+
+def test_client_sends_whole_requests_in_order_of_time() -> None:
+    with imitation() as url:
+        client = Client(url)
+        jobs = parse("fixed:5:4@6").jobs(100)
+        traces = client.run(jobs, Load((0.0, 0.0, 0.05, 0.05, 0.1, 0.1)), 0.5)
+    assert [trace.arrival for trace in traces] == [0.0, 0.0, 0.05, 0.05, 0.1, 0.1]
+    assert all(trace.events[0][0] >= trace.arrival for trace in traces)
+    assert [[tokens for _, tokens in trace.events] for trace in traces] == [[1, 1, 2]] * 6
+
+
+def test_a_refusal_is_shown() -> None:
+    with imitation(fail=True) as url, pytest.raises(QuireError, match=r"answered 503.*the queue is full"):
+        Client(url).run(parse("fixed:5:4@1").jobs(100), Load(concurrency=1), 0.0)

@@ -1,0 +1,189 @@
+"""Any sequence of calls of a memory, against a reference that shares nothing: one list of contents a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from memories import MEMORIES, Build, check_published, insides
+from traces import STEMS
+
+from quire.plan import Copy, Table
+from quire.request import Sequence
+
+OPS = ("admit", "admit", "admit", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
+Content = tuple[str, tuple[int, ...]]  # what a position holds: the salt, and the tokens up to it
+
+
+class Device:
+    """Tables and pages as the journal makes them; what is written to a page is there until it is overwritten."""
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[int, int, int], int] = {}  # (slot, group, logical page) -> page
+        self.cells: dict[tuple[int, int], Any] = {}  # (page, offset) -> (group, content)
+
+    def replay(self, journal: tuple[Any, ...], size: int) -> None:
+        for entry in journal:
+            if isinstance(entry, Table):
+                for i, page in enumerate(entry.pages):
+                    self.tables[entry.slot, entry.group, entry.at + i] = page
+            elif isinstance(entry, Copy):
+                for offset in range(size):
+                    self.cells[entry.dst, offset] = self.cells.get((entry.src, offset))
+
+
+class Calls(RuleBasedStateMachine):
+    """Admissions, steps (of which some stay in flight), forks and frees in any order."""
+
+    name = "paged-4"
+
+    @initialize(tokens=st.integers(40, 160), chunk=st.integers(1, 20), max_seqs=st.integers(2, 6))
+    def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
+        self.memory = MEMORIES[self.name](Build(tokens, chunk, max_seqs))
+        self.chunk, self.size = chunk, self.memory.geometry.groups[0].page_tokens
+        self.device = Device()
+        self.alive: dict[int, Sequence] = {}
+        self.contents: dict[int, list[Content]] = {}  # the reference
+        self.born = 0
+
+    def pick(self, data: st.DataObject, quiet: bool) -> Sequence | None:
+        found = [seq for seq in self.alive.values() if seq.quiet or not quiet]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    # One rule, not one for each call: hypothesis leaves rules out of most runs, and here they only matter together.
+    @rule(op=st.sampled_from(OPS), data=st.data())
+    def act(self, op: str, data: st.DataObject) -> None:
+        getattr(self, op)(data)
+
+    def admit(self, data: st.DataObject) -> None:
+        stem, length = data.draw(st.sampled_from(STEMS)), data.draw(st.integers(1, 30))
+        tail = data.draw(st.lists(st.integers(1, 3), max_size=2))
+        salt, branches = data.draw(st.sampled_from(["", "", "adapter"])), data.draw(st.integers(0, 2))
+        self.born += 1
+        seq = Sequence(self.born, [*stem[:length], *tail], salt=salt)
+        seq.branches = branches
+        before = insides(self.memory)
+        reused = self.memory.admit(seq, self.chunk)
+        if reused is None:
+            assert insides(self.memory) == before
+            return
+        assert reused < len(seq.tokens)
+        seq.computed = seq.planned = reused
+        self.alive[seq.id] = seq
+        self.contents[seq.id] = [(salt, tuple(seq.tokens[: i + 1])) for i in range(reused)]
+
+    def begin(self, data: st.DataObject) -> None:
+        """Plan the next tokens of a sequence and write them; the result stays out."""
+        seq = self.pick(data, quiet=False)
+        if seq is None:
+            return
+        end = min(seq.planned + data.draw(st.integers(1, self.chunk)), 48)
+        seq.tokens += [data.draw(st.integers(1, 3))] * (end - len(seq.tokens))
+        before = insides(self.memory)
+        if not self.memory.grow(seq, end):
+            assert insides(self.memory) == before
+            return
+        self.device.replay(self.memory.take_journal()[0], self.size)
+        slot = self.memory.slot(seq)
+        for position in range(seq.planned, end):
+            content = (seq.salt, tuple(seq.tokens[: position + 1]))
+            self.contents[seq.id].append(content)
+            for g in range(len(self.memory.geometry.groups)):
+                page = self.device.tables[slot, g, position // self.size]
+                assert page, "a position to write has no page"
+                self.device.cells[page, position % self.size] = (g, content)
+        seq.planned = end
+
+    def confirm(self, data: st.DataObject) -> None:
+        seq = self.pick(data, quiet=False)
+        if seq is not None:
+            seq.computed = data.draw(st.integers(seq.computed, seq.planned))
+            self.memory.commit(seq)
+
+    def step(self, data: st.DataObject) -> None:
+        """As far as possible: everybody's tokens are computed and confirmed."""
+        for _ in self.alive:
+            self.begin(data)
+        for seq in self.alive.values():
+            seq.computed = seq.planned
+            self.memory.commit(seq)
+
+    def fork(self, data: st.DataObject) -> None:
+        parent = self.pick(data, quiet=True)
+        if parent is None or not parent.computed:
+            return
+        self.born += 1
+        child = parent.fork(self.born, 1, 0)
+        before = insides(self.memory)
+        if not self.memory.fork(parent, child):
+            assert insides(self.memory) == before
+            return
+        self.alive[child.id] = child
+        self.contents[child.id] = list(self.contents[parent.id])
+
+    def free(self, data: st.DataObject) -> None:
+        seq = self.pick(data, quiet=True)
+        if seq is not None:
+            del self.alive[seq.id], self.contents[seq.id]
+            self.memory.free(seq)
+
+    def reset(self, data: st.DataObject) -> None:
+        self.memory.reset_prefix_cache()
+        assert self.memory.usage().cached == 0
+
+    def read(self, data: st.DataObject | None = None) -> None:
+        """Through the replayed tables, each sequence finds what the reference holds, as far as it may look back."""
+        self.device.replay(self.memory.take_journal()[0], self.size)
+        for seq in self.alive.values():
+            place = self.memory.place(seq)
+            for g, group in enumerate(self.memory.geometry.groups):
+                table = place.tables[g]
+                assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
+                first = 0 if group.window is None else max(0, seq.computed - group.window + 1)
+                for position in range(first, seq.planned):
+                    cell = self.device.cells.get((table[position // self.size], position % self.size))
+                    assert cell == (g, self.contents[seq.id][position]), f"position {position} of group {g} is wrong"
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "memory"):
+            self.memory.check()
+            check_published(self.memory, self.alive.values())
+            usage = self.memory.usage()
+            assert usage.total == (self.memory.geometry.pages - 1) * self.memory.geometry.page_bytes
+            assert min(usage) >= 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "memory"):
+            self.read()
+            for seq in self.alive.values():
+                seq.computed = seq.planned
+                self.memory.free(seq)
+            self.memory.check()
+            usage = self.memory.usage()
+            assert usage.used == usage.internal == usage.reserved == 0
+
+
+def machine(memory: str) -> type[Calls]:
+    return type("Calls", (Calls,), {"name": memory})
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_any_calls(name: str) -> None:
+    run_state_machine_as_test(machine(name), settings=settings(max_examples=30, stateful_step_count=30))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", MEMORIES)
+def test_any_calls_at_length(name: str) -> None:
+    run_state_machine_as_test(machine(name), settings=settings(max_examples=500, stateful_step_count=60))

@@ -1,0 +1,153 @@
+"""An engine of token ids with a real tokenizer, and a server over it: what tests of the text plane stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from quire.config import EngineConfig
+from quire.engine import Engine, Limits
+from quire.memory import Size, build_memory
+from quire.plan import StepResult
+from quire.scheduler import Scheduler
+from quire.sim.echo import EchoRunner
+from quire.specs import LayerSpec, ModelSpec
+from quire.text.chat import ChatTemplate
+from quire.text.stream import TokenText
+from quire.text.tokenizer import Tokenizer
+
+VOCAB = 512
+MAX_LEN = 256
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if shout %}!{% endif %}{% endif %}"
+)
+
+
+class Plan:
+    """Stands for a memory plan."""
+
+    def lines(self) -> list[str]:
+        """One line."""
+        return ["echo model, no weights"]
+
+
+class EchoBuilt(NamedTuple):
+    """The fields of quire.build.Built."""
+
+    engine: Engine
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    chat: ChatTemplate | None
+    plan: Plan
+    notices: tuple[str, ...]
+    defaults: dict[str, Any]
+    name: str
+
+
+class Echo(EchoRunner):
+    """An EchoRunner whose steps take `pause` seconds, and whose step `fail_at` raises."""
+
+    def __init__(self, pause: float = 0.0, fail_at: int | None = None, depth: int = 2) -> None:
+        super().__init__(depth, vocab_size=VOCAB)
+        self.pause, self.fail_at = pause, fail_at
+
+    def collect(self, ticket: int) -> StepResult:
+        time.sleep(self.pause)
+        if self.collected == self.fail_at:
+            raise RuntimeError("the device is gone")
+        return super().collect(ticket)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE over a few words, with ChatML's special tokens."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["once upon a time there was a quire of pages, and a reader of the pages"] * 4, trainer)
+    return Tokenizer(backend, {"eos_token": "<|end|>"})
+
+
+def built(runner: EchoRunner | None = None, *, text: bool = True, kv_tokens: int = 1024, **settings: Any) -> EchoBuilt:
+    """An engine over `runner`; `settings` are EngineConfig's. End tokens are none, so that lengths are known."""
+    config = EngineConfig(**{"page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, **settings})
+    spec = ModelSpec("echo", (LayerSpec(1, 8),), VOCAB, MAX_LEN, 8, 1, 8, 0)
+    runner = runner or Echo()
+    memory = build_memory(config, spec, Size(kv_tokens, MAX_LEN, 2))
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(
+        memory, budget=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, max_len=MAX_LEN, eos_ids=(0,)
+    )
+    engine = Engine(
+        scheduler,
+        runner,
+        Limits(VOCAB, MAX_LEN, config.max_num_queued_reqs),
+        clock=time.monotonic,
+        text=TokenText(tokenizer()) if text else None,
+        seed=config.seed,
+    )
+    words, chat = (tokenizer(), ChatTemplate(TEMPLATE, {})) if text else (None, None)
+    return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo")
+
+
+class Running(NamedTuple):
+    """A server on a real socket."""
+
+    url: str
+    llm: Any
+    app: Any
+
+    def metric(self, name: str) -> float:
+        """The value of one sample of /metrics."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " "))
+
+    def idle(self, seconds: float = 5.0) -> bool:
+        """Waits until no request is left and every page is free or cached."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            busy = self.metric("quire_num_requests_running") + self.metric("quire_num_requests_waiting")
+            if not busy and self.metric("quire_kv_cache_usage_perc") == 0:
+                return True
+            time.sleep(0.02)
+        return False
+
+
+@contextlib.contextmanager
+def serving(model: Any = None, *, stall_after: float = 60.0, **options: Any) -> Iterator[Running]:
+    """Serve `model` (an EchoBuilt) from a thread; `options` are create_app's."""
+    from quire.async_llm import AsyncLLM
+    from quire.server.app import create_app
+    from quire.server.run import ServeOptions, bind, make_server
+
+    llm = AsyncLLM.of(model or built(), stall_after=stall_after)
+    app = create_app(llm, ["echo", "parrot"], **options)
+    listener = bind("127.0.0.1", 0)
+    ready = threading.Event()
+    server = make_server(app, ServeOptions(), ready.set)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        assert ready.wait(10), "the server did not start"
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", llm, app)
+    finally:
+        server.should_exit = True
+        llm.close()
+        thread.join()
+        listener.close()

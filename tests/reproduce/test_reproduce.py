@@ -1,0 +1,93 @@
+"""Every entry of `quire reproduce` runs, holds where the clock has no say, and writes its document and picture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import StartupError
+from quire.reproduce import ENTRIES, main
+from quire.reproduce.block_tables import FIGURE_7, FREE_7, replay
+from quire.reproduce.result import DIFFERS, HOLDS, at_most, equal, near
+
+RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}
+TIMED = {"table-scope", "step-overhead"}
+
+
+def reproduced(name: str, folder: Path) -> dict[str, Any]:
+    status = main([name, "--out", str(folder)])
+    content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    assert set(content) == {"name", "command", "machine", "date", "real", "results"}
+    assert (content["name"], content["real"]) == (name, True)
+    assert content["results"]
+    for result in content["results"]:
+        assert set(result) == RESULT
+        assert result["verdict"] in (HOLDS, DIFFERS)
+    assert status == any(result["verdict"] == DIFFERS for result in content["results"])
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return content
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in TIMED])
+def test_entry_holds(name: str, tmp_path: Path) -> None:
+    assert {result["verdict"] for result in reproduced(name, tmp_path)["results"]} == {HOLDS}
+
+
+def test_table_scope_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.reproduce.overheads.REPEATS", 1)
+    tokens, ratio = reproduced("table-scope", tmp_path)["results"]
+    assert (tokens["ours"], tokens["verdict"]) == (8, HOLDS)
+    assert ratio["ours"] > 0
+
+
+def test_step_overhead_has_a_number_for_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.reproduce.overheads.STEPS", 20)
+    monkeypatch.setattr("quire.reproduce.overheads.MOST_TOKENS", 2**18)
+    results = reproduced("step-overhead", tmp_path)["results"]
+    assert len(results) == 4
+    assert all(result["ours"] > 0 and result["paper"] is None for result in results)
+
+
+def test_another_order_of_free_blocks_gives_other_tables() -> None:
+    """The verdicts of Figures 6 and 7 can fail: they depend on where the memory puts blocks."""
+    swapped = [FREE_7[1], FREE_7[0], *FREE_7[2:]]
+    assert replay(FIGURE_7, swapped, 3)[-1] != replay(FIGURE_7, FREE_7, 3)[-1]
+
+
+def test_verdicts() -> None:
+    assert [near("P", "w", 100, ours, "u", 0.05).verdict for ours in (95, 105, 94.9, 105.1)] == [
+        HOLDS, HOLDS, DIFFERS, DIFFERS,
+    ]  # fmt: skip
+    assert [equal("P", "w", 1, ours).verdict for ours in (1, 2)] == [HOLDS, DIFFERS]
+    assert [at_most("P", "w", 5, ours, "u").verdict for ours in (5, 5.1)] == [HOLDS, DIFFERS]
+
+
+def test_list_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ENTRIES)
+    with pytest.raises(StartupError, match=r"fig99.*Known: fig6"):
+        main(["fig99"])
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(StartupError, match=r"pip install 'quire\[plot\]'"):
+        main(["x1", "--out", str(tmp_path)])
+    assert main(["x1"]) == 0
+
+
+def test_imports_are_light() -> None:
+    """Measuring works where neither the server's libraries nor matplotlib are installed."""
+    code = (
+        "import sys, quire.bench, quire.reproduce as r; from importlib import import_module\n"
+        "[import_module('quire.reproduce.' + e.function.partition(':')[0]) for e in r.ENTRIES.values()]\n"
+        "print([m for m in ('pydantic', 'fastapi', 'uvicorn', 'starlette', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,22 @@
+"""One echo server for the tests that don't break it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import echo_service
+import pytest
+from echo_service import Running
+from openai import OpenAI
+
+
+@pytest.fixture(scope="session")
+def echo() -> Iterator[Running]:
+    with echo_service.serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(echo: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{echo.url}/v1", api_key="unused", max_retries=0, timeout=20) as found:
+        yield found

@@ -1,0 +1,212 @@
+"""The table of bad inputs: each is refused with a short 4xx, or served if it is fine after all, and a canary request
+gives the same tokens afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from echo_service import Running
+
+NUMERIC = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "best_of",
+)  # fmt: skip
+VALUES = ("null", '""', '"1"', "true", "-1", "0", "1e309", "NaN", "Infinity", "-Infinity", "2147483648",
+          "9223372036854775808", "1e-320")  # fmt: skip
+# Which of the values each field may take; everything else is an error.
+FINE = {
+    "n": {"null"},
+    "temperature": {"null", "0", "1e-320"},
+    "top_p": {"null", "1e-320"},
+    "top_k": {"null", "-1", "0"},
+    "min_p": {"null", "0", "1e-320"},
+    "presence_penalty": {"null", "-1", "0", "1e-320"},
+    "frequency_penalty": {"null", "-1", "0", "1e-320"},
+    "repetition_penalty": {"null"},
+    "seed": {"null", "-1", "0", "2147483648"},
+    "max_tokens": {"null"},
+    "min_tokens": {"null", "0"},
+    "logprobs": {"null", "0"},
+    "prompt_logprobs": {"null", "0"},
+    "best_of": {"null"},
+}
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture(scope="module")
+def http(echo: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=echo.url, timeout=20) as client:
+        yield client
+
+
+def canary(http: httpx.Client) -> str:
+    body = {"prompt": "once upon a time", "seed": 1, "max_tokens": 6, "logprobs": 1}
+    return json.dumps(http.post("/v1/completions", json=body).json()["choices"])
+
+
+def post(http: httpx.Client, path: str, body: str | bytes) -> httpx.Response:
+    return http.post(path, content=body, headers={"Content-Type": "application/json"})
+
+
+def refused(answer: httpx.Response) -> None:
+    assert 400 <= answer.status_code < 500, answer.text[:300]
+    assert len(answer.content) <= 4096
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == answer.status_code
+    assert error["message"]
+    assert "0x" not in error["message"]
+    assert "Traceback" not in error["message"]
+
+
+@pytest.mark.parametrize("field", NUMERIC)
+def test_numbers(http: httpx.Client, field: str) -> None:
+    before = canary(http)
+    for value in VALUES:
+        rest = "" if field == "max_tokens" else ', "max_tokens": 2'
+        answer = post(http, "/v1/completions", f'{{"prompt": "a", "{field}": {value}{rest}}}')
+        if value in FINE[field]:
+            assert answer.status_code == 200, (field, value, answer.text)
+        elif field == "max_tokens" and value == "2147483648":
+            refused(answer)
+        else:
+            refused(answer)
+            assert answer.json()["error"]["param"] in (field, None) or field == "n", (field, value)
+        assert canary(http) == before, (field, value)
+
+
+COMPLETIONS = {
+    "empty prompt": '{"prompt": ""}',
+    "no prompts": '{"prompt": []}',
+    "empty string in a list": '{"prompt": [""]}',
+    "empty ids in a list": '{"prompt": [[]]}',
+    "no prompt": "{}",
+    "null prompt": '{"prompt": null}',
+    "prompt is an object": '{"prompt": {"a": 1}}',
+    "mixed list": '{"prompt": ["a", 1]}',
+    "token -1": '{"prompt": [-1]}',
+    "token V": '{"prompt": [512]}',
+    "token 2^31": '{"prompt": [2147483648]}',
+    "token 2^63": '{"prompt": [9223372036854775808]}',
+    "token of 5000 digits": '{"prompt": [' + "9" * 5000 + "]}",
+    "token 1.5": '{"prompt": [1.5]}',
+    "token as text": '{"prompt": [1, "1"]}',
+    "token true": '{"prompt": [true]}',
+    "one bad prompt of two": '{"prompt": [[1], [512]]}',
+    "as long as the context": '{"prompt": ' + json.dumps([1] * 256) + "}",
+    "longer than the context": '{"prompt": ' + json.dumps([1] * 257) + "}",
+    "more characters than could fit": json.dumps({"prompt": "a" * 100_000}),
+    "megabytes of emoji": json.dumps({"prompt": "\U0001f600" * 1_000_000}, ensure_ascii=False),
+    "257 prompts": json.dumps({"prompt": ["a"] * 257}),
+    "a million prompts": json.dumps({"prompt": [[1]] * 1_000_000}),
+    "a million bad elements": json.dumps({"prompt": [None] * 1_000_000}),
+    "lone surrogate": '{"prompt": "\\ud800"}',
+    "deep nesting": f'{{"prompt": {DEEP}}}',
+    "deep nesting in an ignored field": f'{{"prompt": "a", "x": {DEEP}}}',
+    "n too large for the memory": '{"prompt": "a", "n": 16, "max_tokens": 200}',
+    "n 129": '{"prompt": "a", "n": 129}',
+    "17 stops": json.dumps({"prompt": "a", "stop": ["x"] * 17}),
+    "empty stop": '{"prompt": "a", "stop": ""}',
+    "long stop": json.dumps({"prompt": "a", "stop": "x" * 257}),
+    "stop of numbers": '{"prompt": "a", "stop": [1]}',
+    "stop token out of range": '{"prompt": "a", "stop_token_ids": [512]}',
+    "negative stop token": '{"prompt": "a", "stop_token_ids": [-1]}',
+    "logit_bias of a word": '{"prompt": "a", "logit_bias": {"the": 1}}',
+    "logit_bias out of range": '{"prompt": "a", "logit_bias": {"512": 1}}',
+    "logit_bias infinite": '{"prompt": "a", "logit_bias": {"5": Infinity}}',
+    "logit_bias as text": '{"prompt": "a", "logit_bias": {"5": "1"}}',
+    "logit_bias a list": '{"prompt": "a", "logit_bias": [1]}',
+    "1025 biases": json.dumps({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}),
+    "no allowed tokens": '{"prompt": "a", "allowed_token_ids": []}',
+    "129 bad words": json.dumps({"prompt": "a", "bad_words": ["x"] * 129}),
+    "blank bad word": '{"prompt": "a", "bad_words": [" "]}',
+    "stream as text": '{"prompt": "a", "stream": "yes"}',
+    "stream_options without stream": '{"prompt": "a", "stream_options": {"include_usage": true}}',
+    "model is a number": '{"prompt": "a", "model": 5}',
+    "unknown model": json.dumps({"prompt": "a", "model": "x" * 100_000}),
+    "suffix": '{"prompt": "a", "suffix": "b"}',
+    "beam search": '{"prompt": "a", "use_beam_search": true}',
+    "empty salt": '{"prompt": "a", "cache_salt": ""}',
+    "a list": "[1, 2]",
+    "a number": "7",
+    "nothing": "",
+    "broken JSON": '{"prompt": "a"',
+    "trailing comma": '{"prompt": "a",}',
+    "single quotes": "{'prompt': 'a'}",
+}
+TALK = '{"messages": [{"role": "user", "content": "a"}], '
+CHATS = {
+    "no messages": "{}",
+    "empty messages": '{"messages": []}',
+    "messages is text": '{"messages": "hi"}',
+    "message is text": '{"messages": ["hi"]}',
+    "no role": '{"messages": [{"content": "hi"}]}',
+    "role is a number": '{"messages": [{"role": 1, "content": "hi"}]}',
+    "no content": '{"messages": [{"role": "user"}]}',
+    "content is a number": '{"messages": [{"role": "user", "content": 1}]}',
+    "an image": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}',
+    "own template": TALK + '"chat_template": "{% for i in range(9999) %}{% endfor %}"}',
+    "tokenize as a template variable": TALK + '"chat_template_kwargs": {"tokenize": true}}',
+    "messages as a template variable": TALK + '"chat_template_kwargs": {"messages": []}}',
+    "self as a template variable": TALK + '"chat_template_kwargs": {"self": 1}}',
+    "deep template variable": TALK + '"chat_template_kwargs": {"shout": '
+    + "[" * 500 + "]" * 500 + "}}",
+    "tools": TALK + '"tools": [{}]}',
+    "tool_choice": TALK + '"tool_choice": "required"}',
+    "json mode": TALK + '"response_format": {"type": "json_object"}}',
+    "21 top_logprobs": TALK + '"logprobs": true, "top_logprobs": 21}',
+    "top_logprobs alone": TALK + '"top_logprobs": 2}',
+    "logprobs is a number": TALK + '"logprobs": 2}',
+    "too long": json.dumps({"messages": [{"role": "user", "content": "a" * 1000}]}),
+    "far too long": json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
+    "1025 messages": json.dumps({"messages": [{"role": "user", "content": "a"}] * 1025}),
+}  # fmt: skip
+OTHERS = {
+    "tokenize nothing": ("/tokenize", "{}"),
+    "tokenize both": ("/tokenize", '{"prompt": "a", "messages": []}'),
+    "tokenize too much": ("/tokenize", json.dumps({"prompt": "a" * 100_000})),
+    "tokenize with a template": ("/tokenize", '{"messages": [], "chat_template": "x"}'),
+    "detokenize text": ("/detokenize", '{"tokens": "a"}'),
+    "detokenize -1": ("/detokenize", '{"tokens": [-1]}'),
+    "detokenize 2^70": ("/detokenize", f'{{"tokens": [{2**70}]}}'),
+    "detokenize nothing": ("/detokenize", "{}"),
+}
+
+
+def test_structure(http: httpx.Client) -> None:
+    before = canary(http)
+    cases = [(name, "/v1/completions", body) for name, body in COMPLETIONS.items()]
+    cases += [(name, "/v1/chat/completions", body) for name, body in CHATS.items()]
+    cases += [(name, path, body) for name, (path, body) in OTHERS.items()]
+    for name, path, body in cases:
+        answer = post(http, path, body.encode("utf-8", "surrogatepass"))
+        assert 400 <= answer.status_code < 500, (name, answer.text[:300])
+        refused(answer)
+        assert canary(http) == before, name
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe\x00", b'{"prompt": "\xff"}', "{}".encode("utf-16"), b"\x1f\x8b\x08\x00"])
+def test_bytes_that_are_not_utf8(http: httpx.Client, body: bytes) -> None:
+    refused(post(http, "/v1/completions", body))
+
+
+def test_errors_show_little_of_what_was_sent(http: httpx.Client) -> None:
+    secret = "x" * 5000
+    for body in ({"prompt": "a", "model": secret}, {"prompt": "a", "n": secret}, {"prompt": {secret: 1}},
+                 {"prompt": "a", "stop": [[secret]]}, {"prompt": "a", "logit_bias": {secret: 1}}):  # fmt: skip
+        message = http.post("/v1/completions", json=body).json()["error"]["message"]
+        assert "x" * 61 not in message
+
+
+def test_the_longest_prompt_is_served(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": [1] * 255, "max_tokens": 10})
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+def test_invalid_requests_are_counted(http: httpx.Client, echo: Running) -> None:
+    before = echo.metric("quire_invalid_requests_total")
+    post(http, "/v1/completions", "{}")
+    assert echo.metric("quire_invalid_requests_total") == before + 1

@@ -1,0 +1,124 @@
+"""The API key covers every route but /health; bodies and headers are bounded however they arrive."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Running
+from openai import AuthenticationError, OpenAI
+
+from quire.errors import StartupError
+from quire.server.keys import read_keys
+
+KEY = "sk-quire-test-key"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Running]:
+    with echo_service.serving(keys=[KEY, "another"], max_body=10_000) as running:
+        yield running
+
+
+def test_every_route_needs_the_key(locked: Running) -> None:
+    """Iterates the application's own routes, so that a new one can't be forgotten."""
+    seen = 0
+    for route in locked.app.routes:
+        for method in route.methods:
+            if method == "HEAD":
+                continue
+            path = route.path.replace("{name:path}", "echo")
+            status = httpx.request(method, locked.url + path).status_code
+            assert status == (200 if path == "/health" else 401), (method, path)
+            allowed = httpx.request(method, locked.url + path, headers={"Authorization": f"Bearer {KEY}"})
+            assert allowed.status_code in (200, 400), (method, path)
+            seen += 1
+    assert seen >= 13
+
+
+@pytest.mark.parametrize("path", ["/health/", "//health", "/v1/../health", "/HEALTH", "/nothing", "/health?x=/metrics"])
+def test_paths_like_health(locked: Running, path: str) -> None:
+    url = urlsplit(locked.url)
+    with socket.create_connection((url.hostname, url.port), timeout=5) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        status = client.recv(1000).split()[1]
+    assert status == (b"200" if path.startswith("/health?") else b"401")
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"])
+def test_wrong_keys(locked: Running, header: str) -> None:
+    answer = httpx.get(f"{locked.url}/v1/models", headers={"Authorization": header})
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_openai_client_with_a_key(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "quire")
+    for key in (KEY, "another"):
+        with OpenAI(base_url=f"{locked.url}/v1", api_key=key, max_retries=0) as client:
+            assert client.completions.create(model="echo", prompt="a", max_tokens=1).usage.completion_tokens == 1
+    with (
+        OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(AuthenticationError),
+    ):
+        client.models.list()
+    assert KEY not in caplog.text
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    assert read_keys(None) == ()
+    monkeypatch.setenv("QUIRE_API_KEY", "three")
+    assert read_keys(None) == ("three",)
+    assert read_keys(str(file)) == ("one", "two")
+    file.write_text("\n")
+    with pytest.raises(StartupError, match="holds no key"):
+        read_keys(str(file))
+    with pytest.raises(StartupError, match="can't be read"):
+        read_keys(str(tmp_path / "none"))
+
+
+def headers() -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+
+
+def test_declared_body_too_large(locked: Running) -> None:
+    answer = httpx.post(f"{locked.url}/v1/completions", content=b"x" * 10_001, headers=headers())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "PayloadTooLargeError"
+
+
+def test_endless_chunked_body_is_cut(locked: Running) -> None:
+    url = urlsplit(locked.url)
+    with socket.create_connection((url.hostname, url.port), timeout=5) as client:
+        lines = [f"{name}: {value}" for name, value in headers().items()]
+        client.sendall(
+            "\r\n".join(
+                ["POST /v1/completions HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *lines, "", ""]
+            ).encode()
+        )
+        sent = 0
+        try:
+            while sent < 50_000_000:
+                client.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+                sent += 4096
+        except OSError:
+            pass
+        assert sent < 50_000_000, "the server read on and on"
+
+
+def test_huge_headers(locked: Running) -> None:
+    try:
+        status = httpx.get(f"{locked.url}/health", headers={"X-Long": "x" * 1_000_000}).status_code
+    except httpx.TransportError:
+        status = 400  # closed while the client was still sending
+    assert status in (400, 431)
+    assert httpx.get(f"{locked.url}/health").status_code == 200

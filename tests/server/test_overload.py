@@ -1,0 +1,98 @@
+"""A full queue, a dead engine, a stalled one: what clients are told."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+
+import echo_service
+import httpx
+import openai
+import pytest
+from echo_service import Echo
+from openai import OpenAI
+
+from quire.sim.echo import EchoRunner
+
+
+def test_full_queue_answers_503_at_once() -> None:
+    model = echo_service.built(Echo(pause=0.02), max_num_seqs=1, max_num_queued_reqs=2)
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=30) as http:
+        body = {"prompt": "a", "max_tokens": 20, "ignore_eos": True}
+
+        def ask(_: int) -> tuple[httpx.Response, float]:
+            began = time.monotonic()
+            return http.post("/v1/completions", json=body), time.monotonic() - began
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(ask, range(12)))
+        served = [answer for answer, _ in answers if answer.status_code == 200]
+        refused = [(answer, seconds) for answer, seconds in answers if answer.status_code == 503]
+        assert 1 <= len(served) <= 4
+        assert len(served) + len(refused) == 12
+        for answer, seconds in refused:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert "queue is full" in answer.json()["error"]["message"]
+            assert seconds < 1
+        assert running.metric("quire_admission_rejections_total") == len(refused)
+        assert running.idle()
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_list_of_prompts_is_queued_whole_or_not_at_all() -> None:
+    model = echo_service.built(Echo(pause=0.02), max_num_seqs=1, max_num_queued_reqs=4)
+    with echo_service.serving(model) as running:
+        answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": ["a"] * 200, "max_tokens": 5}, timeout=20)
+        assert answer.status_code == 503
+        assert running.idle()
+
+
+def test_engine_death_fails_everybody() -> None:
+    """In-flight streams end with an error event and no [DONE]; health turns 503; new requests are refused."""
+    with echo_service.serving(echo_service.built(Echo(pause=0.01, fail_at=30))) as running:
+        died = threading.Event()
+        running.llm.on_death = died.set
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+        with OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=10) as client:
+            stream = client.completions.create(
+                model="echo", prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            )
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                whole = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=10)
+                got = 0
+                with pytest.raises(openai.APIError, match="engine stopped"):
+                    for _ in stream:
+                        got += 1
+                assert got > 5
+                assert whole.result().status_code == 503
+        assert died.wait(5)
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        late = httpx.post(f"{running.url}/v1/completions", json=body)
+        assert late.status_code == 503
+        assert "retry-after" in late.headers
+        assert isinstance(running.llm.error, RuntimeError)
+        assert httpx.get(f"{running.url}/metrics").status_code == 200
+
+
+def test_a_stalled_engine_is_unhealthy_until_it_moves_on() -> None:
+    gate = threading.Event()
+
+    class Stuck(Echo):
+        def collect(self, ticket: int) -> object:  # type: ignore[override]
+            assert gate.wait(20)
+            return EchoRunner.collect(self, ticket)
+
+    with echo_service.serving(echo_service.built(Stuck()), stall_after=0.3) as running:
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(
+                httpx.post, f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=20
+            )
+            end = time.monotonic() + 5
+            while httpx.get(f"{running.url}/health").status_code == 200 and time.monotonic() < end:
+                time.sleep(0.05)
+            assert httpx.get(f"{running.url}/health").status_code == 503
+            gate.set()
+            assert waiting.result().status_code == 200
+        assert httpx.get(f"{running.url}/health").status_code == 200

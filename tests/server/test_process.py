@@ -1,0 +1,183 @@
+"""The server as a process: signals, exit statuses, the port, and the lines that it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+TESTS = Path(__file__).parent.parent
+PROGRAM = """
+import sys, types
+sys.path.insert(0, {tests!r})
+import echo_service
+stand_in = types.ModuleType("quire.build")
+stand_in.build = lambda config, progress=False: echo_service.built(
+    echo_service.Echo(pause=0.02, fail_at={fail_at}), max_num_seqs=4)
+sys.modules["quire.build"] = stand_in
+from quire.cli import main
+sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
+"""
+
+
+class Process:
+    """A server process and what it printed so far."""
+
+    def __init__(self, fail_at: int | None, *flags: str) -> None:
+        program = PROGRAM.format(tests=str(TESTS), fail_at=fail_at)
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", program, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "QUIRE_API_KEY": ""},
+        )
+        assert self.child.stdout is not None
+        self.lines: list[str] = []
+        for line in self.child.stdout:
+            self.lines.append(line)
+            if line.startswith("curl "):
+                break
+        else:
+            raise AssertionError(self.child.stderr.read() if self.child.stderr else "")
+        found = re.search(r"http://127\.0\.0\.1:\d+", "".join(self.lines))
+        assert found, self.lines
+        self.url = found[0]
+
+    def end(self, seconds: float = 10) -> tuple[int, str]:
+        """Exit status and stderr."""
+        _, error = self.child.communicate(timeout=seconds)
+        return self.child.returncode, error
+
+
+@contextlib.contextmanager
+def process(fail_at: int | None = None, *flags: str) -> Iterator[Process]:
+    started = Process(fail_at, *flags)
+    try:
+        yield started
+    finally:
+        if started.child.poll() is None:
+            started.child.kill()
+        started.child.communicate()
+
+
+def ask(url: str, tokens: int) -> httpx.Response:
+    body = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+
+
+def in_background(url: str, tokens: int) -> tuple[threading.Thread, list[httpx.Response]]:
+    answers: list[httpx.Response] = []
+
+    def work() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            answers.append(ask(url, tokens))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    end = time.monotonic() + 5
+    while httpx.get(f"{url}/load").json()["server_load"] == 0 and time.monotonic() < end:
+        time.sleep(0.01)
+    return thread, answers
+
+
+def test_sigterm_drains_and_exits_0() -> None:
+    with process() as server:
+        assert any("quire serves echo at http://127.0.0.1:" in line for line in server.lines)
+        thread, answers = in_background(server.url, 40)
+        server.child.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        late = ask(server.url, 1)
+        assert late.status_code == 503
+        assert "shutting down" in late.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        thread.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 40
+        status, error = server.end()
+        assert status == 0, error
+        assert "Traceback" not in error
+
+
+def test_the_printed_curl_line_works() -> None:
+    with process() as server:
+        line = server.lines[-1].strip()
+        done = subprocess.run(["bash", "-c", f"{line} -s -m 20"], capture_output=True, text=True)
+        assert '"role":"assistant"' in done.stdout, done
+        server.child.send_signal(signal.SIGINT)
+        assert server.end()[0] == 0
+
+
+def test_drain_ends_at_its_timeout() -> None:
+    with process(None, "--shutdown-timeout", "0.2") as server:
+        thread, answers = in_background(server.url, 250)
+        server.child.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        status, error = server.end()
+        thread.join()
+        assert status == 0, error
+        assert time.monotonic() - began < 3
+        assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_second_sigterm_is_immediate() -> None:
+    with process() as server:
+        thread, answers = in_background(server.url, 250)
+        server.child.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        server.child.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.end()[0] == -signal.SIGTERM
+        assert time.monotonic() - began < 1
+        thread.join()
+        assert not answers
+
+
+def test_engine_death_exits_with_an_error() -> None:
+    with process(5) as server:
+        assert ask(server.url, 50).status_code == 503
+        status, error = server.end()
+        assert status == 1
+        assert "the device is gone" in error
+
+
+def test_port_in_use_is_one_line_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "quire", "serve", "--port", str(port)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith(f"quire: error: can't listen on 127.0.0.1:{port}: Address already in use. ")
+        assert not re.search(r"\| +torch$", done.stderr, re.M)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--host", "no.such.host.invalid"], "not an address"),
+        (["--port", "70000"], "--port is 70000"),
+        (["--api-key-file", "/nonexistent/keys"], "can't be read"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1"),
+        (["--chat-template", "/nonexistent/template"], "no chat template"),
+    ],
+)
+def test_bad_server_flags(flags: list[str], words: str) -> None:
+    program = PROGRAM.format(tests=str(TESTS), fail_at=None)
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2
+    assert words in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,190 @@
+"""The command line: flags, failures of one line, and the commands over an echo engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import echo_service
+import pytest
+
+from quire.cli import main, parse
+from quire.cli.flags import ENGINE, config_from, sampling_from
+from quire.config import EngineConfig
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Call main with an echo engine in place of a model, and `stdin` as a pipe."""
+
+    def go(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        stand_in = types.ModuleType("quire.build")
+        stand_in.build = lambda config, progress=False: echo_service.built()  # type: ignore[attr-defined]
+        stand_in.plan = lambda config: [f"plan of {config.model or 'tiny'}"]  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "quire.build", stand_in)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        return status, *capsys.readouterr()
+
+    return go
+
+
+def test_help_is_immediate() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True)
+    assert time.monotonic() - began < 2  # 0.1 s where nothing else runs
+    assert done.returncode == 0
+    for command in ("generate", "chat", "serve", "plan", "bench", "reproduce", "env"):
+        assert command in done.stdout
+
+
+def test_every_setting_has_a_flag() -> None:
+    assert {flag.name for flag in ENGINE} | {"model"} == set(EngineConfig.names())
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "plan"])
+def test_flags_become_settings(command: str) -> None:
+    assert config_from(parse([command])) == EngineConfig()
+    assert config_from(parse([command, "some/model"])).model == "some/model"
+    texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "device": "cpu", "table_scope": "layer"}
+    for field in fields(EngineConfig):
+        if field.name in ("model", "kv_gib"):
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if field.type == "bool":
+            given = ["--no-" + flag[2:]] if field.default else [flag]
+            value: object = not field.default
+        elif "str" in str(field.type):
+            value = texts.get(field.name, "x")
+            given = [flag, str(value)]
+        else:
+            value = 0.5 if "float" in str(field.type) else 7
+            given = [flag, str(value)]
+        assert getattr(config_from(parse([command, *given])), field.name) == value, flag
+    assert config_from(parse([command, "--block-size", "8"])).page_size == 8
+    assert config_from(parse([command, "--kv-gib", "1.5"])).kv_gib == 1.5
+
+
+def test_sampling_flags() -> None:
+    args = parse(["generate", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "4"])
+    assert sampling_from(args) == {"temperature": 0.0, "stop": ["a", "b"], "seed": 4}
+    assert sampling_from(parse(["chat"])) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--kv-gb", "3"], "Unknown argument '--kv-gb'. Did you mean --kv-gib?"),
+        (["serve", "--max-num-seq=3"], "Did you mean --max-num-seqs?"),
+        (["plan", "model", "another"], "Unknown argument 'another'"),
+        (["serve", "--port", "abc"], "invalid int value: 'abc'"),
+        (["serv"], "invalid choice: 'serv'"),
+        (["plan", "--page-size", "0"], "--page-size is 0. It must be between 1 and 1024"),
+        (["plan", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["plan", "--kv-gib", "nan"], "--kv-gib is nan"),
+        (["generate", "--prompt", "a", "--temperature", "-3"], "temperature must be between"),
+        (["generate", "--prompt-file", "/nonexistent/file"], "can't be read"),
+        (["generate", "--prompt", "a" * 100_000], "characters"),
+        (["generate", "--prompt", ""], "empty"),
+        (["generate", "--prompt", "a", "--stop", ""], "stop must have 1 to 256"),
+    ],
+)
+def test_failures_end_with_one_line(run: Run, arguments: list[str], words: str) -> None:
+    status, out, error = run(*arguments)
+    assert status == 2
+    assert out == ""
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("quire: error: ")
+    assert words in last
+    assert "Traceback" not in error
+
+
+def test_debug_shows_where(run: Run) -> None:
+    status, _, error = run("plan", "--debug", "--page-size", "0")
+    assert status == 2
+    assert "Traceback" in error
+    assert error.strip().splitlines()[-1].startswith("quire: error: --page-size is 0")
+
+
+def test_unknown_model_fails_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "generate", str(tmp_path / "none"), "--prompt", "a"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("quire: error: ")
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 15
+
+
+def test_generate(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("a reader")
+    status, out, error = run("generate", "--prompt", "once", "--prompt-file", str(file), "--json", "--max-tokens", "3")
+    assert status == 0
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["once", "a reader"]
+    assert "an echo" in error
+    assert run("generate", "--max-tokens", "2", stdin="once")[1].startswith("once")
+    assert "no prompt" in run("generate", "--prompt-file", "-", stdin="")[2] + "no prompt"
+
+
+def test_chat_from_a_pipe(run: Run) -> None:
+    lines = "once\n/reset\nonce\n\n/help\n/exit\nnever read\n"
+    status, out, _ = run("chat", "--seed", "1", "--max-tokens", "5", "--ignore-eos", stdin=lines)
+    assert status == 0
+    first, rest = out[: len(out) // 2], out
+    assert rest.count("/reset forgets") == 1
+    answer = rest[: rest.index("/reset forgets")]
+    half = len(answer) // 2
+    assert answer[:half] == answer[half:], "a conversation that was reset begins anew"
+    assert first
+
+
+def test_chat_that_outgrows_the_context_says_so(run: Run) -> None:
+    status, _, error = run("chat", "--max-tokens", "2", stdin="a" * 3000 + "\nonce\n")
+    assert status == 0
+    assert "/reset starts anew" in error
+
+
+def test_plan(run: Run) -> None:
+    assert run("plan", "some/model")[:2] == (0, "plan of some/model\n")
+
+
+def test_bench_and_reproduce_are_delegated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("bench", "reproduce"):
+        seen: list[str] = []
+        stand_in = types.ModuleType(f"quire.{command}")
+        stand_in.main = lambda args, seen=seen: seen.extend(args) or 3  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"quire.{command}", stand_in)
+        assert run(command, "name", "--any-flag", "1")[0] == 3
+        assert seen == ["name", "--any-flag", "1"]
+
+
+def test_env_shows_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "sk-secret")
+    monkeypatch.setenv("HF_TOKEN", "hf-secret")
+    monkeypatch.setenv("HF_HOME", "/private/place")
+    status, out, _ = run("env")
+    assert status == 0
+    assert "torch" in out
+    assert "HF_HOME" in out
+    assert "secret" not in out
+    assert "/private" not in out
+
+
+def test_version(run: Run) -> None:
+    assert run("--version")[1] == "quire 0.1.0\n"

@@ -1,0 +1,208 @@
+"""LLM: prompts in, results out, in order; nothing is left behind by a call that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import echo_service
+import pytest
+from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
+
+import quire
+from quire.errors import EngineDead, InputError, PromptTooLong, StartupError
+from quire.llm import LLM
+from quire.request import SamplingParams
+from quire.sim.echo import expected
+
+PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return LLM.of(echo_service.built())  # type: ignore[arg-type]
+
+
+def wanted(ids: list[int], params: SamplingParams = PARAMS, seed: int = 3) -> list[int]:
+    return expected(ids, params, seed, vocab_size=VOCAB)
+
+
+def test_public_names() -> None:
+    assert list(quire.__all__) == sorted(quire.__all__)
+    for name in quire.__all__:
+        assert getattr(quire, name).__name__ == name
+        assert name in dir(quire)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        quire.Nothing  # noqa: B018
+
+
+def test_imports_stay_light() -> None:
+    """`import quire.llm` needs neither the server's libraries nor a tensor library."""
+    heavy = ("torch", "pydantic", "fastapi", "uvicorn", "transformers", "tokenizers")
+    code = f"import sys, quire.llm, quire.cli; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_every_form_of_a_prompt(llm: LLM) -> None:
+    text = "once upon a time"
+    ids = tokenizer().encode(text)
+    for prompt in (text, ids, {"prompt_token_ids": ids}, {"prompt": text}):
+        [result] = llm.generate(prompt, PARAMS, use_tqdm=False)
+        assert result.prompt_token_ids == ids
+        assert result.outputs[0].token_ids == wanted(ids)
+        assert result.outputs[0].text == tokenizer().decode(wanted(ids))
+        assert result.outputs[0].finish_reason == "length"
+        assert result.finished
+
+
+def test_results_come_in_the_order_of_prompts(llm: LLM) -> None:
+    prompts = [[i + 1] * (1 + i % 7) for i in range(40)]
+    params = [SamplingParams(max_tokens=1 + (7 * i) % 11, seed=i, ignore_eos=True) for i in range(40)]
+    results = llm.generate(prompts, params, use_tqdm=False)
+    assert [result.prompt_token_ids for result in results] == prompts
+    assert [r.outputs[0].token_ids for r in results] == [wanted(p, s, s.seed or 0) for p, s in zip(prompts, params)]
+    assert llm.generate([], PARAMS) == []
+
+
+def test_more_prompts_than_the_queue_holds() -> None:
+    llm = LLM.of(echo_service.built(max_num_queued_reqs=2))  # type: ignore[arg-type]
+    assert len(llm.generate([[1]] * 30, PARAMS, use_tqdm=False)) == 30
+
+
+def test_branches_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, seed=3, n=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    [result] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert [output.token_ids for output in result.outputs] == [wanted([5, 6, 7], params, 3 + i) for i in range(3)]
+    first = result.outputs[0]
+    assert first.logprobs is not None
+    assert [next(iter(entry)) for entry in first.logprobs] == first.token_ids
+    chosen = [entry[token].logprob for entry, token in zip(first.logprobs, first.token_ids)]
+    assert first.cumulative_logprob == pytest.approx(sum(chosen))
+    assert first.logprobs[0][first.token_ids[0]].decoded_token == tokenizer().convert_id(first.token_ids[0])
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0] is None
+    assert [next(iter(entry)) for entry in result.prompt_logprobs[1:] if entry] == [6, 7]
+    plain = llm.generate([[5]], PARAMS, use_tqdm=False)[0].outputs[0]
+    assert plain.logprobs is None
+    assert plain.cumulative_logprob is None
+
+
+def test_metrics_are_in_order(llm: LLM) -> None:
+    metrics = llm.generate([[5]], PARAMS, use_tqdm=False)[0].metrics
+    assert metrics is not None
+    times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
+    assert None not in times
+    assert list(times) == sorted(times)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "bad", [[], [VOCAB], [-1], [1.5], ["1"], [True], "", "a" * 100_000, [1] * MAX_LEN, None, 5, b"bytes", {}]
+)
+def test_one_bad_prompt_stops_all_before_anything_is_computed(llm: LLM, bad: object) -> None:
+    with pytest.raises(InputError):
+        llm.generate([[1, 2], bad, [3]], PARAMS, use_tqdm=False)
+    assert llm.engine.stats.steps == 0
+    assert not llm.engine.unfinished
+    assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
+
+
+def test_bad_params(llm: LLM) -> None:
+    with pytest.raises(InputError, match="2 prompts, but 1 params"):
+        llm.generate([[1], [2]], [PARAMS])
+    with pytest.raises(InputError, match="must be SamplingParams"):
+        llm.generate([[1]], [{"max_tokens": 1}])  # type: ignore[list-item]
+    with pytest.raises(PromptTooLong, match="don't fit"):
+        llm.generate([[1]], SamplingParams(n=16, max_tokens=250))
+    assert llm.engine.stats.steps == 0
+
+
+def test_chat(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "once"}]
+    prompt = "<|im_start|>user\nonce<|im_end|>\n<|im_start|>assistant\n"
+    [single] = llm.chat(talk, PARAMS, use_tqdm=False)
+    assert single.prompt == prompt
+    assert single.outputs[0].token_ids == wanted(tokenizer().encode(prompt))
+    several = llm.chat([talk, talk], PARAMS, use_tqdm=False, add_generation_prompt=False)
+    assert [result.prompt for result in several] == [prompt.removesuffix("<|im_start|>assistant\n")] * 2
+    with pytest.raises(InputError, match="1 to"):
+        llm.chat([], PARAMS)
+
+
+def test_without_a_tokenizer() -> None:
+    llm = LLM.of(echo_service.built(text=False))  # type: ignore[arg-type]
+    result = llm.generate({"prompt_token_ids": [4, 5]}, PARAMS, use_tqdm=False)[0]
+    assert result.outputs[0].token_ids == wanted([4, 5])
+    assert result.outputs[0].text == ""
+    with pytest.raises(InputError, match="no tokenizer"):
+        llm.generate("text", PARAMS)
+    with pytest.raises(InputError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "a"}], PARAMS)
+
+
+def test_the_models_own_defaults() -> None:
+    llm = LLM.of(echo_service.built()._replace(defaults={"temperature": 0.5, "top_k": 7, "unknown": 1}))  # type: ignore[arg-type]
+    assert (llm.prompts.params().temperature, llm.prompts.params().top_k) == (0.5, 7)
+    assert llm.prompts.params(temperature=0.0).temperature == 0
+    llm.generate([[1]], None, use_tqdm=False)
+
+
+def test_ctrl_c_aborts_all_and_leaves_the_llm_usable() -> None:
+    llm = LLM.of(echo_service.built(Echo(pause=0.01)))  # type: ignore[arg-type]
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[i + 1] for i in range(8)], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+    timer.join()
+    assert not llm.engine.unfinished
+    usage = llm.engine.scheduler.memory.usage()
+    assert usage.free + usage.cached == usage.total
+    assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
+
+
+def test_stream_yields_as_it_goes_and_can_be_left(llm: LLM) -> None:
+    outputs = list(llm.stream([1, 2], PARAMS))
+    assert [token for output in outputs for token in output.tokens] == wanted([1, 2])
+    started = llm.stream([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(started)
+    with pytest.raises(InputError, match="under way"):
+        llm.generate([[1]], PARAMS, use_tqdm=False)
+    started.close()  # type: ignore[attr-defined]
+    assert not llm.engine.unfinished
+
+
+def test_a_failed_step_closes_the_llm() -> None:
+    llm = LLM.of(echo_service.built(Echo(fail_at=3)))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="device is gone"):
+        llm.generate([[1]], PARAMS, use_tqdm=False)
+    with pytest.raises(EngineDead):
+        llm.generate([[1]], PARAMS, use_tqdm=False)
+
+
+def test_close_and_context_manager() -> None:
+    with LLM.of(echo_service.built()) as llm:  # type: ignore[arg-type]
+        llm.generate([[1]], PARAMS, use_tqdm=False)
+    llm.close()
+    with pytest.raises(EngineDead):
+        llm.generate([[1]], PARAMS)
+
+
+def test_bad_settings_name_the_flag() -> None:
+    with pytest.raises(StartupError, match="--page-size is 0"):
+        LLM(page_size=0)
+
+
+def test_bad_words_become_ids(llm: LLM) -> None:
+    text = llm.engine.text
+    assert text is not None
+    resolved = text.resolve(SamplingParams(bad_words=["upon", "xyz"]))
+    encode = tokenizer().encode
+    plain, spaced = tuple(encode("upon")), tuple(encode(" upon"))
+    assert plain in resolved.bad_word_ids
+    assert (spaced in resolved.bad_word_ids) == (len(spaced) == len(plain))
+    assert tuple(encode("xyz")) in resolved.bad_word_ids
+    with pytest.raises(InputError, match="has no tokens"):
+        text.resolve(SamplingParams(bad_words=["  "]))
