@@ -5,11 +5,14 @@ The one place where the planes are joined. Every failure is a StartupError with 
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config import EngineConfig
+from quire.costs import DEFAULT, Costs
 from quire.engine import Engine, Limits
 from quire.errors import StartupError
 from quire.memory import Size, build_memory
@@ -106,6 +109,8 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
         max_seqs=config.max_num_seqs,
         max_len=plan.max_len,
         eos_ids=eos_ids,
+        preemption=config.preemption if config.swap_gib else "recompute",
+        costs=_read_costs(config.calibration) if config.calibration else DEFAULT,
     )
     held_by = "the KV memory" if plan.clipped else "the model"
     limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
@@ -206,3 +211,16 @@ def _notices(
             f"generation_config.json sets {shown} where a request doesn't (--no-generation-config ignores it)"
         )
     return tuple(notices)
+
+
+def _read_costs(path: str) -> Costs:
+    """The numbers in a file that `quire bench preemption` wrote. StartupError if it can't be read as such."""
+    remedy = "Write one with `quire bench preemption --out FILE`"
+    try:
+        numbers = json.loads(Path(path).read_text(encoding="utf-8"))["costs"]
+        costs = Costs(**{name: float(numbers[name]) for name in Costs._fields})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"--calibration {path} can't be used: {type(error).__name__} {error}", remedy) from error
+    if not all(math.isfinite(number) and number >= 0 for number in costs):
+        raise StartupError(f"--calibration {path} has a number that is negative or not finite", remedy)
+    return costs

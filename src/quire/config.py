@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from quire.errors import StartupError
 
 MEMORIES = ("paged",)
+PREEMPTIONS = ("recompute", "swap", "auto")
 ATTENTIONS = ("auto", "reference", "sdpa")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -21,7 +22,10 @@ class EngineConfig:
 
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1).
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included.
-    `depth` is how many steps may be in flight (None: what the runner prefers).
+    `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
+    `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
+    wrote) says is cheaper.
+    `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers.
     """
 
     model: str = ""
@@ -44,6 +48,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
+    preemption: str = "auto"
+    swap_gib: float = 4.0
+    prefix_tokens: int = 0
+    calibration: str | None = None
     generation_config: bool = True
     depth: int | None = None
     seed: int = 0
@@ -56,6 +64,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
+            ("preemption", PREEMPTIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")
@@ -68,6 +77,7 @@ class EngineConfig:
             ("max_num_queued_reqs", 1, 2**20),
             ("threads", 1, 4096),
             ("depth", 1, 64),
+            ("prefix_tokens", 0, 2**40),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -76,6 +86,8 @@ class EngineConfig:
             raise StartupError(f"--kv-gib is {self.kv_gib}", "It must be above 0")
         if self.kv_gib is not None and self.kv_tokens is not None:
             raise StartupError("--kv-gib and --kv-tokens are both given", "Give the size of the KV memory once")
+        if not 0 <= self.swap_gib < 2**20:
+            raise StartupError(f"--swap-gib is {self.swap_gib}", "It must be 0 or more")
         if not 0.05 <= self.gpu_memory_utilization <= 1:
             raise StartupError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"

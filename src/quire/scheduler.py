@@ -54,7 +54,7 @@ class Scheduler:
         self.births: list[Birth] = []
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = 0
-        self.preemptions = {"swap": 0, "recompute": 0}
+        self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
 
     def new_id(self) -> int:
         """A sequence id that was never used."""
@@ -64,6 +64,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that the memory `fits`."""
         self.waiting.append(request)
+
+    @property
+    def preemptions(self) -> int:
+        """Requests preempted since the start."""
+        return sum(self.preempted.values())
 
     @property
     def unfinished(self) -> bool:
@@ -170,7 +175,7 @@ class Scheduler:
 
     def _count(self, victim: Request, way: str) -> None:
         victim.preemptions += 1
-        self.preemptions[way] += 1
+        self.preempted[way] += 1
 
     def _cheaper(self, victim: Request) -> str:
         if self.preemption != "auto":

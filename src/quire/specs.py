@@ -67,6 +67,7 @@ class Group:
 class Geometry:
     """What the runner must allocate: one buffer of `pages` pages of `page_bytes` bytes, and for each group a table of
     `slots` x `table_width` page ids. Slot 0 and page 0 are scratch: padding resolves to them and no sequence owns them.
+    Host pages, where swapped sequences wait, are numbered from 1 too.
     """
 
     layout: Layout
@@ -76,6 +77,7 @@ class Geometry:
     table_width: int
     groups: tuple[Group, ...]
     itemsize: int
+    host_pages: int = 0
 
     @property
     def kv_bytes(self) -> int:

@@ -51,6 +51,7 @@ class Watch:
             "steps": stats.steps,
             "rows": stats.rows,
             "preemptions": scheduler.preemptions,
+            "preempted": dict(scheduler.preempted),
             "prefix_hit_tokens": memory.hits,
             "prefix_query_tokens": memory.queries,
         }

@@ -57,7 +57,6 @@ class PagedMemory:
         watermark: int = 0,
         debug: bool = False,
         order: Iterable[int] | None = None,
-        host_pages: int = 0,
         prefix_pages: int = 0,
     ) -> None:
         self.geometry = geometry
@@ -79,7 +78,8 @@ class PagedMemory:
         self.queries = self.hits = 0  # tokens looked up in the prefix cache, and found
         self.prefix_pages = prefix_pages  # kept for registered prefixes
         # Never more host pages than the device has (§4.5).
-        self.host_pages = list(range(min(host_pages, geometry.pages - 1), 0, -1))
+        assert geometry.host_pages < geometry.pages, "more host pages than pages"
+        self.host_pages = list(range(geometry.host_pages, 0, -1))
         self.host_total = len(self.host_pages)
         self.host_keys: dict[int, tuple[int, bytes] | None] = {}
         self.swapped: dict[int, Resident] = {}  # with host pages in its tables
@@ -105,8 +105,9 @@ class PagedMemory:
         groups = tuple(Group(layers, size, page_bytes, spec.layers[layers[0]].window) for layers in sets)
         pages = -(-tokens // size) * len(sets) + 1
         geometry = Geometry(
-            Layout.PAGED, pages, page_bytes, config.max_num_seqs + 1, -(-max_len // size), groups, itemsize
-        )
+            Layout.PAGED, pages, page_bytes, config.max_num_seqs + 1, -(-max_len // size), groups, itemsize,
+            min(int(config.swap_gib * 2**30) // page_bytes, pages - 1),
+        )  # fmt: skip
         return cls(
             geometry,
             chunk=config.max_num_batched_tokens,
@@ -114,6 +115,7 @@ class PagedMemory:
             model_id=model_id,
             watermark=(pages - 1) // 100,
             debug=config.debug,
+            prefix_pages=-(-config.prefix_tokens // size) * len(sets),
         )
 
     # Admission

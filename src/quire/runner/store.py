@@ -6,11 +6,16 @@ page is one contiguous copy whatever the number of layers. Entries are replayed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.kernels.batch import LayerCache, to_device
-from quire.plan import Copy, Journal, Poison, Table
+from quire.plan import Copy, In, Journal, Out, Poison, Table
 from quire.specs import Geometry, ModelSpec
 
 
@@ -31,7 +36,18 @@ class Store:
         self.tables = torch.from_numpy(self.host_tables)
         if device.type != "cpu":
             self.tables = self.tables.to(device)
+        self.host = self._host(geometry.host_pages + 1, dtype)
         self.caches = self._caches(spec)
+        self._apply: dict[type, Callable[[list[Any]], None]] = {
+            Table: self._write_tables, Copy: self._copy, Out: self._out, In: self._in, Poison: self._poison,
+        }  # fmt: skip
+
+    def _host(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Host pages, pinned where a GPU copies to them. Untouched ones of a CPU cost no memory."""
+        numbers = self.pages.shape[1]
+        if self.device.type != "cpu":
+            return torch.empty((count, numbers), dtype=dtype, pin_memory=True)
+        return torch.from_numpy(np.zeros(count * numbers * dtype.itemsize, dtype=np.uint8)).view(dtype).view(count, -1)
 
     def _caches(self, spec: ModelSpec) -> list[LayerCache]:
         caches: dict[int, LayerCache] = {}
@@ -51,30 +67,34 @@ class Store:
 
     def replay(self, journal: Journal) -> None:
         """Apply a journal's entries, in order."""
-        tables: list[Table] = []
-        copies: dict[int, int] = {}  # destination -> source, no source among the destinations before it
-        for entry in journal:
-            if isinstance(entry, Table):
-                tables.append(entry)
-            elif isinstance(entry, Copy):
-                if entry.dst in copies or entry.src in copies:
-                    self._copy(copies)
-                    copies = {}
-                copies[entry.dst] = entry.src
-            elif isinstance(entry, Poison):
-                self._copy(copies)
-                copies = {}
-                self.pages[entry.page].fill_(float("nan"))
-            else:
-                raise AssertionError(f"this store has no host pages for {entry}")
-        self._copy(copies)
-        self._write_tables(tables)
+        for kind, entries in groupby(journal, key=type):
+            self._apply[kind](list(entries))
 
-    def _copy(self, copies: dict[int, int]) -> None:
-        """Copy pages; all sources are read before any destination is written."""
-        if copies:
-            both = to_device(np.array([list(copies), list(copies.values())]), self.device)
-            self.pages.index_copy_(0, both[0], self.pages.index_select(0, both[1]))
+    def _copy(self, entries: list[Copy]) -> None:
+        """Copies that don't depend on each other are made at once: sources are read, then destinations written."""
+        at_once: dict[int, int] = {}  # destination -> source
+        for _, src, dst in entries:
+            if dst in at_once or src in at_once:
+                self._copy_at_once(at_once)
+                at_once = {}
+            at_once[dst] = src
+        self._copy_at_once(at_once)
+
+    def _copy_at_once(self, copies: dict[int, int]) -> None:
+        both = to_device(np.array([list(copies), list(copies.values())]), self.device)
+        self.pages.index_copy_(0, both[0], self.pages.index_select(0, both[1]))
+
+    def _out(self, entries: list[Out]) -> None:
+        for _, page, host in entries:
+            self.host[host].copy_(self.pages[page], non_blocking=True)
+
+    def _in(self, entries: list[In]) -> None:
+        for _, host, page in entries:
+            self.pages[page].copy_(self.host[host], non_blocking=True)
+
+    def _poison(self, entries: list[Poison]) -> None:
+        for _, page in entries:
+            self.pages[page].fill_(torch.nan)
 
     def _write_tables(self, entries: list[Table]) -> None:
         for slot, group, at, pages in entries:

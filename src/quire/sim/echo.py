@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.decoding import branch_seed
-from quire.plan import LAST, Birth, Copy, Entry, Poison, Row, Sampled, StepPlan, StepResult, Table, Top
+from quire.plan import LAST, Birth, Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table, Top
 from quire.request import SamplingParams
 from quire.specs import Geometry
 
@@ -89,13 +89,13 @@ def _first_seen(position: int, window: int | None) -> int:
 class Slot:
     """What the device knows of the sequence in a slot."""
 
-    __slots__ = ("history", "last", "params", "seed", "seq")
+    __slots__ = ("history", "last", "params", "seed", "seq", "top")
 
     def __init__(self, birth: Birth, parent: Slot | None) -> None:
         params = birth.params if birth.params is not None else parent.params if parent is not None else None
         assert params is not None, f"slot {birth.slot} is born without parameters"
         self.params: SamplingParams = params
-        self.seq, self.seed = birth.seq, birth.seed
+        self.seq, self.seed, self.top = birth.seq, birth.seed, birth.top
         self.last: int | None = parent.last if parent is not None else None
         self.history: list[int] | None = None
         if params.needs_history:
@@ -116,6 +116,7 @@ class EchoRunner:
         self.slots: dict[int, Slot] = {}
         self.tables: list[Cells] = []  # a group: [slots, pages of a sequence]
         self.cells: Cells = np.zeros((0, 0), dtype=np.int64)  # [pages, tokens of a page]
+        self.host: Cells = np.zeros((0, 0), dtype=np.int64)  # [host pages, tokens of a page]
         self.windows: list[int | None] = []
         self._constant = Sampled((BLIND_TOKEN,)), Sampled(())
 
@@ -125,7 +126,9 @@ class EchoRunner:
             return
         self.windows = [group.window for group in geometry.groups]
         self.tables = [np.zeros((geometry.slots, geometry.table_width), dtype=np.int64) for _ in geometry.groups]
-        self.cells = np.zeros((geometry.pages, geometry.groups[0].page_tokens), dtype=np.int64)
+        size = geometry.groups[0].page_tokens
+        self.cells = np.zeros((geometry.pages, size), dtype=np.int64)
+        self.host = np.full((geometry.host_pages + 1, size), POISON, dtype=np.int64)
 
     def submit(self, plan: StepPlan) -> int:
         """Enqueue a plan; nothing of it happens before `collect`."""
@@ -167,10 +170,13 @@ class EchoRunner:
             self.tables[entry.group][entry.slot, entry.at : entry.at + len(entry.pages)] = entry.pages
         elif isinstance(entry, Copy):
             self.cells[entry.dst] = self.cells[entry.src]
-        elif isinstance(entry, Poison):
-            self.cells[entry.page] = POISON
+        elif isinstance(entry, Out):
+            self.host[entry.host] = self.cells[entry.page]
+        elif isinstance(entry, In):
+            self.cells[entry.page] = self.host[entry.host]
+            self.host[entry.host] = POISON
         else:
-            raise TypeError(f"this data plane has no host pages: {entry}")
+            self.cells[entry.page] = POISON
 
     def compute(self, row: Row) -> Sampled:
         """Write a state for each position of the row, then draw from the last one."""
@@ -193,8 +199,8 @@ class EchoRunner:
             slot.last = tokens[0]
             if slot.history is not None:
                 slot.history.append(tokens[0])
-        k = slot.params.logprobs
-        tops = tuple(fake_top(state, token, k, self.vocab_size) for token in tokens) if k is not None else ()
+        k = slot.top
+        tops = tuple(fake_top(state, token, k, self.vocab_size) for token in tokens) if k >= 0 else ()
         return Sampled(tokens, tops, tuple(scores))
 
     def address(self, table: Cells, slot: int, position: int) -> tuple[int, int]:
