@@ -231,3 +231,23 @@ def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
     tokens = {token for output in trace.outputs["a"] for token in output.tokens}
     assert len(tokens) == 1
     assert sum(len(output.tokens) for output in trace.outputs["a"]) == 12
+
+
+def test_blocked_branches_are_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of a request's branches fit and some don't: they are tried again only after something left memory."""
+    trace = opened(tokens=72, name="uncached")
+    ask(trace, "a", 10, max_tokens=30)
+    ask(trace, "b", 10, n=3, max_tokens=12)
+    b = trace.scheduler.waiting[1]
+    while not b.preemptions:
+        trace.step()
+    tried: list[int] = []
+    admit = trace.memory.admit
+    monkeypatch.setattr(trace.memory, "admit", lambda seq, budget: (tried.append(seq.id), admit(seq, budget))[1])
+    steps = 0
+    while b.status is Status.WAITING and "a" in trace.engine.requests:
+        trace.step()
+        steps += 1
+    assert steps > 8
+    assert len(tried) <= len(b.live)
+    drain(trace)

@@ -41,6 +41,8 @@ class Scheduler:
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = 0
         self.preemptions = 0
+        self.left = 0  # sequences that left memory
+        self.blocked: tuple[Request, int] | None = None  # the request that failed to be admitted, `left` at that time
 
     def new_id(self) -> int:
         """A sequence id that was never used."""
@@ -140,6 +142,8 @@ class Scheduler:
         held = sum(1 + seq.branches for _, seq in self.by_slot.values())
         while self.waiting and budget > 0:
             request = self.waiting[0]
+            if self.blocked == (request, self.left):
+                return  # some of its branches fit, not all: trying again would only evict
             held += sum(1 + seq.branches for seq in request.live)
             if held > self.max_seqs:
                 return
@@ -160,6 +164,8 @@ class Scheduler:
                 for earlier in request.live[:i]:
                     earlier.computed = earlier.planned = 0
                     self._leave(earlier)
+                if i:
+                    self.blocked = (request, self.left)
                 return None
             seq.computed = seq.planned = reused
             self.by_slot[self.memory.slot(seq)] = (request, seq)
@@ -184,6 +190,7 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         del self.by_slot[self.memory.slot(seq)]
         self.memory.free(seq)
+        self.left += 1
 
     # update
 
