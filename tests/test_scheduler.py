@@ -251,3 +251,22 @@ def test_blocked_branches_are_not_tried_at_every_step(monkeypatch: pytest.Monkey
     assert steps > 8
     assert len(tried) <= len(b.live)
     drain(trace)
+
+
+def test_a_victim_finds_what_it_had_generated_in_the_prefix_cache() -> None:
+    """Recomputation starts behind the last full page that is still cached, outputs included."""
+    trace = opened()
+    ask(trace, "a", 6, max_tokens=20)
+    (request,) = trace.scheduler.waiting
+    for _ in range(12):
+        trace.step()
+    (seq,) = request.live
+    assert seq.computed == 17
+    scheduler = recorded(trace)
+    scheduler.victims = []
+    scheduler._preempt(request)
+    trace.step()
+    plan = scheduler.log[0][0]
+    assert plan is not None
+    assert (plan.rows[0].start, len(plan.rows[0].tokens)) == (16, 2)
+    drain(trace)
