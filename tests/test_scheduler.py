@@ -231,3 +231,42 @@ def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
     tokens = {token for output in trace.outputs["a"] for token in output.tokens}
     assert len(tokens) == 1
     assert sum(len(output.tokens) for output in trace.outputs["a"]) == 12
+
+
+def test_blocked_branches_are_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of a request's branches fit and some don't: they are tried again only after something left memory."""
+    trace = opened(tokens=72, name="uncached")
+    ask(trace, "a", 10, max_tokens=30)
+    ask(trace, "b", 10, n=3, max_tokens=12)
+    b = trace.scheduler.waiting[1]
+    while not b.preemptions:
+        trace.step()
+    tried: list[int] = []
+    admit = trace.memory.admit
+    monkeypatch.setattr(trace.memory, "admit", lambda seq, budget: (tried.append(seq.id), admit(seq, budget))[1])
+    steps = 0
+    while b.status is Status.WAITING and "a" in trace.engine.requests:
+        trace.step()
+        steps += 1
+    assert steps > 8
+    assert len(tried) <= len(b.live)
+    drain(trace)
+
+
+def test_a_victim_finds_what_it_had_generated_in_the_prefix_cache() -> None:
+    """Recomputation starts behind the last full page that is still cached, outputs included."""
+    trace = opened()
+    ask(trace, "a", 6, max_tokens=20)
+    (request,) = trace.scheduler.waiting
+    for _ in range(12):
+        trace.step()
+    (seq,) = request.live
+    assert seq.computed == 17
+    scheduler = recorded(trace)
+    scheduler.victims = []
+    scheduler._preempt(request)
+    trace.step()
+    plan = scheduler.log[0][0]
+    assert plan is not None
+    assert (plan.rows[0].start, len(plan.rows[0].tokens)) == (16, 2)
+    drain(trace)

@@ -271,7 +271,7 @@ class Sequence:
         self.branches = 0  # siblings that will be forked from this one
         self.seed = seed
         self.salt = salt
-        self.reusable = len(tokens)  # the longest prefix hit allowed; 0 when prompt log-probabilities are wanted
+        self.reusable = MAX_TOKENS  # the longest prefix hit allowed; 0 when prompt log-probabilities are wanted
         self.keys: list[bytes] = []  # chained page keys: facts about tokens, filled by the memory as pages fill
         self.cumulative_logprob = 0.0
         self.tops: list[Top] = []  # of its own tokens, where they are kept: methods, best_of

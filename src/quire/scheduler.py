@@ -54,6 +54,8 @@ class Scheduler:
         self.births: list[Birth] = []
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = 0
+        self.left = 0  # sequences that left memory
+        self.blocked: tuple[Request, int] | None = None  # the request that failed to be admitted, `left` at that time
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
 
     def new_id(self) -> int:
@@ -213,6 +215,8 @@ class Scheduler:
         budget = self.budget - sum(len(row.tokens) for row in rows)
         while self.waiting and budget > 0:
             request = self.waiting[0]
+            if self.blocked == (request, self.left):
+                return  # some of its branches fit, not all: trying again would only evict
             admitted = self._admit(request, budget) if self._has_slots(request) else None
             if admitted is None:
                 return
@@ -233,6 +237,8 @@ class Scheduler:
                 for earlier in live[:i]:
                     earlier.computed = earlier.planned = 0
                     self._leave(earlier)
+                if i:
+                    self.blocked = (request, self.left)
                 return None
             seq.computed = seq.planned = reused
             self.by_slot[self.memory.slot(seq)] = (request, seq)
@@ -261,6 +267,7 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         del self.by_slot[self.memory.slot(seq)]
         self.memory.free(seq)
+        self.left += 1
 
     # update
 
