@@ -42,7 +42,10 @@ def a_sampler(slots: int = 40, vocab: int = VOCAB) -> Sampler:
 
 
 def born(sampler: Sampler, slot: int, params: SamplingParams, history: tuple[int, ...], prompt: int, seed: int) -> None:
-    sampler.birth(Birth(slot, slot, -1, params, seed, prompt, history, len(history)))
+    top = -1 if params.logprobs is None else params.logprobs
+    if params.beam_width is not None:
+        top = 30 * params.beam_width
+    sampler.birth(Birth(slot, slot, -1, params, seed, prompt, history, len(history), top))
 
 
 def weights_of(logits: Tensor, **kinds: float) -> Tensor:
@@ -286,6 +289,9 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"n": 3, "temperature": 1.2},
     {"n": 2, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 1, "repetition_penalty": 1.1},
     {"temperature": 0.0, "bad_word_ids": ((8, 9), (9,))},
+    {"beam_width": 2},
+    {"beam_width": 2, "logit_bias": {5: 4.0, 17: -100.0}, "allowed_token_ids": [1, 2, 5, 17]},
+    {"beam_width": 20, "repetition_penalty": 1.4, "logprobs": 3},
 )
 
 
@@ -468,3 +474,49 @@ def test_score_equals_brute_force(k: int) -> None:
         assert list(top.ids) == order[:k]
         assert list(top.logprobs) == pytest.approx(exact[row, order[:k]].tolist(), abs=1e-5)
     assert tops[6].rank == 1
+
+
+@pytest.mark.parametrize("top", [0, 1, 20, 37, 450, VOCAB, VOCAB + 70])
+def test_a_row_returns_as_many_alternatives_as_its_birth_says(top: int) -> None:
+    logits, sampler = some_logits(4, seed=22), a_sampler()
+    for slot, wanted in enumerate((top, -1, 3, 64)):
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(temperature=0, logprobs=5), slot, 1, (), 1, wanted))
+    samples = sampler.finish(sampler.sample(logits, [(slot, 1, 1) for slot in range(4)]))
+    for row, wanted in ((0, top), (2, 3), (3, 64)):
+        exact = logits[row].double().log_softmax(-1)
+        order = exact.argsort(descending=True).tolist()[:wanted]
+        [found] = samples[row].tops
+        assert list(found.ids) == order
+        assert list(found.logprobs) == pytest.approx(exact[order].tolist(), abs=1e-5)
+        assert (found.token, found.rank) == (samples[row].tokens[0], 1)
+    assert samples[1].tops == ()
+
+
+def test_what_a_method_chooses_from_obeys_masks_and_biases() -> None:
+    logits, sampler = some_logits(2, seed=23), a_sampler()
+    rules: dict[str, Any] = {
+        "allowed_token_ids": [2, 3, 4, 9, 11],
+        "logit_bias": {3: 1.5},
+        "bad_word_ids": ((11,),),
+        "min_tokens": 2,
+    }
+    born(sampler, 0, SamplingParams(beam_width=3, **rules), (1,), 1, 0)
+    born(sampler, 1, SamplingParams(logprobs=20, **rules), (1,), 1, 0)
+    method, plain = sampler.finish(sampler.sample(logits, [(0, 1, 1), (1, 1, 1)]))
+    exact = logits.double().log_softmax(-1)
+    scores = {token: float(exact[0, token]) + 1.5 * (token == 3) for token in (3, 4, 9)}  # 2 is an end token
+    assert dict(zip(method.tops[0].ids, method.tops[0].logprobs)) == pytest.approx(scores, abs=1e-5)
+    assert list(method.tops[0].logprobs) == sorted(method.tops[0].logprobs, reverse=True)
+    assert list(plain.tops[0].ids) == exact[1].argsort(descending=True).tolist()[:20]
+
+
+def test_nothing_is_looked_up_unless_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("log-probabilities were computed")
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", refuse)
+    monkeypatch.setattr(torch.Tensor, "topk", refuse)
+    sampler = a_sampler()
+    for slot, values in enumerate(({}, {"temperature": 0}, {"best_of": 2}, {"logprobs": 2})):
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values), slot, 1, (), 1))
+    sampler.finish(sampler.sample(some_logits(4), [(slot, 1, 1) for slot in range(4)]))

@@ -16,6 +16,7 @@ from quire.kernels.batch import Batch, to_device
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
 from quire.plan import Row, Sampled, StepPlan, StepResult
+from quire.request import MAX_LOGPROBS
 from quire.runner.batch import build_batch
 from quire.runner.sampler import Drawn, Sampler, details_of, top_of
 from quire.runner.store import Store
@@ -110,8 +111,9 @@ class ModelRunner:
     def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
         targets = to_device(np.array(row.score, dtype=np.int64), self.device)
+        width = min(MAX_LOGPROBS, self.spec.vocab_size) if self.sampler.params(row.slot).prompt_logprobs else 0
         parts = [
-            details_of(self.model.logits(part).float(), wanted, wide=True)
+            details_of(self.model.logits(part).float(), wanted, width)
             for part, wanted in zip(
                 hidden[offset : offset + len(row.score)].split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE)
             )

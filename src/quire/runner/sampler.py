@@ -6,6 +6,7 @@ or memory. The parameters mean what they mean in vLLM; `Sampler.sample` states t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,14 +28,21 @@ CANDIDATES = 1024  # tokens that top_p looks at before it sorts a whole row (on 
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
 
 
+class Width(NamedTuple):
+    """Rows whose log-probabilities are looked up together: by `candidates` for a method to choose from, after masks and
+    biases, or as the model has them; and by the number of alternatives, which is nobody else's concern."""
+
+    candidates: bool
+    alternatives: int
+
+
 class Drawn(NamedTuple):
     """A step's samples. `tokens` [sum of draws] int64, on the device, row by row; the rest is for `Sampler.finish`."""
 
     tokens: Tensor
-    host: Tensor  # float64: tokens, a fault for each row, `columns` numbers for each draw that has log-probabilities
+    host: Tensor  # float64: tokens, a fault for each row, then the details of each width in rising order, draw by draw
     ready: torch.cuda.Event | None
-    rows: tuple[tuple[int, int | None], ...]  # draws and params.logprobs of each row
-    columns: int
+    rows: tuple[tuple[int, int, Width | None], ...]  # of each row: draws, Birth.top, and how wide its details are
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,14 @@ class Rules:
     biases: np.ndarray
     ends: np.ndarray  # token ids masked below min_tokens
     allowed: Tensor | None  # [vocab] bool, on the device
+    candidates: bool  # a method chooses: no token is drawn
     prefixes: tuple[tuple[int, ...], ...]  # of bad words of several tokens, and the token that would complete each
     lasts: np.ndarray
+
+    @property
+    def greedy(self) -> bool:
+        """No noise is needed."""
+        return self.candidates or self.params.greedy
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device) -> Rules:
@@ -67,6 +81,7 @@ class Rules:
             np.array(list(bias.values()), dtype=np.float32),
             np.array(sorted(ends), dtype=np.int64),
             allowed,
+            params.beam_width is not None or params.method is not None,
             tuple(word[:-1] for word in longer),
             np.array([word[-1] for word in longer], dtype=np.int64),
         )
@@ -87,6 +102,7 @@ class Sampler:
         # Parameters and seeds live on the host: a step gathers its rows' and sends them in one small copy.
         self._prompt_len = np.zeros(slots, dtype=np.int64)
         self._seeds = np.zeros(slots, dtype=np.uint64)
+        self._tops = np.full(slots, -1, dtype=np.int64)
         self._shape = np.zeros((slots, 4))  # temperature, min_p, top_k, top_p
         self._penalties = np.zeros((slots, 3))  # repetition, frequency, presence
 
@@ -108,6 +124,7 @@ class Sampler:
         else:
             self._statistics.fork(birth.parent, slot)
         self._rules[slot], self._prompt_len[slot], self._seeds[slot] = rules, birth.prompt_len, birth.seed % 2**63
+        self._tops[slot] = birth.top
         top_k = params.top_k if params.top_k < self.vocab_size else 0
         self._shape[slot] = (params.temperature, params.min_p, top_k, params.top_p)
         self._penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -120,6 +137,9 @@ class Sampler:
         penalty; greedy rows take the most likely token, of equals the lowest id; the others temperature, min_p, top_k,
         top_p, and a draw. Tokens that are equally likely are kept or cut together by min_p, top_k and top_p. Draw i of
         a row uses the seed (seed + i) mod 2**63. A row with a fault gets token 0 and leaves the others as they were.
+        The slot's Birth.top says which log-probabilities come along. Those of a row whose request has a method are what
+        the method chooses from, so they are of the masked, biased and penalised logits, normalised as the unchanged
+        ones are (transformers' order); its token is the most likely one, whatever its temperature.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         slots = [slot for slot, _, _ in rows]
@@ -132,7 +152,7 @@ class Sampler:
         peak = best if processed is raw else raw.amax(-1)
         fault = torch.where(peak.isfinite(), 2 * (best == -torch.inf).long(), 1)
         tokens, failed = self._take(tokens, owner), self._take(fault, owner)
-        random = np.array([not self.params(slot).greedy for slot in slots], dtype=np.bool_)
+        random = np.array([not self._rules[slot].greedy for slot in slots], dtype=np.bool_)
         if random.any():
             positions = np.array([position for _, position, _ in rows], dtype=np.int64)
             branch = (np.arange(len(owner)) - first[owner]).astype(np.uint64)
@@ -145,7 +165,7 @@ class Sampler:
         counted = [i for i, slot in enumerate(slots) if slot in self._statistics]
         if counted:
             self._statistics.record([slots[i] for i in counted], self._take(tokens, first[counted]))
-        return self._packed(raw, tokens, fault, slots, draws, owner)
+        return self._packed(raw, processed, tokens, fault, slots, draws, owner)
 
     def params(self, slot: int) -> SamplingParams:
         """The parameters that the slot was born with."""
@@ -182,20 +202,24 @@ class Sampler:
         count = len(drawn.tokens)
         tokens = numbers[:count].astype(np.int64).tolist()
         faults = numbers[count : count + len(drawn.rows)].astype(np.int64).tolist()
-        details = iter(numbers[count + len(drawn.rows) :].reshape(-1, drawn.columns).tolist() if drawn.columns else ())
+        details, end = {}, count + len(drawn.rows)
+        for width in sorted({width for _, _, width in drawn.rows if width is not None}):
+            columns = 2 + 2 * width.alternatives
+            begin, end = end, end + columns * sum(draws for draws, _, other in drawn.rows if other == width)
+            details[width] = iter(numbers[begin:end].reshape(-1, columns).tolist())
         samples, start = [], 0
-        for (draws, logprobs), fault in zip(drawn.rows, faults):
+        for (draws, top, width), fault in zip(drawn.rows, faults):
             own = tuple(tokens[start : start + draws])
             start += draws
             tops: tuple[Top, ...] = ()
-            if logprobs is not None:
-                tops = tuple(top_of(token, next(details), logprobs) for token in own)
+            if width is not None:
+                tops = tuple(top_of(token, next(details[width]), top) for token in own)
             samples.append(Sampled(own, () if fault else tops, error=FAULTS[fault]))
         return samples
 
     def score(self, logits: Tensor, targets: Tensor, k: int) -> list[Top]:
         """Log-probability, rank and `k` alternatives of targets [N] under logits [N, V]. Waits for the device."""
-        details = details_of(logits.float(), targets, k > 0).tolist()
+        details = details_of(logits.float(), targets, MAX_LOGPROBS if k else 0).tolist()
         return [top_of(token, numbers, k) for token, numbers in zip(targets.tolist(), details)]
 
     def _take(self, tensor: Tensor, index: np.ndarray) -> Tensor:
@@ -239,23 +263,38 @@ class Sampler:
         weights = token_weights(self._take(logits, rows), self._take(best, rows), shape[rows])
         return draw(weights, (np.cumsum(random) - 1)[owner[places]], chance[places])
 
+    def _width(self, slot: int) -> Width | None:
+        """How wide the details of a slot's row are; up to MAX_LOGPROBS all are alike, and come at once."""
+        top = int(self._tops[slot])
+        if top < 0:
+            return None
+        return Width(self._rules[slot].candidates, min(max(top, MAX_LOGPROBS), self.vocab_size) if top else 0)
+
     def _packed(
-        self, raw: Tensor, tokens: Tensor, fault: Tensor, slots: list[int], draws: np.ndarray, owner: np.ndarray
+        self,
+        raw: Tensor,
+        processed: Tensor,
+        tokens: Tensor,
+        fault: Tensor,
+        slots: list[int],
+        draws: np.ndarray,
+        owner: np.ndarray,
     ) -> Drawn:
         """Everything that the host will want in one tensor, and its copy to the host under way."""
-        asked = [self.params(slot).logprobs for slot in slots]
-        parts, columns = [tokens.double(), fault.double()], 0
-        places = np.array([i for i, row in enumerate(owner) if asked[row] is not None], dtype=np.int64)
-        if len(places):
-            details = details_of(self._take(raw, owner[places]), self._take(tokens, places), any(asked))
-            parts.append(details.flatten())
-            columns = details.shape[1]
+        widths = [self._width(slot) for slot in slots]
+        parts = [tokens.double(), fault.double()]
+        for width in sorted({width for width in widths if width is not None}):
+            places = np.array([i for i, row in enumerate(owner) if widths[row] == width], dtype=np.int64)
+            own, logits, total = self._take(tokens, places), self._take(raw, owner[places]), None
+            if width.candidates:
+                total, logits = logits.logsumexp(-1, keepdim=True), self._take(processed, owner[places])
+            parts.append(details_of(logits, own, width.alternatives, total).flatten())
         host, ready = torch.cat(parts), None
         if self.device.type == "cuda":
             host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        return Drawn(tokens, host, ready, tuple(zip(draws.tolist(), asked)), columns)
+        return Drawn(tokens, host, ready, tuple(zip(draws.tolist(), self._tops[slots].tolist(), widths)))
 
 
 def noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -372,25 +411,27 @@ def _column(values: np.ndarray, like: Tensor) -> Tensor:
     return upload(values.astype(np.float32), like.device)[:, None]
 
 
-def details_of(logits: Tensor, tokens: Tensor, wide: bool = True) -> Tensor:
-    """[N, 2 or 2 + 2 K] float64: log-probability and rank of tokens [N]; if `wide` the K likeliest ids, then theirs.
+def details_of(logits: Tensor, tokens: Tensor, width: int, total: Tensor | None = None) -> Tensor:
+    """[N, 2 + 2 width] float64: log-probability and rank of tokens [N], the `width` likeliest ids, and theirs.
 
-    K is the most that anyone may ask for, and equals come in the order of their ids: nobody's answer depends on
-    what others ask.
+    Equals come in the order of their ids. `total` [N, 1] normalises in place of the logits' own sum.
     """
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits.log_softmax(-1) if total is None else logits - total
     own = logprobs.gather(1, tokens[:, None])
     rank = 1 + (logits > logits.gather(1, tokens[:, None])).sum(-1, keepdim=True)
     parts = [own, rank]
-    if wide:
-        ids = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1])).indices.sort(-1).values
+    if width:
+        ids = logprobs.topk(min(width, logits.shape[1])).indices.sort(-1).values
         values, order = logprobs.gather(1, ids).sort(stable=True, dim=-1, descending=True)
         parts += [ids.gather(1, order), values]
     return torch.cat([part.double() for part in parts], 1)
 
 
 def top_of(token: int, details: list[float], k: int) -> Top:
-    """`Top` from one row of `details_of`, its alternatives cut to `k`."""
+    """`Top` from one row of `details_of`, its alternatives cut to `k` and to those that masks left possible."""
     most = (len(details) - 2) // 2
-    ids, logprobs = details[2 : 2 + most][:k], details[2 + most :][:k]
+    logprobs = details[2 + most :][:k]
+    while logprobs and logprobs[-1] == -math.inf:
+        del logprobs[-1]
+    ids = details[2 : 2 + len(logprobs)]
     return Top(token, details[0], int(details[1]), tuple(map(int, ids)), tuple(logprobs))
