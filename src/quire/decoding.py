@@ -23,7 +23,7 @@ def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids
     seq.tokens.append(token)
     if sampled.tops:
         seq.cumulative_logprob += sampled.tops[draw].logprob
-        if request.params.ranked:
+        if request.params.ranked and request.params.logprobs is not None:
             seq.tops.append(sampled.tops[draw])
     if sampled.error:
         seq.finish, seq.stop_reason = "error", sampled.error
@@ -70,21 +70,20 @@ class BeamSearch:
     Of all continuations of all branches the best `width` that don't end are live next. One that ends is a result if it
     is among the `width` best; its score is logprob / outputs ** length_penalty. The search ends when no live branch can
     beat the worst of `width` results: with `early_stopping` True as soon as there are `width`, with False judged at the
-    present length, with "never" at the length that favours the live ones most.
+    present length, with "never" at the length that favours the live ones most. Below min_tokens no branch ends.
     """
 
     def __init__(self, width: int, length_penalty: float = 1.0, early_stopping: bool | str = False) -> None:
         self.width, self.length_penalty, self.early_stopping = width, length_penalty, early_stopping
         self.scores: list[float] = []  # of the results so far, best first
-        self.improvable = True
 
     def keep(self) -> int:
         """The results that count."""
         return self.width
 
     def top(self, context: Context) -> int:
-        """Enough that `width` live branches remain when the likeliest tokens of all of them end."""
-        return max(2, 1 + len(context.eos_ids | context.stop_ids)) * self.width
+        """Enough that `width` branches could go on from any one, even if all its likeliest tokens are end tokens."""
+        return self.width + len(context.eos_ids | context.stop_ids)
 
     def advance(self, branches: Seq[Branch], context: Context) -> Advance:
         """One step: `branches` in the order of the last call's choices."""
@@ -94,23 +93,23 @@ class BeamSearch:
                 (branch.logprob + logprob, -parent, token, logprob)
                 for parent, branch in enumerate(branches)
                 for token, logprob in zip(branch.top.ids, branch.top.logprobs)
-                if outputs >= context.min_tokens or (token not in context.eos_ids and token not in context.stop_ids)
+                if outputs > context.min_tokens or (token not in context.eos_ids and token not in context.stop_ids)
             ),
             key=lambda candidate: candidate[:2],
             reverse=True,
-        )[: self.top(context)]
+        )
         choices: list[Choice] = []
         endings: list[Ending] = []
-        full = len(self.scores) == self.width
-        open_for_results = self.improvable and not (full and self.early_stopping is True)
         running = None  # the best live sum of log-probabilities
         for rank, (total, parent, token, logprob) in enumerate(best):
+            if rank >= self.width == len(choices):
+                break
             reason = _reason(token, outputs, context)
             if reason is None:
                 if len(choices) < self.width:
                     running = total if running is None else running
                     choices.append(Choice(-parent, token, logprob))
-            elif rank < self.width and open_for_results:
+            elif rank < self.width:
                 score = total / outputs**self.length_penalty
                 stopped = token if reason == "stop" and token not in context.eos_ids else None
                 endings.append(Ending(-parent, token, logprob, score, reason, stopped))
@@ -126,8 +125,7 @@ class BeamSearch:
         if self.early_stopping is True:
             return True
         length = context.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else outputs
-        self.improvable = self.improvable and running / length**self.length_penalty > self.scores[-1]
-        return not self.improvable
+        return running / length**self.length_penalty <= self.scores[-1]
 
 
 def _reason(token: int, outputs: int, context: Context) -> str | None:

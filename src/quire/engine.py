@@ -195,10 +195,10 @@ class Engine:
             return
         self.outbox += [self._output(request, seq, (), "", ()) for seq in told]
 
-    def _end(self, request: Request, why: str, reason: int | str | None = None) -> None:
-        """End a request whose branches are returned together, without results."""
+    def _end(self, request: Request, why: str, reason: int | str | None = None, first: int = 0) -> None:
+        """End a request whose branches are returned together; those from `first` on have no results."""
         del self.requests[request.id]
-        for branch in range(request.params.n):
+        for branch in range(first, request.params.n):
             self.streams.pop((request.id, branch), None)
             self._finished(why)
             done = branch == request.params.n - 1
@@ -298,6 +298,8 @@ class Engine:
             if end == start:
                 return []
         chosen = every[: params.n] if done else [first] * params.n
+        if len(chosen) < params.n:
+            self._end(request, "error", f"there are only {len(chosen)} results", first=len(chosen))
         return [
             self._branch(request, branch, seq, start, len(seq.tokens) if done else end, branch == params.n - 1)
             for branch, seq in enumerate(chosen)

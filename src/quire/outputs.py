@@ -87,15 +87,20 @@ class Assembly:
         self.result.outputs = [CompletionOutput(index) for index in range(params.n)]
         if self._wanted:
             for completion in self.result.outputs:
-                completion.cumulative_logprob, completion.logprobs = 0.0, []
+                completion.logprobs = []
+        # Branches that are chosen by it have it, whether log-probabilities were asked for or not.
+        if self._wanted or params.ranked or params.beam_width is not None or params.method is not None:
+            for completion in self.result.outputs:
+                completion.cumulative_logprob = 0.0
 
     def push(self, output: Output) -> None:
         """Take in what a step brought."""
         completion = self.result.outputs[output.branch]
         completion.token_ids += output.tokens
         self._texts[output.branch].append(output.text)
-        if completion.logprobs is not None:
+        if completion.cumulative_logprob is not None:
             completion.cumulative_logprob = output.cumulative_logprob
+        if completion.logprobs is not None:
             completion.logprobs += [alternatives(top, self._decode) for top in output.tops]
         completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
         if output.prompt_tops is not None and output.branch == 0:  # the prompt was scored once, before its branches

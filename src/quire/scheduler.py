@@ -388,6 +388,9 @@ class Scheduler:
         if request.status is Status.RUNNING:
             for parent, child in forks:
                 self._born(request, child, parent=self.memory.slot(parent))
+            if request.params.needs_history:  # the device has recorded its own choice, which wasn't the method's
+                for seq in {id(live[choice.parent]): live[choice.parent] for choice in advance.choices}.values():
+                    self._born(request, seq)
 
     # Ends
 
