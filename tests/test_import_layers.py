@@ -15,10 +15,10 @@ import quire
 ROOT = Path(quire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-VOCABULARY = {"errors", "specs", "request", "plan", "config"}
+VOCABULARY = {"errors", "specs", "request", "plan", "config", "method", "costs"}
 CONTROL = VOCABULARY | {"memory", "decoding", "scheduler", "engine"}
 DATA = {"kernels", "layers", "models", "weights"}
-OFFLINE = {"build", "llm", "async_llm", "outputs", "prompts"}
+OFFLINE = {"build", "llm", "async_llm", "outputs", "prompts", "session"}
 TEXT = {"text"}
 BELOW = CONTROL | DATA | TEXT | {"sim", "runner"}
 TOP = {"server", "cli", "bench", "reproduce", "__main__"}

@@ -183,7 +183,7 @@ REFUSALS: dict[str, tuple[Any, SamplingParams, type[QuireError], str]] = {
     "text": ("abc", OK, InputError, "integers"),
     "huge token": ((10**300,), OK, InputError, "prompt token 0"),
     "too long for the model": ((1,) * MAX_LEN, OK, PromptTooLong, f"{MAX_LEN} tokens"),
-    "too long for the memory": ((1,) * 40, SamplingParams(n=3, max_tokens=7), PromptTooLong, "KV memory"),
+    "too long for the memory": ((1,) * 4, SamplingParams(n=3, max_tokens=40), PromptTooLong, "KV memory"),
     "more branches than sequences": ((1,), SamplingParams(n=9), InputError, "at most 8"),
     "stop token": ((1,), SamplingParams(stop_token_ids=[VOCAB]), InputError, "stop_token_ids"),
     "bias": ((1,), SamplingParams(logit_bias={VOCAB: 1.0}), InputError, "logit_bias"),

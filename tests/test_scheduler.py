@@ -243,7 +243,7 @@ def test_blocked_branches_are_not_tried_at_every_step(monkeypatch: pytest.Monkey
         trace.step()
     tried: list[int] = []
     admit = trace.memory.admit
-    monkeypatch.setattr(trace.memory, "admit", lambda seq, budget: (tried.append(seq.id), admit(seq, budget))[1])
+    monkeypatch.setattr(trace.memory, "admit", lambda seq, *more: (tried.append(seq.id), admit(seq, *more))[1])
     steps = 0
     while b.status is Status.WAITING and "a" in trace.engine.requests:
         trace.step()

@@ -302,6 +302,7 @@ class Sequence:
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
         child.reusable, child.keys = self.reusable, list(self.keys)
         child.cumulative_logprob, child.tops = self.cumulative_logprob, list(self.tops)
+        child.prompt_tops = self.prompt_tops  # one prompt, scored once, before it is forked
         return child
 
 
@@ -310,7 +311,7 @@ class Request:
 
     __slots__ = (
         "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
-        "method", "params", "preemptions", "prefix", "reported", "results", "scheduled", "seed", "settled", "status",
+        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "scheduled", "seed", "settled", "status",
     )  # fmt: skip
 
     def __init__(self, id: str, first: Sequence, params: SamplingParams, *, arrival: float, max_tokens: int) -> None:
@@ -319,11 +320,13 @@ class Request:
         self.arrival = arrival
         self.max_tokens = max_tokens  # resolved: what params ask for, cut to what model and memory allow
         self.seed = first.seed
+        self.prompt_len = first.prompt_len
         self.method: Method | None = None  # how its branches go on, if not each for itself
         self.candidates: dict[int, Top] = {}  # what a method still waits for, by sequence
         self.results: list[tuple[float, Sequence]] = []  # a method's, best first
         self.settled = 0  # tokens that all branches of a method agree on, and that were told
         self.prefix: str | None = None  # register its prompt under this name
+        self.order = 0  # of its arrival, among all requests of the scheduler that has it
         self.live = [first]
         self.done: list[Sequence] = []
         self.status = Status.WAITING

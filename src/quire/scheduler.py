@@ -20,7 +20,7 @@ from quire.request import Request, Sequence, Status
 
 class Event(NamedTuple):
     """What one step did to one sequence: `tokens` it gained; the sequence says whether it ended. Without a sequence:
-    the request's method took a step."""
+    the request's method took a step, or all branches of a request ended."""
 
     request: Request
     seq: Sequence | None
@@ -53,7 +53,7 @@ class Scheduler:
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.births: list[Birth] = []
         self.flight = 0  # plans made whose results are awaited
-        self.next_seq = 0
+        self.next_seq = self.added = 0
         self.left = 0  # sequences that left memory
         self.blocked: tuple[Request, int] | None = None  # the request that failed to be admitted, `left` at that time
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
@@ -65,6 +65,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that the memory `fits`."""
+        self.added += 1
+        request.order = self.added
         self.waiting.append(request)
 
     @property
@@ -86,9 +88,7 @@ class Scheduler:
         if hurt is None:
             return None
         if not hurt:
-            self._swap_in(rows)
-            if not self.swapped:  # nobody is admitted until the preempted are back (§4.5)
-                self._admit_waiting(rows)
+            self._join(rows)
         if not rows:
             return None
         for row in rows:
@@ -133,8 +133,8 @@ class Scheduler:
         if seq.pending and len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
             return 0  # its last token is on its way
         if seq.sibling is not None:
-            if seq.sibling.planned < seq.planned:
-                return 0  # what it shares is still to be computed
+            if seq.sibling.sibling is not None or seq.sibling.planned < seq.planned:
+                return 0  # what it shares is still to be computed, by the sibling or by that one's own
             seq.sibling = None
         return len(seq.tokens) + seq.pending - seq.planned
 
@@ -160,7 +160,7 @@ class Scheduler:
                     del self.by_slot[slot]
                 del self.running[victim]
                 victim.status = Status.SWAPPED
-                self.swapped.appendleft(victim)
+                _enqueue(self.swapped, victim)
                 self._count(victim, "swap")
                 return
         self._drop(victim)
@@ -171,8 +171,9 @@ class Scheduler:
         for seq in victim.live:
             self._leave(seq)
             seq.computed = seq.planned = 0
+        victim.candidates = {}  # they will be drawn again
         victim.status = Status.WAITING
-        self.waiting.appendleft(victim)
+        _enqueue(self.waiting, victim)
         self._count(victim, "recompute")
 
     def _count(self, victim: Request, way: str) -> None:
@@ -185,54 +186,57 @@ class Scheduler:
         held, tokens = self.memory.held(victim.live)
         return self.costs.cheaper(held, tokens, [seq.computed for seq in victim.live])
 
-    def _swap_in(self, rows: list[Row]) -> None:
-        """Bring swapped requests back, oldest first; those that find room compute in this step."""
-        budget = self.budget - sum(len(row.tokens) for row in rows)
-        while self.swapped and budget > 0:
-            request = self.swapped[0]
-            if not self._has_slots(request) or not self.memory.swap_in(request.live):
-                return
-            self.swapped.popleft()
-            request.status = Status.RUNNING
-            self.running[request] = None
-            for seq in request.live:
-                self.by_slot[self.memory.slot(seq)] = (request, seq)
-                self._born(request, seq)
-                count = min(self._wanted(request, seq), budget)
-                if count > 0 and self.memory.grow(seq, seq.planned + count):
-                    rows.append(self._row(request, seq, count))
-                    budget -= count
-
     # Admission
+
+    def _join(self, rows: list[Row]) -> None:
+        """Bring requests in, oldest first, while the budget, the slots and the memory allow. Whoever was preempted is
+        older than whoever wasn't admitted yet, so nobody new is admitted until the preempted are back (§4.5)."""
+        budget = self.budget - sum(len(row.tokens) for row in rows)
+        while budget > 0 and (self.swapped or self.waiting):
+            queue = min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order)
+            request = queue[0]
+            if not self._has_slots(request):
+                return
+            joined = self._swap_in(request, budget) if queue is self.swapped else self._admit(request, budget)
+            if joined is None:
+                return
+            queue.popleft()
+            request.status = Status.RUNNING
+            late = bool(self.running) and next(reversed(self.running)).order > request.order
+            self.running[request] = None
+            if late:  # it was dropped because it couldn't be forked, and younger ones went on
+                self.running = dict.fromkeys(sorted(self.running, key=lambda other: other.order))
+            rows.extend(joined)
+            budget -= sum(len(row.tokens) for row in joined)
 
     def _has_slots(self, request: Request) -> bool:
         """The request's sequences, those to be forked included, may join the resident ones."""
         held = sum(_width(other) for other in self.running)
         return held + _width(request) <= self.max_seqs
 
-    def _admit_waiting(self, rows: list[Row]) -> None:
-        """Admit in order of arrival while the budget, the slots and the memory allow."""
-        budget = self.budget - sum(len(row.tokens) for row in rows)
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
-            if self.blocked == (request, self.left):
-                return  # some of its branches fit, not all: trying again would only evict
-            admitted = self._admit(request, budget) if self._has_slots(request) else None
-            if admitted is None:
-                return
-            self.waiting.popleft()
-            request.status = Status.RUNNING
-            self.running[request] = None
-            rows.extend(admitted)
-            budget -= sum(len(row.tokens) for row in admitted)
+    def _swap_in(self, request: Request, budget: int) -> list[Row] | None:
+        """Bring all live sequences of a swapped request back, or none; those that find room compute in this step."""
+        if not self.memory.swap_in(request.live):
+            return None
+        rows: list[Row] = []
+        for seq in request.live:
+            self.by_slot[self.memory.slot(seq)] = (request, seq)
+            self._born(request, seq)
+            count = min(self._wanted(request, seq), budget)
+            if count > 0 and self.memory.grow(seq, seq.planned + count):
+                rows.append(self._row(request, seq, count))
+                budget -= count
+        return rows
 
     def _admit(self, request: Request, budget: int) -> list[Row] | None:
         """Bring all live sequences of a request into memory, or none. Those of a preempted group share again what they
         have in common: one computes it, the others follow a step later."""
+        if self.blocked == (request, self.left):
+            return None  # some of its branches fit, not all: trying again would only evict
         live = request.live
         for i, seq in enumerate(live):
-            seq.sibling = _closest(seq, live[:i])
-            reused = self.memory.admit(seq, budget if len(live) == 1 else len(seq.tokens), seq.sibling)
+            sibling, common = _closest(seq, live[:i])
+            reused = self.memory.admit(seq, budget if len(live) == 1 else len(seq.tokens), sibling)
             if reused is None:
                 for earlier in live[:i]:
                     earlier.computed = earlier.planned = 0
@@ -241,6 +245,7 @@ class Scheduler:
                     self.blocked = (request, self.left)
                 return None
             seq.computed = seq.planned = reused
+            seq.sibling = sibling if reused <= common else None  # more was found elsewhere, and is computed
             self.by_slot[self.memory.slot(seq)] = (request, seq)
         rows = []
         for seq in live:
@@ -286,8 +291,10 @@ class Scheduler:
                 seq.pending -= 1
                 if seq.finish is None:
                     self._sampled(request, seq, sampled, events)
-            if seq.finish is not None:
+            if seq.finish is not None and request.status is not Status.DONE:
                 self._retire(request, seq)
+                if request.status is Status.DONE and (request.method is not None or request.params.ranked):
+                    events.append(Event(request, None))  # what is told at the end can be told now
         return events
 
     def _sampled(self, request: Request, seq: Sequence, sampled: Sampled, events: list[Event]) -> None:
@@ -337,21 +344,35 @@ class Scheduler:
 
     def _candidates(self, request: Request, seq: Sequence, sampled: Sampled, events: list[Event]) -> None:
         if sampled.error:
-            for other in list(request.live):
+            request.candidates, request.results = {}, []
+            seq.finish, seq.stop_reason = "error", sampled.error  # `update` retires it
+            for other in [other for other in request.live if other is not seq]:
                 self.finish(request, other, "error", sampled.error)
-            events.append(Event(request, None))
             return
         request.candidates[seq.id] = sampled.tops[0]
-        if len(request.candidates) == len(request.live):
-            self._advance(request)
+        if len(request.candidates) == len(request.live) and self._advance(request):
             events.append(Event(request, None))
 
-    def _advance(self, request: Request) -> None:
-        """Free the branches that don't go on, fork those that go on more than once, append to all."""
+    def fork(self, request: Request, seq: Sequence) -> Sequence:
+        """A new branch of a running request with a method, as `seq` is now; `seq` must be quiet."""
+        child = seq.fork(self.new_id(), len(request.live), seq.seed)
+        seq.branches = 0
+        request.live.append(child)
+        self._fork(request, [(seq, child)])
+        if request.status is Status.RUNNING:
+            self._born(request, child, parent=self.memory.slot(seq))
+        return child
+
+    def _advance(self, request: Request) -> bool:
+        """Free the branches that don't go on, fork those that go on more than once, append to all. False if the method
+        hasn't decided: then its branches stay as they are, until somebody changes them."""
         assert request.method is not None
         live, tops, request.candidates = request.live, request.candidates, {}
         branches = [Branch(s.tokens, s.prompt_len, s.cumulative_logprob, tops[s.id]) for s in live]
         advance = request.method.advance(branches, context_of(request, self.eos_ids))
+        if advance is None:
+            request.candidates = tops
+            return False
         assert len(advance.choices) <= request.method.width, "a method continues more branches than its width"
         for ending in advance.endings:
             parent = live[ending.parent]
@@ -370,7 +391,9 @@ class Scheduler:
             request.live = []
             del self.running[request]
             request.status = Status.DONE
-            return
+            return True
+        last = live[0].outputs + 1 >= request.max_tokens
+        assert not last, f"a method goes on after max_tokens, which is {request.max_tokens}"
         request.live = []
         forks: list[tuple[Sequence, Sequence]] = []
         used: set[int] = set()
@@ -391,6 +414,7 @@ class Scheduler:
             if request.params.needs_history:  # the device has recorded its own choice, which wasn't the method's
                 for seq in {id(live[choice.parent]): live[choice.parent] for choice in advance.choices}.values():
                     self._born(request, seq)
+        return True
 
     # Ends
 
@@ -425,8 +449,13 @@ def _width(request: Request) -> int:
     return len(request.live) + sum(seq.branches for seq in request.live)
 
 
-def _closest(seq: Sequence, others: list[Sequence]) -> Sequence | None:
-    """The one of `others` with the longest common prefix."""
+def _enqueue(queue: deque[Request], victim: Request) -> None:
+    """Put a preempted request where its order says, near the front."""
+    queue.insert(next((i for i, other in enumerate(queue) if other.order > victim.order), len(queue)), victim)
+
+
+def _closest(seq: Sequence, others: list[Sequence]) -> tuple[Sequence | None, int]:
+    """The one of `others` with the longest common prefix, and its length."""
     best, length = None, 0
     for other in others:
         shared = next(
@@ -435,7 +464,7 @@ def _closest(seq: Sequence, others: list[Sequence]) -> Sequence | None:
         )
         if shared > length:
             best, length = other, shared
-    return best
+    return best, length
 
 
 def _extend(seq: Sequence, token: int, logprob: float, top: Top, request: Request) -> None:

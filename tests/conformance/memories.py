@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
@@ -22,6 +23,8 @@ class Build(NamedTuple):
     chunk: int = 64
     max_seqs: int = 8
     max_len: int = MAX_LEN
+    host: int = 0  # host pages, for swapping
+    prefix_tokens: int = 0
 
 
 def spec(windows: tuple[int | None, ...], max_len: int) -> ModelSpec:
@@ -31,8 +34,18 @@ def spec(windows: tuple[int | None, ...], max_len: int) -> ModelSpec:
 
 def paged(windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Callable[[Build], PagedMemory]:
     def make(build: Build) -> PagedMemory:
-        config = EngineConfig(max_num_seqs=build.max_seqs, max_num_batched_tokens=build.chunk, **settings)
-        memory = build_memory(config, spec(windows, build.max_len), Size(build.tokens, build.max_len, 2))
+        config = EngineConfig(
+            max_num_seqs=build.max_seqs,
+            max_num_batched_tokens=build.chunk,
+            prefix_tokens=build.prefix_tokens,
+            swap_gib=0,
+            **settings,
+        )
+        size = Size(build.tokens, build.max_len, 2)
+        memory = build_memory(config, spec(windows, build.max_len), size)
+        if build.host:
+            config = replace(config, swap_gib=build.host * memory.geometry.page_bytes / 2**30)
+            memory = build_memory(config, spec(windows, build.max_len), size)
         assert isinstance(memory, PagedMemory)
         return memory
 
@@ -75,5 +88,8 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
         tuple(memory.slots),
         tuple(memory.entries),
         {id: (r.slot, r.capacity, r.committed, tuple(map(tuple, r.tables))) for id, r in memory.residents.items()},
+        {id: tuple(map(tuple, r.tables)) for id, r in memory.swapped.items()},
+        tuple(memory.host_pages),
+        tuple(memory.prefixes.registered),
         (memory.queries, memory.hits, pages.evictions),
     )

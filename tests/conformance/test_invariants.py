@@ -415,7 +415,7 @@ def test_only_quiet_sequences_are_freed_and_forked(name: str) -> None:
 @every_memory
 def test_slots_are_dense_and_scratch_is_nobodys(name: str) -> None:
     memory = MEMORIES[name](Build(max_seqs=3))
-    seqs = [sequence(id, 4) for id in range(3)]
+    seqs = [sequence(id, 4, start=10 * id) for id in range(3)]
     for seq in seqs:
         assert memory.admit(seq, 64) is not None
     assert sorted(memory.slot(seq) for seq in seqs) == [1, 2, 3]

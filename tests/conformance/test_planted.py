@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from array import array
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from memories import MEMORIES
-from traces import Checked, Watched, run_trace
+from memories import MEMORIES, Build
+from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
 from quire.memory.paged import PagedMemory
 from quire.memory.pages import Pages
 from quire.memory.policies import WindowPolicy
-from quire.plan import Copy, Row, Sampled, StepPlan, StepResult, Table
-from quire.request import Request, Sequence
+from quire.memory.prefix import Prefixes, Reuse
+from quire.plan import Copy, In, Out, Row, Sampled, StepPlan, StepResult, Table
+from quire.request import Request, SamplingParams, Sequence
 from quire.scheduler import Event, Scheduler
 from quire.sim.echo import EchoRunner
 
@@ -141,7 +143,7 @@ def fork_without_share(patch: Patch) -> None:
 
     def unshared(memory: PagedMemory, parent: Sequence, child: Sequence) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Pages, "share", lambda pages, page: None)
+            inner.setattr(Pages, "share_all", lambda pages, table: None)
             return fork(memory, parent, child)
 
     patch.setattr(PagedMemory, "fork", unshared)
@@ -150,8 +152,8 @@ def fork_without_share(patch: Patch) -> None:
 def hit_one_page_too_long(patch: Patch) -> None:
     admit = PagedMemory.admit
 
-    def generous(memory: PagedMemory, seq: Sequence, budget: int) -> int | None:
-        reused = admit(memory, seq, budget)
+    def generous(memory: PagedMemory, seq: Sequence, *more: Any) -> int | None:
+        reused = admit(memory, seq, *more)
         longer = (reused or 0) + memory.page_tokens
         return longer if reused and longer < min(seq.reusable, len(seq.tokens)) else reused
 
@@ -159,28 +161,28 @@ def hit_one_page_too_long(patch: Patch) -> None:
 
 
 def hit_of_a_whole_prompt(patch: Patch) -> None:
-    longest = PagedMemory._longest_hit
+    longest = Prefixes.cached
 
-    def whole(memory: PagedMemory, seq: Sequence) -> int:
+    def whole(prefixes: Prefixes, seq: Sequence) -> Reuse:
         seq.tokens.append(0)
-        hit = longest(memory, seq)
+        hit = longest(prefixes, seq)
         seq.tokens.pop()
         return hit
 
-    patch.setattr(PagedMemory, "_longest_hit", whole)
+    patch.setattr(Prefixes, "cached", whole)
 
 
 def keys(patch: Patch, salted: bool, chained: bool) -> None:
-    def chain(memory: PagedMemory, seq: Sequence, count: int) -> None:
-        size = memory.page_tokens
-        root = hashlib.sha256(memory.root + (seq.salt.encode() if salted else b"")).digest()
+    def chain(prefixes: Prefixes, seq: Sequence, count: int) -> None:
+        size = prefixes.page_tokens
+        root = hashlib.sha256(prefixes.root + (seq.salt.encode() if salted else b"")).digest()
         while len(seq.keys) < count:
             i = len(seq.keys)
             parent = seq.keys[-1] if i and chained else root
             page = array("q", seq.tokens[i * size : (i + 1) * size])
             seq.keys.append(hashlib.sha256(parent + page.tobytes()).digest())
 
-    patch.setattr(PagedMemory, "_chain", chain)
+    patch.setattr(Prefixes, "chain", chain)
 
 
 def key_without_its_parent(patch: Patch) -> None:
@@ -231,13 +233,98 @@ def victim_that_keeps_its_progress(patch: Patch) -> None:
 
     patch.setattr(Scheduler, "_preempt", kept)
     admit = PagedMemory.admit
-    patch.setattr(PagedMemory, "admit", lambda memory, seq, budget: _kept_admission(admit, memory, seq, budget))
+    patch.setattr(PagedMemory, "admit", lambda memory, seq, *more: _kept_admission(admit, memory, seq, *more))
 
 
-def _kept_admission(admit: Callable[..., int | None], memory: PagedMemory, seq: Sequence, budget: int) -> int | None:
+def _kept_admission(admit: Callable[..., int | None], memory: PagedMemory, seq: Sequence, *more: Any) -> int | None:
     kept = seq.computed
-    reused = admit(memory, seq, budget)
+    reused = admit(memory, seq, *more)
     return reused if reused is None else max(reused, kept)
+
+
+def lost_swap_in(patch: Patch) -> None:
+    journal(patch, lambda entries: [e for e in entries if not isinstance(e, In)])
+
+
+def swap_in_to_the_wrong_page(patch: Patch) -> None:
+    journal(patch, lambda entries: [e._replace(page=max(1, e.page - 1)) if isinstance(e, In) else e for e in entries])
+
+
+def out_after_the_reuse(patch: Patch) -> None:
+    """The pages are copied out when the step's other effects have been had, as if on a side stream without a fence."""
+    journal(patch, lambda entries: sorted(entries, key=lambda e: isinstance(e, Out)))
+
+
+def out_after_the_rows(patch: Patch) -> None:
+    take = PagedMemory.take_journal
+
+    def late(memory: PagedMemory) -> tuple[Any, Any]:
+        now, ahead = take(memory)
+        return tuple(e for e in now if not isinstance(e, Out)), ahead + tuple(e for e in now if isinstance(e, Out))
+
+    patch.setattr(PagedMemory, "take_journal", late)
+
+
+def siblings_row_too_early(patch: Patch) -> None:
+    wanted = Scheduler._wanted
+
+    def hasty(request: Request, seq: Sequence) -> int:
+        seq.sibling = None
+        return wanted(request, seq)
+
+    patch.setattr(Scheduler, "_wanted", staticmethod(hasty))
+
+
+def registered_page_written_in_place(patch: Patch) -> None:
+    copy = PagedMemory._copy_on_write
+
+    def careless(memory: PagedMemory, seq: Sequence, resident: Any, group: int, at: int) -> None:
+        pinned = {page for prefix in memory.prefixes.registered.values() for page in prefix.tables[group]}
+        if resident.tables[group][at] not in pinned:
+            copy(memory, seq, resident, group, at)
+
+    patch.setattr(PagedMemory, "_copy_on_write", careless)
+
+
+def registered_prefix_of_another_salt(patch: Patch) -> None:
+    pinned = Prefixes.pinned
+
+    def unsalted(prefixes: Prefixes, seq: Sequence) -> Reuse:
+        salt, seq.salt = seq.salt, ""
+        try:
+            return pinned(prefixes, seq)
+        finally:
+            seq.salt = salt
+
+    patch.setattr(Prefixes, "pinned", unsalted)
+
+
+def leak_of_a_host_page(patch: Patch) -> None:
+    swap_in = PagedMemory.swap_in
+
+    def leaky(memory: PagedMemory, seqs: Any) -> bool:
+        back = swap_in(memory, seqs)
+        if back:
+            memory.host_pages.pop()
+        return back
+
+    patch.setattr(PagedMemory, "swap_in", leaky)
+
+
+def dropped_swap_that_keeps_its_pages(patch: Patch) -> None:
+    patch.setattr(PagedMemory, "drop_swapped", lambda memory, seq: memory.swapped.pop(seq.id))
+
+
+def admitted_before_the_swapped_are_back(patch: Patch) -> None:
+    join = Scheduler._join
+
+    def rude(scheduler: Scheduler, rows: list[Row]) -> None:
+        join(scheduler, rows)
+        swapped, scheduler.swapped = scheduler.swapped, deque()
+        join(scheduler, rows)
+        scheduler.swapped = swapped
+
+    patch.setattr(Scheduler, "_join", rude)
 
 
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
@@ -265,16 +352,85 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "child with its parent's seed": (child_with_its_parents_seed, ALL),
     "last birth of a step lost": (last_birth_of_a_step_lost, ALL),
     "victim that keeps its progress": (victim_that_keeps_its_progress, ALL),
+    "lost swap-in": (lost_swap_in, ALL),
+    "swap-in to the wrong page": (swap_in_to_the_wrong_page, ALL),
+    "Out after the reuse": (out_after_the_reuse, ALL),
+    "Out after the rows": (out_after_the_rows, ALL),
+    "a sibling's row too early": (siblings_row_too_early, ALL),
+    "registered prefix's partial page written in place": (registered_page_written_in_place, ALL),
+    "registered prefix of another salt": (registered_prefix_of_another_salt, ALL),
+    "leak of a host page": (leak_of_a_host_page, ALL),
+    "host pages of a dropped sequence": (dropped_swap_that_keeps_its_pages, ALL),
+    "admitted before the swapped are back": (admitted_before_the_swapped_are_back, ALL),
 }
 CASES = [(name, depth) for name, (_, depths) in PLANTED.items() for depth in depths]
 
 
+RUNS = (  # memory, tokens, budget, way of preemption, host pages, tokens of prefixes
+    ("paged-4", 80, 16, "recompute", 0, 0),
+    ("paged-4", 96, 64, "swap", 1000, 24),
+    ("paged-1", 64, 16, "auto", 8, 0),
+    ("mixed", 256, 64, "swap", 8, 16),
+    ("poisoned", 64, 8, "swap", 1000, 0),
+    ("layer-tables", 128, 64, "swap", 1000, 48),
+    ("window", 128, 16, "auto", 16, 0),
+    ("paged-1", 56, 3, "recompute", 0, 0),
+    ("paged-1", 64, 3, "recompute", 0, 0),
+    ("paged-1", 56, 16, "swap", 1000, 0),
+    ("paged-4", 256, 64, "swap", 8, 48),
+    ("paged-16", 256, 64, "recompute", 0, 96),
+    ("paged-4", 80, 4, "recompute", 0, 0),
+)
+
+
+def asked(id: str, prompt: Seq[int], salt: str = "", **params: Any) -> Asked:
+    return Asked(id, tuple(prompt), SamplingParams(seed=1, ignore_eos=True, **params), salt)
+
+
+def opened(depth: int, budget: int, preemption: str, **build: int) -> Trace:
+    memory = MEMORIES["paged-4"](Build(chunk=budget, **build))
+    return Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=8, preemption=preemption)
+
+
+def drain(trace: Trace) -> None:
+    while trace.engine.unfinished:
+        trace.step()
+    trace.drained()
+
+
+def run_prefix(depth: int) -> None:
+    """Three requests, one of them salted, begin with a registered prefix that ends within a page."""
+    trace = opened(depth, 64, "recompute", prefix_tokens=8)
+    trace.engine.register_prefix("p", STEMS[0][:6])
+    while trace.engine.unfinished:
+        trace.step()
+    for i, salt in enumerate(("", "", "adapter")):
+        trace.add(asked(str(i), (*STEMS[0][:6], 50 + i), salt, max_tokens=12))
+    trace.step()
+    assert trace.memory.partial == 2
+    drain(trace)
+
+
+def run_swapped_abort(depth: int) -> None:
+    """A request is aborted while it is swapped."""
+    trace = opened(depth, 64, "swap", tokens=40, host=1000)
+    for i in range(3):
+        trace.add(asked(str(i), STEMS[i][:9], n=1 + i % 2, max_tokens=20))
+    while not trace.scheduler.swapped:
+        trace.step()
+    trace.abort(trace.scheduler.swapped[0].id)
+    drain(trace)
+
+
 def run_all(depth: int) -> None:
     """The traces that every planted bug must fail, and a sound engine must pass."""
-    for seed, name in enumerate(("paged-4", "paged-1", "mixed", "layer-tables", "paged-4", "window", "paged-1")):
-        rng = random.Random(seed)
-        tokens = 256 if name == "mixed" else rng.choice((56, 96))
-        run_trace(MEMORIES[name], seed=seed, depth=depth, budget=rng.choice((8, 16, 64)), tokens=tokens)
+    run_prefix(depth)
+    run_swapped_abort(depth)
+    for seed, (name, tokens, budget, preemption, host, prefix_tokens) in enumerate(RUNS):
+        run_trace(
+            MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=tokens, requests=20, preemption=preemption,
+            host=host, prefix_tokens=prefix_tokens, aborts=0.08,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("depth", ALL)
@@ -311,6 +467,11 @@ SHOWN = (
     "fork without share",
     "hit one page too long",
     "key without its parent",
+    "lost swap-in",
+    "swap-in to the wrong page",
+    "Out after the reuse",
+    "a sibling's row too early",
+    "registered prefix's partial page written in place",
 )
 
 

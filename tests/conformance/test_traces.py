@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,11 +11,15 @@ from hypothesis import strategies as st
 from memories import MEMORIES, VOCAB, Build
 from traces import Asked, Told, Trace, run_trace
 
+from quire.plan import Row, Sampled
 from quire.request import SamplingParams
+from quire.sim.echo import EchoRunner
 
 BUDGETS = (1, 3, 8, 16, 64)
 SIZES = (48, 64, 96, 128, 256)
 DEPTHS = (1, 2, 3)
+WAYS = ("swap", "recompute", "auto")
+HOSTS = (0, 6, 1000)
 
 
 def drawn_trace(name: str, seed: int, depth: int) -> Told:
@@ -26,6 +31,10 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
         budget=rng.choice(BUDGETS),
         tokens=rng.choice(SIZES),
         max_seqs=rng.choice((3, 8)),
+        preemption=rng.choice(WAYS),
+        host=rng.choice(HOSTS),
+        prefix_tokens=rng.choice((0, 24)),
+        unforked=rng.choice((0.0, 0.0, 0.1)),
     )
 
 
@@ -33,7 +42,7 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
 @pytest.mark.parametrize("name", MEMORIES)
 def test_random_traces(name: str, depth: int) -> None:
     told = [drawn_trace(name, seed, depth) for seed in range(8)]
-    assert sum(t.finished for t in told) > 60
+    assert sum(t.finished for t in told) > 45
     assert sum(t.aborted for t in told) > 3
 
 
@@ -135,3 +144,85 @@ def test_scores_survive_preemption(depth: int) -> None:
         trace.add(Asked(str(i), prompt, SamplingParams(seed=i, max_tokens=12, prompt_logprobs=2, logprobs=1), ""))
     drain(trace)
     assert trace.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_beams_that_are_preempted_between_their_candidates(depth: int) -> None:
+    """Some branches have their candidates and others wait for the budget when memory runs short."""
+    hurt = 0
+    for tokens in range(64, 96, 8):
+        trace = open_trace(depth=depth, tokens=tokens, budget=3)
+        old = SamplingParams(seed=1, ignore_eos=True, max_tokens=36)
+        trace.add(Asked("old", tuple(range(1, 10)), old, ""))
+        trace.add(Asked("beams", tuple(range(20, 29)), SamplingParams(seed=1, beam_width=4, max_tokens=9), ""))
+        beams = trace.scheduler.waiting[1]
+        while trace.engine.unfinished:
+            waited, before = len(beams.candidates), beams.preemptions
+            trace.step()
+            hurt += waited > 0 and beams.preemptions > before
+        trace.drained()
+    assert hurt
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("way", WAYS)
+def test_traces_swap_recompute_share_again_and_are_aborted_in_every_state(way: str, depth: int) -> None:
+    """What the traces are for really happens in them."""
+    told = [
+        run_trace(
+            MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=72, requests=24, preemption=way, host=host,
+            prefix_tokens=8, aborts=0.15,
+        )
+        for seed, (name, budget, host) in enumerate(
+            [("paged-4", 16, 1000), ("paged-1", 8, 1000), ("paged-4", 6, 12), ("poisoned", 16, 1000)] * 3
+        )
+    ]  # fmt: skip
+    assert (sum(t.swapped for t in told) > 5) == (way != "recompute")
+    assert sum(t.recomputed for t in told) > 0 or way == "swap"
+    assert sum(t.siblings for t in told) > 0 or way == "swap"
+    assert sum(t.partial for t in told) > 0
+    aborts = sum((t.aborts for t in told), Counter())
+    assert all(aborts[state] for state in ("waiting", "running")), aborts
+    assert aborts["swapped"] or way == "recompute", aborts
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_abort_while_branches_wait_to_be_forked(depth: int) -> None:
+    for kind in ({"n": 3}, {"best_of": 3}, {"beam_width": 3}):
+        trace = open_trace(depth=depth)
+        trace.add(Asked("a", (1, 2, 3), SamplingParams(seed=1, max_tokens=20, **kind), ""))
+        plan = trace.scheduler.schedule()
+        assert plan is not None
+        trace.engine.flight.append((plan, trace.runner.submit(plan)))
+        trace.abort("a")
+        assert trace.aborts["forking"] == 1
+        drain(trace)
+
+
+class Faulty(EchoRunner):
+    """The row of one slot fails in one step."""
+
+    def __init__(self, depth: int, slot: int, step: int) -> None:
+        super().__init__(depth, vocab_size=VOCAB)
+        self.slot, self.step = slot, step
+
+    def compute(self, row: Row) -> Sampled:
+        sampled = super().compute(row)
+        return sampled._replace(error="not finite") if (row.slot, self.collected) == (self.slot, self.step) else sampled
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("budget", [2, 64])
+@pytest.mark.parametrize("slot", [1, 2, 3])
+def test_a_request_whose_branches_advance_together_fails_as_one(slot: int, budget: int, depth: int) -> None:
+    for step in range(1, 12):
+        memory = MEMORIES["paged-4"](Build(chunk=budget))
+        trace = Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=8, runner=Faulty(depth, slot, step))
+        params = SamplingParams(n=2, beam_width=3, seed=1, max_tokens=9, ignore_eos=True)
+        trace.engine.add("a", (1, 2, 3), params)
+        ends: list[str | None] = []
+        while trace.engine.unfinished:
+            ends += [output.finish_reason for output in trace.step() if output.finish_reason is not None]
+        assert ends in (["error"] * 2, ["length"] * 2)
+        assert step > 6 or slot > 1 or budget < 64 or ends == ["error"] * 2
+        trace.drained()

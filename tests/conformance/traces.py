@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from memories import MAX_LEN, VOCAB, Build, check_published, insides
 
+from quire.costs import Costs
 from quire.engine import Engine, Limits, Output
 from quire.errors import InputError
 from quire.memory import KVMemory
 from quire.plan import StepPlan, StepResult
-from quire.request import SamplingParams, Sequence
+from quire.request import Request, SamplingParams, Sequence, Status
 from quire.scheduler import Scheduler
-from quire.sim.echo import EchoRunner, expected, fake_top, states
+from quire.sim.echo import EchoRunner, Found, expected, expected_beams, fake_top, states
 
 EOS = frozenset({0})
 STEMS = tuple(tuple(random.Random(stem).choices(range(1, VOCAB), k=MAX_LEN)) for stem in range(3))
@@ -29,7 +31,8 @@ class Watched:
         self.residents: dict[int, Sequence] = {}
         self.placed: deque[dict[int, tuple[tuple[int, ...], ...]]] = deque()  # one entry a plan in flight
         self.content: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (group, page) -> (salt, prefix)
-        self.shortages = self.hits = 0
+        self.shortages = self.hits = self.partial = self.swaps = 0
+        self.rng, self.unforked = random.Random(0), 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.memory, name)
@@ -48,8 +51,10 @@ class Watched:
             self._unchanged(before)
             return None
         assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
-        assert reused <= seq.reusable, "more is reused than the sequence allows"
+        if sibling is None:  # what siblings share was scored before they were forked
+            assert reused <= seq.reusable, "more is reused than the sequence allows"
         self.hits += reused > 0
+        self.partial += reused % self.memory.geometry.groups[0].page_tokens > 0
         self.residents[seq.id] = seq
         size = self.memory.geometry.groups[0].page_tokens
         for g, table in enumerate(self.memory.place(seq).tables):
@@ -67,20 +72,48 @@ class Watched:
             self._unchanged(before)
         return grown
 
-    def commit(self, seq: Sequence) -> None:
-        assert seq.computed <= len(seq.tokens), "a token that the sequence never got is published"
+    def _hold(self, seq: Sequence) -> None:
+        """Note what the sequence's full pages hold."""
         size = self.memory.geometry.groups[0].page_tokens
         for g, table in enumerate(self.memory.place(seq).tables):
             for i, page in enumerate(table[: seq.computed // size]):
                 if page:
                     self.content[g, page] = self._prefix(seq, i)
+
+    def commit(self, seq: Sequence) -> None:
+        assert seq.computed <= len(seq.tokens), "a token that the sequence never got is published"
+        self._hold(seq)
         self.memory.commit(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
+        if self.rng.random() < self.unforked:
+            return False  # no memory of ours does this, but one may
         forked = self.memory.fork(parent, child)
         if forked:
             self.residents[child.id] = child
         return forked
+
+    def swap_out(self, seqs: Seq[Sequence]) -> bool:
+        before = insides(self.memory)
+        gone = self.memory.swap_out(seqs)
+        if not gone:
+            self._unchanged(before)
+            return False
+        for seq in seqs:
+            del self.residents[seq.id]
+        return True
+
+    def swap_in(self, seqs: Seq[Sequence]) -> bool:
+        before = insides(self.memory)
+        if not self.memory.swap_in(seqs):
+            self._unchanged(before)
+            return False
+        self.swaps += 1
+        for seq in seqs:
+            self.residents[seq.id] = seq
+            if seq.sibling is None:
+                self._hold(seq)
+        return True
 
     def free(self, seq: Sequence) -> None:
         assert seq.quiet, f"sequence {seq.id} is freed while in flight"
@@ -137,10 +170,18 @@ class Told(NamedTuple):
     aborted: int
     refused: int
     steps: int
-    preemptions: int
+    swapped: int
+    recomputed: int
     shortages: int
     hits: int
+    partial: int  # hits that end within a page: a registered prefix
     evictions: int
+    siblings: int  # sequences that waited for one to compute what they share
+    aborts: Counter[str]  # by the state of the request
+
+    @property
+    def preemptions(self) -> int:
+        return self.swapped + self.recomputed
 
 
 def draw_request(rng: random.Random, id: str) -> Asked:
@@ -149,8 +190,14 @@ def draw_request(rng: random.Random, id: str) -> Asked:
     tail = rng.choices(range(1, VOCAB), k=rng.choice((0, 0, 1, 3, 6)))
     prompt = stem[: rng.choice((rng.randint(1, 30), 16))] + tuple(tail)
     max_tokens = rng.randint(1, MAX_LEN - len(prompt) - 1)
+    kind = rng.choice(("plain", "plain", "plain", "best", "beams"))
+    n = rng.choice((1, 1, 1, 2, 3, 4)) if kind == "plain" else rng.randint(1, 3)
     params = SamplingParams(
-        n=rng.choice((1, 1, 1, 2, 3, 4)),
+        n=n,
+        best_of=n + rng.randint(0, 2) if kind == "best" else None,
+        beam_width=rng.randint(n, 6) if kind == "beams" else None,
+        length_penalty=rng.choice((1.0, 0.0, 2.0, -1.0)),
+        early_stopping=rng.choice((False, True, "never")),
         seed=rng.choice((rng.randrange(4), rng.randrange(2**62))),
         max_tokens=max_tokens,
         min_tokens=rng.choice((0, 0, min(3, max_tokens))),
@@ -158,31 +205,48 @@ def draw_request(rng: random.Random, id: str) -> Asked:
         ignore_eos=rng.random() < 0.5,
         logprobs=rng.choice((None, None, 2)),
         prompt_logprobs=rng.choice((None, None, None, None, 1)),
-        frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+        frequency_penalty=0.0 if kind == "beams" else rng.choice((0.0, 0.0, 0.5)),
     )
     return Asked(id, prompt, params, rng.choice(("", "", "adapter")))
 
 
 class Trace:
-    """One engine, driven by a seeded stream of arrivals and aborts."""
+    """One engine, driven by a seeded stream of arrivals, aborts, and prefixes that come and go."""
 
     def __init__(
-        self, memory: KVMemory, *, seed: int, depth: int, budget: int, max_seqs: int, runner: EchoRunner | None = None
+        self,
+        memory: KVMemory,
+        *,
+        seed: int,
+        depth: int,
+        budget: int,
+        max_seqs: int,
+        runner: EchoRunner | None = None,
+        preemption: str = "recompute",
+        unforked: float = 0.0,
     ) -> None:
         self.rng = random.Random(seed)
         self.memory = Watched(memory)
+        self.memory.rng, self.memory.unforked = random.Random(seed), unforked
         echo = runner or EchoRunner(depth, vocab_size=VOCAB)
         self.runner = Checked(echo, self.memory, budget)
         self.runner.bind(memory.geometry)
         self.windows = tuple(group.window for group in memory.geometry.groups)
-        self.scheduler = Scheduler(self.memory, budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS))
+        # Under "auto" victims of a few pages are swapped, larger ones recomputed.
+        costs = Costs(0, 1, 6 * memory.geometry.page_bytes, 0, 0)
+        self.scheduler = Scheduler(
+            self.memory, budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS), preemption=preemption,
+            costs=costs,
+        )  # fmt: skip
         limits = Limits(VOCAB, MAX_LEN, 1000)
         self.engine = Engine(self.scheduler, self.runner, limits, clock=lambda: 0.0)
         self.total = memory.usage().total
         self.asked: dict[str, Asked] = {}
         self.outputs: dict[str, list[Output]] = {}
         self.aborted: set[str] = set()
-        self.refused = self.steps = 0
+        self.aborts: Counter[str] = Counter()
+        self.ran: set[Request] = set()
+        self.refused = self.steps = self.siblings = 0
 
     def add(self, asked: Asked) -> None:
         try:
@@ -194,30 +258,70 @@ class Trace:
         self.outputs[asked.id] = []
 
     def abort(self, id: str) -> None:
-        if id in self.engine.requests:
+        request = self.engine.requests.get(id)
+        if request is not None:
             self.aborted.add(id)
+            first = request.live[0]
+            forking = request.status is Status.RUNNING and len(request.live) == 1 and first.branches and first.pending
+            self.aborts["forking" if forking else request.status.value] += 1
         self.engine.abort(id)
+
+    def prefixes(self) -> None:
+        """Register one, or release one, computed or not, used or not."""
+        name = str(self.rng.randrange(4))
+        if name in self.engine.prefixes:
+            assert self.engine.release_prefix(name)
+        else:
+            try:
+                self.engine.register_prefix(name, self.rng.choice(STEMS)[: self.rng.randint(1, 15)])
+            except InputError:
+                self.refused += 1
 
     def step(self) -> list[Output]:
         self.steps += 1
         outputs = self.engine.step()
         for output in outputs:
-            self.outputs[output.request].append(output)
+            self.outputs.setdefault(output.request, []).append(output)
+        self._scheduled()
         self.memory.check()
         check_published(self.memory.memory, self.memory.residents.values())
         assert self.memory.usage().total == self.total, f"usage doesn't add up: {self.memory.usage()}"
         assert min(self.memory.usage()) >= 0, f"usage is negative: {self.memory.usage()}"
         return outputs
 
+    def _scheduled(self) -> None:
+        """First come first served, all sequences of a request together, nobody new while somebody is swapped."""
+        running, swapped, waiting = ([*queue] for queue in self.scheduler_queues())
+        fresh = set(running) - self.ran
+        self.ran |= fresh
+        assert not (fresh and swapped), "a request was admitted while another is swapped"
+        away = sorted([*swapped, *waiting], key=lambda request: request.order)
+        for queue in (running, swapped, waiting, [] if self.memory.unforked else [*running, *away]):
+            assert [request.order for request in queue] == sorted(request.order for request in queue), "out of order"
+        for request in (*running, *away):
+            where = Status.SWAPPED if request in swapped else Status.WAITING if request in waiting else Status.RUNNING
+            assert request.status is where, f"request {request.id} is {request.status}, but stands with {where}"
+            for seq in request.live:
+                assert (seq.id in self.memory.residents) == (where is Status.RUNNING), "a branch is elsewhere"
+                assert (seq.id in self.memory.swapped) == (where is Status.SWAPPED), "a branch is elsewhere"
+                self.siblings += seq.sibling is not None
+
+    def scheduler_queues(self) -> tuple[Iterable[Request], ...]:
+        return self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
+
     def run(self, requests: int = 16, aborts: float = 0.04, arrivals: float = 0.4) -> Told:
         """Serve a random stream, then check everything that must hold at the end."""
         added = 0
+        for _ in range(3 if self.memory.prefix_pages else 0):
+            self.prefixes()
         while added < requests or self.engine.unfinished:
             while added < requests and (self.rng.random() < arrivals or not self.engine.unfinished):
                 self.add(draw_request(self.rng, str(added)))
                 added += 1
             if self.rng.random() < aborts and self.asked:
                 self.abort(self.rng.choice(list(self.asked)))
+            if self.memory.prefix_pages and self.rng.random() < 0.04:
+                self.prefixes()
             if self.engine.unfinished:
                 self.step()
             assert self.steps < 400 * requests, "the engine makes no progress"
@@ -227,46 +331,64 @@ class Trace:
             len(self.aborted),
             self.refused,
             self.steps,
-            self.scheduler.preemptions,
+            self.scheduler.preempted["swap"],
+            self.scheduler.preempted["recompute"],
             self.memory.shortages,
             self.memory.hits,
+            self.memory.partial,
             self.memory.pages.evictions,
+            self.siblings,
+            self.aborts,
         )
 
     def drained(self) -> None:
-        """Nothing is left, and every output is the oracle's."""
+        """Nothing is left but registered prefixes, then nothing; and every output is the oracle's."""
+        memory = self.memory.memory
+        referenced = memory.usage().total // memory.geometry.page_bytes - memory.pages.available
+        assert referenced == memory.prefixes.pinned_pages, "pages did not come back"
+        for name in list(self.engine.prefixes):
+            assert self.engine.release_prefix(name)
         usage = self.memory.usage()
         assert usage.used == usage.internal == usage.reserved == 0, f"pages did not come back: {usage}"
+        assert len(memory.host_pages) == memory.geometry.host_pages, "host pages did not come back"
+        assert len(memory.slots) == memory.geometry.slots - 1, "slots did not come back"
         assert not self.memory.residents, "sequences did not leave"
         assert not self.scheduler.running, "requests still run"
         assert not self.scheduler.by_slot, "slots are still mapped"
-        assert not self.engine.requests, "requests are still known"
+        assert not self.engine.requests, f"requests are still known: {list(self.engine.requests)}"
+        self.memory.check()
         for id, asked in self.asked.items():
             self._compare(asked, self.outputs[id])
+
+    def _wanted(self, asked: Asked) -> list[Found]:
+        """What each branch must be, computed without a memory."""
+        params, settings = asked.params, {"vocab_size": VOCAB, "windows": self.windows, "max_len": MAX_LEN}
+        if params.beam_width is not None:
+            return expected_beams(asked.prompt, params, eos_ids=EOS, **settings)
+        found = []
+        assert params.seed is not None
+        for branch in range(params.width):
+            tokens = expected(asked.prompt, params, params.seed + branch, eos_ids=EOS, **settings)
+            known = states([*asked.prompt, *tokens], self.windows)[len(asked.prompt) - 1 :]
+            logprob = sum(fake_top(state, token, 0, VOCAB).logprob for state, token in zip(known, tokens))
+            found.append(Found(tokens, logprob, *ending(params, tokens)))
+        return sorted(found, key=lambda one: -one.logprob)[: params.n] if params.ranked else found[: params.n]
 
     def _compare(self, asked: Asked, outputs: list[Output]) -> None:
         assert sum(output.done for output in outputs) == 1, f"request {asked.id} did not end once"
         assert outputs[-1].done, f"request {asked.id} went on after its end"
-        for branch in range(asked.params.n):
+        for branch, want in enumerate(self._wanted(asked)):
             mine = [output for output in outputs if output.branch == branch]
             got = [token for output in mine for token in output.tokens]
-            assert asked.params.seed is not None
-            want = expected(
-                asked.prompt,
-                asked.params,
-                asked.params.seed + branch,
-                vocab_size=VOCAB,
-                windows=self.windows,
-                max_len=MAX_LEN,
-                eos_ids=EOS,
-            )
             if asked.id in self.aborted:
-                assert got == want[: len(got)], f"aborted request {asked.id}, branch {branch}: {got} is not in {want}"
+                assert got == want.tokens[: len(got)], f"aborted request {asked.id}, branch {branch}: {got}, not {want}"
                 continue
-            assert got == want, f"request {asked.id}, branch {branch}: {got} instead of {want}"
+            assert got == want.tokens, f"request {asked.id}, branch {branch}: {got} instead of {want.tokens}"
             assert [o.finish_reason for o in mine[:-1]] == [None] * (len(mine) - 1), "a branch went on after its end"
-            assert (mine[-1].finish_reason, mine[-1].stop_reason) == ending(asked.params, want)
-            self._compare_tops(asked, mine, want)
+            assert (mine[-1].finish_reason, mine[-1].stop_reason) == (want.reason, want.stop_reason)
+            if asked.params.logprobs is not None or asked.params.beam_width or asked.params.ranked:
+                assert mine[-1].cumulative_logprob == want.logprob
+            self._compare_tops(asked, mine, want.tokens)
 
     def _compare_tops(self, asked: Asked, mine: list[Output], want: list[int]) -> None:
         params, prompt = asked.params, asked.prompt
@@ -301,7 +423,16 @@ def run_trace(
     tokens: int = 128,
     requests: int = 16,
     runner: EchoRunner | None = None,
+    preemption: str = "recompute",
+    host: int = 0,
+    prefix_tokens: int = 0,
+    unforked: float = 0.0,
+    aborts: float = 0.04,
 ) -> Told:
     """One random trace over a fresh memory."""
-    memory = make(Build(tokens=tokens, chunk=budget, max_seqs=max_seqs))
-    return Trace(memory, seed=seed, depth=depth, budget=budget, max_seqs=max_seqs, runner=runner).run(requests)
+    memory = make(Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
+    trace = Trace(
+        memory, seed=seed, depth=depth, budget=budget, max_seqs=max_seqs, runner=runner, preemption=preemption,
+        unforked=unforked,
+    )  # fmt: skip
+    return trace.run(requests, aborts)

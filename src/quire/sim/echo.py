@@ -12,11 +12,13 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.decoding import branch_seed
+from quire.decoding import branch_seed, method_of
+from quire.method import Branch, Context
 from quire.plan import LAST, Birth, Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table, Top
 from quire.request import SamplingParams
 from quire.specs import Geometry
@@ -42,9 +44,13 @@ def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int) -> i
 
 
 def fake_top(state: int, token: int, k: int, vocab_size: int) -> Top:
-    """A made-up log-probability of `token` after `state`, below zero, with `k` alternatives."""
-    logprobs = tuple(-(_hash(struct.pack("<qq", state, token + i)) % 1000 + 1) / 100 for i in range(k + 1))
-    return Top(token, logprobs[0], 1, tuple((token + i) % vocab_size for i in range(k)), logprobs[:k])
+    """Made-up log-probabilities after `state`, below zero: that of `token`, its rank, and the `k` best of all tokens.
+    They are multiples of 1/1024, so that sums are exact in any order."""
+    digest = hashlib.shake_128(struct.pack("<q", state)).digest(2 * vocab_size)
+    scores = np.frombuffer(digest, dtype="<u2")
+    order = [int(i) for i in np.argsort(scores, kind="stable")]
+    logprobs = [-(int(scores[i]) + 1) / 1024 for i in (token, *order[:k])]
+    return Top(token, logprobs[0], order.index(token) + 1, tuple(order[:k]), tuple(logprobs[1:]))
 
 
 def states(tokens: Seq[int], windows: Seq[int | None], known: Seq[int] = ()) -> list[int]:
@@ -80,6 +86,47 @@ def expected(
         if tokens[-1] in ends and count >= params.min_tokens:
             break
     return tokens[len(prompt) :]
+
+
+class Found(NamedTuple):
+    """A result of beam search: its outputs, the sum of their log-probabilities, and why it ended."""
+
+    tokens: list[int]
+    logprob: float
+    reason: str
+    stop_reason: int | None
+
+
+def expected_beams(
+    prompt: Seq[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    windows: Seq[int | None] = (None,),
+    max_len: int = 2**31,
+    eos_ids: frozenset[int] = frozenset(),
+) -> list[Found]:
+    """The results, best first, that the request's method must find over an EchoRunner, whatever the memory."""
+    method = method_of(params)
+    assert method is not None, "the parameters name no method"
+    limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
+    ends = frozenset() if params.ignore_eos else eos_ids
+    context = Context(ends, frozenset(params.stop_token_ids or ()), params.min_tokens, limit)
+    k = max(method.top(context), params.logprobs or 0)
+    live = [(list(prompt), 0.0, list[int]())]
+    results: list[tuple[float, Found]] = []
+    while live:
+        known = [states(tokens, windows, before) for tokens, _, before in live]
+        tops = [fake_top(mine[-1], 0, k, vocab_size) for mine in known]
+        branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
+        advance = method.advance(branches, context)
+        for end in advance.endings:
+            tokens, logprob, _ = live[end.parent]
+            outputs = [*tokens[len(prompt) :], end.token]
+            results.append((end.score, Found(outputs, logprob + end.logprob, end.reason, end.stop_reason)))
+        results = sorted(results, key=lambda result: -result[0])[: method.keep()]
+        live = [([*live[i][0], token], live[i][1] + logprob, known[i]) for i, token, logprob in advance.choices]
+    return [found for _, found in results[: params.n]]
 
 
 def _first_seen(position: int, window: int | None) -> int:
@@ -149,7 +196,8 @@ class EchoRunner:
             self.birth(birth)
         for entry in plan.journal:
             self.replay(entry)
-        samples = tuple(self.compute(row) for row in plan.rows)
+        # From the last to the first: no row may need what another row of the same step writes.
+        samples = tuple([self.compute(row) for row in reversed(plan.rows)][::-1])
         for entry in plan.ahead:
             self.replay(entry)
         return StepResult(samples, 0.0)
