@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from memories import MEMORIES, Build, insides
 
 from quire.memory import KVMemory
-from quire.plan import Journal
+from quire.memory.paged import PagedMemory
+from quire.plan import Copy, In, Journal, Out, Poison
 from quire.request import Sequence
 
 every_memory = pytest.mark.parametrize("name", MEMORIES)
@@ -425,3 +426,163 @@ def test_slots_are_dense_and_scratch_is_nobodys(name: str) -> None:
     late = sequence(4, 4)
     assert memory.admit(late, 64) is not None
     assert memory.slot(late) == 2
+
+
+# Swapping
+
+
+def host_keeps(memory: PagedMemory, seqs: Iterable[Sequence]) -> set[int]:
+    return {page for seq in seqs for table in memory.swapped[seq.id].tables for page in table if page}
+
+
+@every_memory
+def test_a_failed_swap_changes_nothing(name: str) -> None:
+    memory = MEMORIES[name](Build(tokens=96, max_seqs=64, host=3))
+    large, small = sequence(1, 20), sequence(2, 1, start=500)
+    for seq in (large, small):
+        serve(memory, seq)
+    fits = len(pages_of(memory, large)) <= 3
+    before = insides(memory)
+    if not fits:
+        assert not memory.swap_out([large])
+        assert not memory.swap_out([small, large])  # all or none
+        assert insides(memory) == before
+    assert memory.swap_out([small])
+    residents = fill(memory)
+    before = insides(memory)
+    assert not memory.swap_in([small])
+    assert insides(memory) == before
+    for seq in [*residents, large]:
+        memory.free(seq)
+    assert memory.swap_in([small])
+    memory.check()
+
+
+@every_memory
+def test_pages_go_out_before_they_are_used_again_and_come_in_before_they_are_read(name: str) -> None:
+    """A device that replays the journal in order finds each sequence's content after the swaps."""
+    memory = MEMORIES[name](Build(tokens=96, max_seqs=64, host=1000))
+    cells: dict[int, object] = {}
+    host: dict[int, object] = {}
+
+    def replay() -> None:
+        now, ahead = memory.take_journal()
+        for entry in now + ahead:
+            if isinstance(entry, Out):
+                host[entry.host] = cells[entry.page]
+            elif isinstance(entry, In):
+                cells[entry.page] = host.pop(entry.host)
+            elif isinstance(entry, Copy):
+                cells[entry.dst] = cells[entry.src]
+            elif isinstance(entry, Poison):
+                cells[entry.page] = None
+
+    def write(seq: Sequence) -> None:
+        replay()
+        for page in pages_of(memory, seq):
+            cells[page] = seq.id
+
+    away = sequence(1, 20)
+    admit(memory, away)
+    assert memory.grow(away, 20)
+    write(away)
+    away.planned = away.computed = 20
+    assert memory.swap_out([away])
+    other = sequence(2, 20, start=500)  # in the same step, on the pages that became free
+    admit(memory, other)
+    assert memory.grow(other, 20)
+    write(other)
+    other.planned = other.computed = 20
+    memory.free(other)
+    assert memory.swap_in([away])
+    replay()
+    held = pages_of(memory, away)
+    assert held
+    assert {cells[page] for page in held} == {1}
+
+
+@every_memory
+def test_conservation_on_the_host(name: str) -> None:
+    """Shared pages go out once and come back shared; none is lost; there are never more than pages."""
+    memory = MEMORIES[name](Build(tokens=128, max_seqs=64, host=10**6))
+    assert memory.geometry.host_pages == memory.geometry.pages - 1
+    parent = sequence(1, 18)
+    serve(memory, parent)
+    child = parent.fork(2, 1, 0)
+    assert memory.fork(parent, child)
+    assert compute(memory, child, 3)
+    held = {page for seq in (parent, child) for page in pages_of(memory, seq)}
+    places = [memory.place(seq).tables for seq in (parent, child)]
+    for _ in range(3):
+        assert memory.swap_out([parent, child])
+        memory.check()
+        assert len(host_keeps(memory, (parent, child))) == len(held)
+        assert len(memory.host_pages) == memory.geometry.host_pages - len(held)
+        assert memory.usage().used == memory.usage().internal == 0
+        assert memory.swap_in([parent, child])
+        memory.check()
+        assert len(memory.host_pages) == memory.geometry.host_pages
+    back = [memory.place(seq).tables for seq in (parent, child)]
+    names = [[page for tables in place for table in tables for page in table] for place in (places, back)]
+    assert [names[0].index(page) for page in names[0]] == [names[1].index(page) for page in names[1]]
+    assert memory.swap_out([parent, child])
+    memory.drop_swapped(parent)
+    assert len(host_keeps(memory, [child])) == memory.geometry.host_pages - len(memory.host_pages)
+    memory.check()
+    memory.drop_swapped(child)
+    assert len(memory.host_pages) == memory.geometry.host_pages
+    memory.check()
+
+
+@every_memory
+def test_only_quiet_sequences_are_swapped(name: str) -> None:
+    memory = MEMORIES[name](Build(host=100))
+    seq = sequence(1, 9)
+    admit(memory, seq)
+    assert memory.grow(seq, 9)
+    seq.planned = 9
+    with pytest.raises(AssertionError, match="in flight"):
+        memory.swap_out([seq])
+
+
+@given(
+    name=st.sampled_from(sorted(MEMORIES)),
+    shared=st.integers(1, 30),
+    tails=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    more=st.integers(0, 6),
+    chunk=st.integers(1, 40),
+    data=st.data(),
+)
+def test_what_fits_with_a_common_prefix_comes_back_together(
+    name: str, shared: int, tails: list[int], more: int, chunk: int, data: st.DataObject
+) -> None:
+    """In the smallest memory that says so, a group that was preempted is admitted again, sharing, and grows."""
+    lengths = [min(shared + tail + more, 48) for tail in tails]
+    memory = next(
+        memory
+        for tokens in range(1, 3000)
+        if (memory := MEMORIES[name](Build(tokens, chunk))).fits([max(lengths)] * len(lengths), shared)
+    )
+    group: list[Sequence] = []
+    for id, tail in enumerate(tails):
+        seq = sequence(id, min(shared + tail, 48))
+        seq.tokens[shared:] = [1000 * id + i for i in range(len(seq.tokens) - shared)]
+        # As the scheduler does: all of a group's tokens are asked for, so that they can be shared.
+        reused = memory.admit(seq, chunk if len(tails) == 1 else len(seq.tokens), group[0] if group else None)
+        assert reused is not None, f"{lengths} fit with {shared} in common, but sequence {id} isn't admitted"
+        seq.computed = seq.planned = reused
+        group.append(seq)
+    while any(seq.planned < length for seq, length in zip(group, lengths)):
+        for seq, length in zip(group, lengths):
+            count = min(length - seq.planned, data.draw(st.integers(1, chunk)))
+            if count:
+                assert compute(memory, seq, count), f"{lengths} fit, but {seq.id} can't grow from {seq.planned}"
+    memory.check()
+
+
+def test_fits_counts_a_common_prefix_once_but_for_its_last_page() -> None:
+    memory = MEMORIES["paged-4"](Build(tokens=4 * 14))
+    assert memory.fits([20] * 4, 16)  # 4 pages in common, 1 page each: 8
+    assert memory.fits([24] * 5, 19)  # the fifth page is each one's own: 4 + 5 * 2
+    assert not memory.fits([24] * 6, 19)
+    assert not memory.fits([24] * 5)

@@ -1,14 +1,17 @@
-"""PagedAttention, Figures 6, 7 and 8, block by block. The paper's physical block b is page b + 1: page 0 is scratch."""
+"""PagedAttention, Figures 3 and 6 to 10, block by block. The paper's block b is page b + 1: page 0 is scratch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from memories import spec
 
 from quire.config import EngineConfig
+from quire.decoding import method_of
 from quire.memory import Size, build_memory
 from quire.memory.paged import PagedMemory
+from quire.method import Advance, Branch, Choice, Context
 from quire.plan import Copy, Sampled, StepPlan, StepResult, Table
 from quire.request import Request, SamplingParams, Sequence
 from quire.scheduler import Scheduler
@@ -24,14 +27,15 @@ def ids(text: str) -> list[int]:
 
 
 class Server:
-    """A scheduler and an EchoRunner over nine blocks of four tokens, given out in the figures' order."""
+    """A scheduler and an EchoRunner over a few blocks of four tokens, given out in the figures' order. With `caching`
+    a freed block keeps its content as long as others are empty."""
 
-    def __init__(self, order: Iterable[int]) -> None:
+    def __init__(self, order: Iterable[int], blocks: int = BLOCKS, caching: bool = False, prefix: int = 0) -> None:
         config = EngineConfig(page_size=BLOCK, max_num_seqs=4)
-        built = build_memory(config, spec((None,), 32), Size(BLOCKS * BLOCK, 32, 2))
-        rest = [block for block in range(BLOCKS) if block not in set(order)]
+        built = build_memory(config, spec((None,), 32), Size(blocks * BLOCK, 32, 2))
+        rest = [block for block in range(blocks) if block not in set(order)]
         pages = [block + 1 for block in (*order, *rest)]
-        self.memory = PagedMemory(built.geometry, chunk=64, caching=False, order=pages)
+        self.memory = PagedMemory(built.geometry, chunk=64, caching=caching, order=pages, prefix_pages=prefix)
         self.scheduler = Scheduler(self.memory, budget=64, max_seqs=4, max_len=32)
         self.runner = EchoRunner(vocab_size=1000)
         self.runner.bind(self.memory.geometry)
@@ -42,6 +46,25 @@ class Server:
         params = SamplingParams(n=n, max_tokens=16, ignore_eos=True)
         self.scheduler.add(Request(text, seq, params, arrival=0.0, max_tokens=16))
         return seq
+
+    def add_ids(self, tokens: list[int], params: SamplingParams, prefix: str | None = None) -> Request:
+        seq = Sequence(self.scheduler.new_id(), list(tokens))
+        request = Request(str(seq.id), seq, params, arrival=0.0, max_tokens=params.max_tokens or 16)
+        request.method, request.prefix = method_of(params), prefix
+        seq.branches = request.method.width - 1 if request.method is not None else 0
+        self.scheduler.add(request)
+        return request
+
+    def run(self) -> StepPlan:
+        """A step whose tokens are the runner's own."""
+        plan = self.plan()
+        self.scheduler.update(plan, self.runner.collect(self.runner.submit(plan)))
+        self.memory.check()
+        return plan
+
+    def blocks(self, seq: Sequence) -> list[int]:
+        (table,) = self.memory.place(seq).tables
+        return [page - 1 for page in table]
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -159,3 +182,109 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
     assert server.table(a2) == [(7, 4), (1, 4)]
     assert list(server.runner.cells[3 + 1, :3]) == before == list(server.runner.cells[1 + 1, :3])
     assert server.runner.cells[3 + 1, 3] != server.runner.cells[1 + 1, 3]
+
+
+class Figure9:
+    """The candidates of Figure 9: one leaves after the prompt, three part after the third block, and from the fourth on
+    those numbered 1 and 2 are continued twice each."""
+
+    width = 4
+
+    def top(self, context: Context) -> int:
+        return 4
+
+    def keep(self) -> int:
+        return 4
+
+    def advance(self, branches: Seq[Branch], context: Context) -> Advance:
+        parents = {4: (0, 0), 12: (0, 0, 0, 1), 16: (1, 1, 2, 2)}
+        chosen = parents.get(len(branches[0].tokens), range(len(branches)))
+        return Advance(tuple(Choice(parent, 20 + i, -1.0) for i, parent in enumerate(chosen)))
+
+
+def test_figure_9_beam_search() -> None:
+    server = Server(order=(), blocks=16, caching=True)
+    request = server.add_ids(ids("Four score and seven"), SamplingParams(method=Figure9, max_tokens=20))
+    while len(request.live[0].tokens) < 16:
+        server.run()
+    plan = server.plan()  # the last token before the dotted line
+    assert [server.blocks(seq) for seq in request.live] == [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
+    assert [server.refs(block) for block in range(10)] == [4, 3, 1, 3, 1, 1, 1, 1, 1, 0]
+    before = [list(seq.tokens) for seq in request.live]
+
+    server.scheduler.update(plan, server.runner.collect(server.runner.submit(plan)))
+    assert [seq.tokens[:16] for seq in request.live] == [before[1], before[1], before[2], before[2]]
+    freed = [block for block in range(9) if server.refs(block) == 0]
+    assert freed == [2, 4, 5, 8]
+    assert [server.blocks(seq) for seq in request.live] == [[0, 1, 3, 6]] * 2 + [[0, 1, 3, 7]] * 2
+
+    plan = server.run()
+    assert not [entry for entry in plan.journal if isinstance(entry, Copy)]  # full blocks are never copied
+    tables = [server.blocks(seq) for seq in request.live]
+    assert tables == [[0, 1, 3, 6, 9], [0, 1, 3, 6, 10], [0, 1, 3, 7, 11], [0, 1, 3, 7, 12]]
+    assert [server.refs(block) for block in (0, 1, 3, 6, 7)] == [4, 4, 4, 2, 2]
+    assert [server.refs(block) for block in (9, 10, 11, 12)] == [1, 1, 1, 1]
+
+
+def test_figure_10_a_shared_prompt_is_mapped_and_its_last_block_copied_on_write() -> None:
+    """A prefix of six tokens lies in blocks 0 and 1, which is half full; two tasks follow it."""
+    server = Server(order=(), prefix=2)
+    prefix = ids("Four score and seven years ago")
+    server.add_ids(prefix, SamplingParams(max_tokens=1), prefix="translate")
+    server.run()
+    assert not server.scheduler.unfinished
+    assert (server.refs(0), server.refs(1)) == (1, 1)
+    assert server.memory.pages.available == BLOCKS - 2
+    kept = list(server.runner.cells[1 + 1])
+
+    first = server.add_ids(prefix + ids("it was the best"), SamplingParams(max_tokens=4)).live[0]
+    second = server.add_ids(prefix + ids("brought forth"), SamplingParams(max_tokens=4)).live[0]
+    plan = server.run()
+    # The prompt phase computes the user's part only.
+    assert [(row.start, row.tokens) for row in plan.rows] == [
+        (6, tuple(ids("it was the best"))),
+        (6, tuple(ids("brought forth"))),
+    ]
+    assert [entry for entry in plan.journal if isinstance(entry, Copy)] == [
+        Copy(0, 1 + 1, 2 + 1),
+        Copy(0, 1 + 1, 4 + 1),
+    ]
+    assert server.blocks(first) == [0, 2, 3]
+    assert server.blocks(second) == [0, 4]
+    assert [server.refs(block) for block in range(5)] == [3, 1, 1, 1, 1]
+    assert list(server.runner.cells[1 + 1]) == kept  # the prefix is as it was
+    assert list(server.runner.cells[2 + 1, :2]) == list(server.runner.cells[4 + 1, :2]) == kept[:2]
+    while server.scheduler.unfinished:
+        server.run()
+    assert [server.refs(block) for block in range(BLOCKS)] == [1, 1] + [0] * (BLOCKS - 2)
+    assert server.memory.unpin("translate")
+    assert server.memory.pages.available == BLOCKS
+
+
+def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
+    """Requests that may grow to 2048 and 512 tokens: nothing is reserved for what they may become, nothing lies between
+    them, and what their last pages hold no tokens in is all that is wasted."""
+    page = 16
+    config = EngineConfig(page_size=page, max_num_seqs=4)
+    memory = build_memory(config, spec((None,), 2048), Size(2560, 2048, 2))
+    token = memory.geometry.page_bytes // page
+    scheduler = Scheduler(memory, budget=64, max_seqs=4, max_len=2048)
+    runner = EchoRunner(vocab_size=1000)
+    runner.bind(memory.geometry)
+    seqs = []
+    for prompt, longest in ((7, 2048), (3, 512)):
+        seq = Sequence(scheduler.new_id(), list(range(100 * prompt, 100 * prompt + prompt)))
+        params = SamplingParams(max_tokens=longest - prompt, ignore_eos=True)
+        scheduler.add(Request(str(longest), seq, params, arrival=0.0, max_tokens=longest - prompt))
+        seqs.append(seq)
+    assert memory.fits([2048])
+    for _ in range(40):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.update(plan, runner.collect(runner.submit(plan)))
+        usage = memory.usage()
+        wasted = [-seq.computed % page for seq in seqs]
+        assert (usage.reserved, usage.external) == (0, 0)
+        assert usage.internal == sum(wasted) * token
+        assert max(wasted) < page
+        assert usage.used == sum(seq.computed for seq in seqs) * token
