@@ -1,0 +1,94 @@
+"""A long run of the engine over an EchoRunner: nothing may be left behind. As a script it writes what it counted:
+`python tests/conformance/soak.py 100000 docs/measurements/soak.json`."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from memories import MAX_LEN, MEMORIES, VOCAB, Build
+from traces import Trace, draw_request
+
+from quire.engine import Engine, Limits
+from quire.errors import InputError
+from quire.plan import Copy, In, Out, StepPlan
+from quire.sim.echo import EchoRunner
+
+KINDS = {Copy: "copies", Out: "pages_out", In: "pages_in"}
+
+
+class Counting(EchoRunner):
+    """Counts what the plans ask for."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, vocab_size=VOCAB)
+        self.counts: Counter[str] = Counter()
+
+    def submit(self, plan: StepPlan) -> int:
+        self.counts["steps"] += 1
+        self.counts["tokens_computed"] += sum(len(row.tokens) for row in plan.rows)
+        self.counts["forks"] += sum(birth.parent >= 0 for birth in plan.births)
+        for entry in plan.journal:
+            if (kind := KINDS.get(type(entry))) is not None:
+                self.counts[kind] += 1
+        return super().submit(plan)
+
+
+def soak(requests: int, *, seed: int = 0, depth: int = 2) -> dict[str, float]:
+    """Serve a random stream of all kinds of requests, a few of them aborted; every 100th is compared with the oracle.
+    Returns counts."""
+    rng, runner = random.Random(seed), Counting(depth)
+    memory = MEMORIES["paged-4"](Build(tokens=160, chunk=64, max_seqs=12, host=24, prefix_tokens=16))
+    trace = Trace(memory, seed=seed, depth=depth, budget=64, max_seqs=12, runner=runner, preemption="auto")
+    scheduler, begin = trace.scheduler, time.perf_counter()
+    scheduler.memory = memory  # unwatched
+    engine = Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 1000), clock=lambda: 0.0)
+    trace.engine = engine
+    added = steps = 0
+    while added < requests or engine.unfinished:
+        while added < requests and len(engine.requests) < 8:
+            asked = draw_request(rng, str(added))
+            added += 1
+            try:
+                engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt)
+            except InputError:
+                trace.refused += 1
+                continue
+            if added % 100 == 0:
+                trace.asked[asked.id], trace.outputs[asked.id] = asked, []
+        if rng.random() < 0.01 and engine.requests:
+            trace.abort(rng.choice(list(engine.requests)))
+        if rng.random() < 0.01:
+            trace.prefixes()
+        for output in engine.step():
+            if output.request in trace.outputs:
+                trace.outputs[output.request].append(output)
+        steps += 1
+        assert steps < 200 * requests, "the engine makes no progress"
+        if steps % 1000 == 0:
+            memory.check()
+    trace.drained()
+    seconds = time.perf_counter() - begin
+    return {
+        "requests": added - trace.refused,
+        "refused": trace.refused,
+        "aborted": len(trace.aborted),
+        "compared": len(trace.asked),
+        "seconds": round(seconds, 1),
+        "preemptions_by_swap": scheduler.preempted["swap"],
+        "preemptions_by_recomputation": scheduler.preempted["recompute"],
+        **runner.counts,
+        "evictions": memory.pages.evictions,
+        "pages_left": memory.pages.total - memory.pages.available,
+        "slots_left": memory.geometry.slots - 1 - len(memory.slots),
+        "host_pages_left": memory.geometry.host_pages - len(memory.host_pages),
+    }
+
+
+if __name__ == "__main__":
+    told = soak(int(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps(told, indent=2) + "\n")

@@ -1,0 +1,125 @@
+"""Whatever arrives, is aborted, preempted or swapped: work that waits is done in a bounded number of steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from memories import MAX_LEN, MEMORIES, Build
+from soak import soak
+from traces import Trace, draw_request
+
+OPS = ("arrive", "arrive", "arrive", "step", "step", "steps", "abort", "preempt", "preempt", "prefix", "settle")
+
+
+class Schedules(RuleBasedStateMachine):
+    """Arrivals, aborts, preemptions by any way, steps and prefixes in any order."""
+
+    name = "paged-4"
+
+    @initialize(
+        tokens=st.integers(16, 160),
+        budget=st.integers(1, 20),
+        host=st.sampled_from((0, 5, 1000)),
+        prefix_tokens=st.sampled_from((0, 12)),
+        way=st.sampled_from(("swap", "recompute", "auto")),
+        depth=st.integers(1, 3),
+        max_seqs=st.integers(1, 8),
+        unforked=st.sampled_from((0.0, 0.0, 0.2)),
+    )
+    def build(self, tokens: int, budget: int, max_seqs: int, host: int, prefix_tokens: int, depth: int, **how) -> None:
+        memory = MEMORIES[self.name](Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
+        self.trace = Trace(
+            memory, seed=0, depth=depth, budget=budget, max_seqs=max_seqs, preemption=how["way"],
+            unforked=how["unforked"],
+        )  # fmt: skip
+        self.added = 0
+
+    @rule(op=st.sampled_from(OPS), seed=st.integers(0, 2**32))
+    def act(self, op: str, seed: int) -> None:
+        getattr(self, op)(random.Random(seed))
+
+    def arrive(self, rng: random.Random) -> None:
+        self.trace.add(draw_request(rng, str(self.added)))
+        self.added += 1
+
+    def step(self, rng: random.Random) -> None:
+        if self.trace.engine.unfinished:
+            self.trace.step()
+
+    def steps(self, rng: random.Random) -> None:
+        for _ in range(rng.randint(2, 12)):
+            self.step(rng)
+
+    def abort(self, rng: random.Random) -> None:
+        if self.trace.asked:
+            self.trace.abort(rng.choice(list(self.trace.asked)))
+
+    def preempt(self, rng: random.Random) -> None:
+        """The youngest is preempted though there is room; like the scheduler, only when nothing is in flight."""
+        scheduler = self.trace.scheduler
+        while self.trace.engine.flight:
+            self.collect()
+        if scheduler.running:
+            scheduler.preemption = rng.choice(("swap", "recompute"))
+            scheduler._preempt(next(reversed(scheduler.running)))
+
+    def collect(self) -> None:
+        """Take in a step without planning the next one."""
+        engine = self.trace.engine
+        depth, engine.depth = engine.depth, 0
+        self.trace.step()
+        engine.depth = depth
+
+    def prefix(self, rng: random.Random) -> None:
+        if self.trace.memory.prefix_pages:
+            self.trace.prefixes()
+
+    def settle(self, rng: random.Random) -> None:
+        """All that was asked for is done: each token of each branch is computed a few times at most."""
+        engine = self.trace.engine
+        bound = 20 + 4 * MAX_LEN * sum(request.params.width for request in engine.requests.values())
+        while engine.unfinished:
+            self.trace.step()
+            bound -= 1
+            assert bound > 0, "the engine makes no progress"
+
+    def teardown(self) -> None:
+        if hasattr(self, "trace"):
+            self.settle(random.Random(0))
+            self.trace.drained()
+
+
+def machine(name: str) -> type[Schedules]:
+    return type("Schedules", (Schedules,), {"name": name})
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_all_work_is_done(name: str) -> None:
+    run_state_machine_as_test(machine(name), settings=settings(max_examples=12, stateful_step_count=25))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", MEMORIES)
+def test_all_work_is_done_at_length(name: str) -> None:
+    run_state_machine_as_test(machine(name), settings=settings(max_examples=3000, stateful_step_count=50))
+
+
+def clean(told: dict[str, float]) -> bool:
+    return told["pages_left"] == told["slots_left"] == told["host_pages_left"] == 0
+
+
+def test_a_few_hundred_requests_leave_nothing_behind() -> None:
+    told = soak(300)
+    assert clean(told)
+    assert min(told["preemptions_by_swap"], told["preemptions_by_recomputation"], told["forks"], told["aborted"]) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_100000_requests_leave_nothing_behind() -> None:
+    assert clean(soak(10**5, seed=1))
