@@ -185,7 +185,14 @@ KINDS: dict[str, dict[str, object]] = {
     "parallel": {"n": 3, "seed": 13, "top_p": 0.9},
     "best": {"n": 2, "best_of": 4, "seed": 14},
     "beams": {"n": 3, "beam_width": 3, "early_stopping": "never", "logprobs": 1},
-    "wide": {"n": 1, "beam_width": 4, "length_penalty": 0.0, "min_tokens": 9, "stop_token_ids": tuple(range(20))},
+    "wide": {
+        "n": 1,
+        "beam_width": 4,
+        "length_penalty": 0.0,
+        "min_tokens": 9,
+        "stop_token_ids": tuple(range(20)),
+        "presence_penalty": 0.3,
+    },
 }
 GROUPS = ("parallel", "best", "beams", "wide")
 SOME = 14

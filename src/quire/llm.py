@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from quire.errors import EngineDead, InputError
 from quire.outputs import Assembly, RequestOutput
 from quire.prompts import Messages, Prompt, Prompts, engine_config
 from quire.request import SamplingParams
+from quire.session import Branch, session_params
 
 if TYPE_CHECKING:
     from quire.build import Built
@@ -95,6 +97,17 @@ class LLM:
                 for output in self._step():
                     done = done or output.done
                     yield output
+        finally:
+            self._abandon(jobs)
+
+    @contextmanager
+    def session(self, prompt: Any, *, width: int = 8, max_tokens: int = 256, top: int = 20) -> Iterator[Branch]:
+        """A prompt that the caller continues, token by token and in up to `width` branches of up to `max_tokens` (see
+        quire.session). Room for all of them is required; other calls wait until the session is left."""
+        [job] = jobs = self._queue([self.prompts.prompt(prompt)], [session_params(width, max_tokens, top)])
+        request = self.engine.requests[job.id]
+        try:
+            yield Branch(self.engine, self._step, request, request.live[0])
         finally:
             self._abandon(jobs)
 

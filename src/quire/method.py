@@ -67,8 +67,9 @@ class Method(Protocol):
         """How many most likely tokens of each branch `advance` needs."""
         ...
 
-    def advance(self, branches: Seq[Branch], context: Context) -> Advance:
-        """Called once a step, with all live branches."""
+    def advance(self, branches: Seq[Branch], context: Context) -> Advance | None:
+        """Called once a step, with all live branches in the order of the last choices. They must end before they have
+        more than context.max_tokens outputs. None: the branches wait until somebody changes them (quire.session)."""
         ...
 
     def keep(self) -> int:

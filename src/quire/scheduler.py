@@ -89,8 +89,8 @@ class Scheduler:
             return None
         if not hurt:
             self._join(rows)
-        if not rows:
-            return None
+        if not rows and (self.flight or not (self.births and self.running)):
+            return None  # a step without rows brings a request back whose method waits, and nothing else
         for row in rows:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
@@ -413,7 +413,7 @@ class Scheduler:
                 self._born(request, child, parent=self.memory.slot(parent))
             if request.params.needs_history:  # the device has recorded its own choice, which wasn't the method's
                 for seq in {id(live[choice.parent]): live[choice.parent] for choice in advance.choices}.values():
-                    self._born(request, seq)
+                    self._born(request, seq, parent=self.memory.slot(seq))
         return True
 
     # Ends

@@ -91,6 +91,8 @@ class ModelRunner:
         for birth in plan.births:
             self.sampler.birth(birth)
         self.store.replay(plan.journal)
+        if not plan.rows:
+            return Ticket(None, [], plan, began)
         batch = build_batch(plan.rows, self.store, self.last)
         hidden = self.model(batch.tokens, StepContext(batch, self.store, self.backend))
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(plan.rows, batch.offsets) if row.score]
