@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol
 
 from quire.config import EngineConfig
 from quire.memory.paged import PagedMemory, Placement
-from quire.memory.usage import Usage
+from quire.memory.usage import Sharing, Usage
 from quire.plan import Journal
 from quire.request import Sequence
 from quire.specs import Geometry, ModelSpec
 
-__all__ = ["KVMemory", "Placement", "Size", "Usage", "build_memory"]
+__all__ = ["KVMemory", "Placement", "Sharing", "Size", "Usage", "build_memory"]
 
 
 class KVMemory(Protocol):
@@ -96,6 +96,10 @@ class KVMemory(Protocol):
 
     def usage(self) -> Usage:
         """Bytes by category; they add up to the memory's size."""
+        ...
+
+    def sharing(self) -> Sharing:
+        """How much is shared, swapped and pinned."""
         ...
 
     def check(self) -> None:

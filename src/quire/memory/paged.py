@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.memory.pages import SCRATCH, Pages
 from quire.memory.policies import FullPolicy, LayerPolicy, WindowPolicy
 from quire.memory.prefix import MAX_PREFIXES, Prefixes, Reuse
-from quire.memory.usage import Usage
+from quire.memory.usage import Sharing, Usage
 from quire.plan import Copy, Entry, In, Journal, Out, Poison, Table
 from quire.request import Sequence
 from quire.specs import Geometry, Group, Layout, ModelSpec
@@ -85,6 +85,7 @@ class PagedMemory:
         self.swapped: dict[int, Resident] = {}  # with host pages in its tables
         self.swapped_out_pages = self.swapped_in_pages = 0
 
+        self.copies = 0  # pages copied on write
     @classmethod
     def build(
         cls, config: EngineConfig, spec: ModelSpec, tokens: int, max_len: int, itemsize: int, model_id: str = ""
@@ -245,6 +246,7 @@ class PagedMemory:
         resident = self.residents[seq.id]
         full = seq.computed // self.page_tokens
         if full > resident.committed:
+        self.copies += 1
             if self.caching:
                 self.prefixes.chain(seq, full)
                 for g, table in enumerate(resident.tables):
@@ -448,5 +450,27 @@ class PagedMemory:
                     counts[page] += page != SCRATCH
         assert counts == self.pages.refs, "reference counts differ from the tables that name the pages"
         away = {host for resident in self.swapped.values() for table in resident.tables for host in table} - {SCRATCH}
+    def sharing(self) -> Sharing:
+        page_bytes, pins = self.geometry.page_bytes, self.prefixes.pins()
+        tables = sum(
+            len(table) - first
+            for resident in self.residents.values()
+            for table, first in zip(resident.tables, resident.first)
+        )
+        idle = sum(self.pages.refs[page] == count for page, count in pins.items())  # no sequence shares them now
+        distinct = self.pages.total - self.pages.available - idle
+        return Sharing(
+            tables * page_bytes,
+            (tables - distinct) * page_bytes,
+            self.copies,
+            self.swapped_out_pages * page_bytes,
+            self.swapped_in_pages * page_bytes,
+            self.host_total,
+            self.host_total - len(self.host_pages),
+            len(self.prefixes.registered),
+            sum(len(prefix.tokens) for prefix in self.prefixes.registered.values()),
+            self.prefix_pages // len(self.policies) * self.page_tokens,
+        )
+
         assert len(away) + len(self.host_pages) == self.host_total, "a host page is lost"
         assert not away & set(self.host_pages), "a host page is free and used"

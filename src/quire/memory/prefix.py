@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from typing import NamedTuple
 
 from quire.memory.pages import SCRATCH, Pages
@@ -122,7 +123,7 @@ class Prefixes:
     @property
     def pinned_pages(self) -> int:
         """Pages that registered prefixes hold, a page shared by several counted once."""
-        return len({p for prefix in self.registered.values() for table in prefix.tables for p in table} - {SCRATCH})
+        return len(self.pins())
 
 
 def _common(a: list[int], b: list[int], limit: int) -> int:
@@ -131,3 +132,9 @@ def _common(a: list[int], b: list[int], limit: int) -> int:
     if a[:limit] == b[:limit]:
         return limit
     return next(i for i in range(limit) if a[i] != b[i])
+    def pins(self) -> Counter[int]:
+        """The pages that registered prefixes hold, and how many of them hold each."""
+        pages = Counter(p for prefix in self.registered.values() for table in prefix.tables for p in table)
+        del pages[SCRATCH]
+        return pages
+
