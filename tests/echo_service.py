@@ -92,7 +92,12 @@ def built(runner: EchoRunner | None = None, *, text: bool = True, kv_tokens: int
     memory = build_memory(config, spec, Size(kv_tokens, MAX_LEN, 2))
     runner.bind(memory.geometry)
     scheduler = Scheduler(
-        memory, budget=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, max_len=MAX_LEN, eos_ids=(0,)
+        memory,
+        budget=config.max_num_batched_tokens,
+        max_seqs=config.max_num_seqs,
+        max_len=MAX_LEN,
+        eos_ids=(0,),
+        preemption=config.preemption,
     )
     engine = Engine(
         scheduler,
@@ -130,7 +135,7 @@ class Running(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(model: Any = None, *, stall_after: float = 60.0, **options: Any) -> Iterator[Running]:
+def serving(model: Any = None, *, stall_after: float = 60.0, root_path: str = "", **options: Any) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt) from a thread; `options` are create_app's."""
     from quire.async_llm import AsyncLLM
     from quire.server.app import create_app
@@ -140,7 +145,7 @@ def serving(model: Any = None, *, stall_after: float = 60.0, **options: Any) -> 
     app = create_app(llm, ["echo", "parrot"], **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
-    server = make_server(app, ServeOptions(), ready.set)
+    server = make_server(app, ServeOptions(root_path=root_path), ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

@@ -18,6 +18,8 @@ import pytest
 from quire.cli import main, parse
 from quire.cli.flags import ENGINE, config_from, sampling_from
 from quire.config import EngineConfig
+from quire.request import SamplingParams
+from quire.sim.echo import expected_beams
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -58,7 +60,8 @@ def test_every_setting_has_a_flag() -> None:
 def test_flags_become_settings(command: str) -> None:
     assert config_from(parse([command])) == EngineConfig()
     assert config_from(parse([command, "some/model"])).model == "some/model"
-    texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "device": "cpu", "table_scope": "layer"}
+    texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "device": "cpu", "table_scope": "layer",
+             "preemption": "swap"}  # fmt: skip
     for field in fields(EngineConfig):
         if field.name in ("model", "kv_gib"):
             continue
@@ -75,12 +78,19 @@ def test_flags_become_settings(command: str) -> None:
         assert getattr(config_from(parse([command, *given])), field.name) == value, flag
     assert config_from(parse([command, "--block-size", "8"])).page_size == 8
     assert config_from(parse([command, "--kv-gib", "1.5"])).kv_gib == 1.5
+    assert config_from(parse([command, "--swap-space", "2"])).swap_gib == 2
 
 
 def test_sampling_flags() -> None:
     args = parse(["generate", "--temperature", "0", "--stop", "a", "--stop", "b", "--seed", "4"])
     assert sampling_from(args) == {"temperature": 0.0, "stop": ["a", "b"], "seed": 4}
     assert sampling_from(parse(["chat"])) == {}
+    beams = ["--beam-width", "4", "--n", "2", "--length-penalty", "0.5", "--early-stopping"]
+    for said, meant in (("true", True), ("false", False), ("never", "never")):
+        assert sampling_from(parse(["generate", *beams, said])) == {
+            "beam_width": 4, "n": 2, "length_penalty": 0.5, "early_stopping": meant,
+        }  # fmt: skip
+    assert sampling_from(parse(["chat", "--best-of", "3"])) == {"best_of": 3}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +109,14 @@ def test_sampling_flags() -> None:
         (["generate", "--prompt", "a" * 100_000], "characters"),
         (["generate", "--prompt", ""], "empty"),
         (["generate", "--prompt", "a", "--stop", ""], "stop must have 1 to 256"),
+        (["generate", "--prompt", "a", "--beam-width", "65"], "beam_width must be between 1 and 64"),
+        (["generate", "--prompt", "a", "--beam-width", "2", "--stop", "x"], "stop_token_ids works"),
+        (["generate", "--prompt", "a", "--length-penalty", "2"], "--length-penalty needs --beam-width"),
+        (["generate", "--prompt", "a", "--n", "3", "--best-of", "2"], "best_of must be at least n"),
+        (["generate", "--prompt", "a", "--early-stopping", "1"], "invalid choice: '1'"),
+        (["serve", "--swap-gib", "-1"], "--swap-gib is -1"),
+        (["serve", "--prefixes", "/nonexistent/file"], "--prefixes /nonexistent/file can't be read"),
+        (["serve", "--admin-key-file", "/nonexistent/file"], "--admin-key-file /nonexistent/file can't be read"),
     ],
 )
 def test_failures_end_with_one_line(run: Run, arguments: list[str], words: str) -> None:
@@ -152,6 +170,30 @@ def test_chat_from_a_pipe(run: Run) -> None:
     half = len(answer) // 2
     assert answer[:half] == answer[half:], "a conversation that was reset begins anew"
     assert first
+
+
+def test_beams_and_best_of(run: Run) -> None:
+    flags = ("--json", "--max-tokens", "4", "--ignore-eos", "--n", "2")
+    status, out, _ = run("generate", "--prompt", "once", *flags, "--beam-width", "3")
+    beams = json.loads(out)
+    assert status == 0
+    params = SamplingParams(beam_width=3, n=2, max_tokens=4, ignore_eos=True)
+    ids = echo_service.tokenizer().encode("once")
+    found = expected_beams(ids, params, vocab_size=echo_service.VOCAB)
+    assert beams["texts"] == [echo_service.tokenizer().decode(beam.tokens) for beam in found]
+    assert beams["cumulative_logprobs"] == [beam.logprob for beam in found]
+    _, out, _ = run("generate", "--prompt", "once", *flags, "--best-of", "5")
+    best = json.loads(out)["cumulative_logprobs"]
+    assert best == sorted(best, reverse=True)
+    _, plain, _ = run("generate", "--prompt", "once", *flags)
+    assert json.loads(plain)["cumulative_logprobs"] == [None, None]
+
+
+def test_chat_prints_one_answer_after_another(run: Run) -> None:
+    flags = ("--seed", "1", "--max-tokens", "5", "--ignore-eos", "--beam-width", "2")
+    _, one, _ = run("chat", *flags, stdin="once\n")
+    _, both, _ = run("chat", *flags, "--n", "2", stdin="once\n")
+    assert both.startswith(one.removesuffix("\n") + "\n---\n")
 
 
 def test_chat_that_outgrows_the_context_says_so(run: Run) -> None:

@@ -13,10 +13,10 @@ import pytest
 from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 
 import quire
-from quire.errors import EngineDead, InputError, PromptTooLong, StartupError
-from quire.llm import LLM
+from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, StartupError
+from quire.llm import LLM, BeamSearchParams
 from quire.request import SamplingParams
-from quire.sim.echo import expected
+from quire.sim.echo import expected, expected_beams
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 
@@ -89,6 +89,55 @@ def test_branches_and_logprobs(llm: LLM) -> None:
     plain = llm.generate([[5]], PARAMS, use_tqdm=False)[0].outputs[0]
     assert plain.logprobs is None
     assert plain.cumulative_logprob is None
+
+
+def test_beam_search_and_best_of(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True, temperature=0.0, length_penalty=0.5)
+    same = SamplingParams(beam_width=3, n=3, max_tokens=6, ignore_eos=True, length_penalty=0.5)
+    prompts = [[5, 6], "once upon"]
+    for prompt, found, result in zip(
+        prompts, llm.beam_search(prompts, params), llm.generate(prompts, same, use_tqdm=False)
+    ):
+        ids = prompt if isinstance(prompt, list) else tokenizer().encode(prompt)
+        beams = expected_beams(ids, same, vocab_size=VOCAB)
+        assert [beam.tokens for beam in found.sequences] == [[*ids, *beam.tokens] for beam in beams]
+        assert [beam.cum_logprob for beam in found.sequences] == [beam.logprob for beam in beams]
+        assert [beam.text for beam in found.sequences] == [tokenizer().decode([*ids, *beam.tokens]) for beam in beams]
+        assert [len(beam.logprobs) for beam in found.sequences] == [6] * 3
+        assert [output.token_ids for output in result.outputs] == [beam.tokens for beam in beams]
+        assert [output.cumulative_logprob for output in result.outputs] == [beam.logprob for beam in beams]
+    best = SamplingParams(best_of=5, n=2, seed=3, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate([[5, 6]], best, use_tqdm=False)[0].outputs
+    scores = [output.cumulative_logprob for output in outputs]
+    assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    assert [output.index for output in outputs] == [0, 1]
+    steps = llm.engine.stats.steps
+    for bad in ({"beam_width": 0}, {"beam_width": 65}, {"beam_width": 17}, {"beam_width": 2, "max_tokens": 0}):
+        with pytest.raises(InputError, match=r"beam_width|max_tokens"):
+            llm.beam_search([[1]], BeamSearchParams(**{"max_tokens": 4, **bad}))
+    assert llm.engine.stats.steps == steps
+
+
+def test_registered_prefixes() -> None:
+    llm = LLM.of(echo_service.built(prefix_tokens=40, enable_prefix_caching=False))  # type: ignore[arg-type]
+    ids = list(range(30, 52))
+    assert llm.register_prefix("rules", ids) == 22
+    assert llm.prefixes == {"rules": 22}
+    [result] = llm.generate([[*ids, 3]], PARAMS, use_tqdm=False)
+    assert result.num_cached_tokens == 22
+    assert result.outputs[0].token_ids == wanted([*ids, 3])
+    with pytest.raises(PrefixTaken):
+        llm.register_prefix("rules", [1])
+    with pytest.raises(PrefixesFull):
+        llm.register_prefix("more", [1] * 17)
+    for name, bad in (("a b", [1]), ("", [1]), (5, [1]), ("x", []), ("x", [VOCAB]), ("x", None)):
+        with pytest.raises(InputError):
+            llm.register_prefix(name, bad)  # type: ignore[arg-type]
+    assert llm.release_prefix("rules")
+    assert not llm.release_prefix("rules")
+    assert llm.register_prefix("text", "once upon") == len(tokenizer().encode("once upon"))
+    assert llm.generate(["once upon a time"], PARAMS, use_tqdm=False)[0].num_cached_tokens > 0
+    llm.engine.scheduler.memory.check()
 
 
 def test_metrics_are_in_order(llm: LLM) -> None:

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
-    from quire.llm import LLM
-    from quire.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.llm import LLM, BeamSearchParams
+    from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
     from quire.request import SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 (plain sorted order)
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "LLM",
@@ -27,6 +30,9 @@ __all__ = [  # noqa: RUF022 (plain sorted order)
 _HOMES = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.async_llm",
+    "BeamSearchOutput": "quire.outputs",
+    "BeamSearchParams": "quire.llm",
+    "BeamSearchSequence": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "EngineConfig": "quire.config",
     "Logprob": "quire.outputs",

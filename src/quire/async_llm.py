@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from quire.engine import Output
-from quire.errors import EngineDead, Overloaded
-from quire.memory.usage import Usage
+from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
+from quire.memory.usage import Sharing, Usage
 from quire.prompts import Prompts, engine_config
 from quire.request import Request, SamplingParams
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
 RETRY_AFTER = 2  # seconds
+T = TypeVar("T")
 
 
 class Observer(Protocol):
@@ -143,6 +144,7 @@ class AsyncLLM:
         self.built, self.engine, self.prompts = built, built.engine, Prompts(built)
         self.observer, self.stall_after = observer, stall_after
         self.usage: Usage = self.engine.scheduler.memory.usage()
+        self.sharing: Sharing = self.engine.scheduler.memory.sharing()
         self.aborted = self.rejected = 0
         self.error: Exception | None = None
         self.accepting = True
@@ -164,14 +166,18 @@ class AsyncLLM:
         """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't."""
         self._check_open()
         stream = Stream(request_id or f"async-{next(self._ids)}", asyncio.get_running_loop())
-        if not self._send(lambda: self._add(stream, prompt_ids, params, salt)):
+        await self._accepted(stream, lambda: self.engine.add(stream.id, prompt_ids, params, salt=salt))
+        return stream
+
+    async def _accepted(self, stream: Stream, add: Callable[[], None]) -> None:
+        """Have the engine's thread `add` the request of `stream`."""
+        if not self._send(lambda: self._add(stream, add)):
             raise EngineDead(f"the engine stopped: {self.error or 'closed'}")
         try:
             await stream.accepted
         except asyncio.CancelledError:
             self.abort(stream.id)
             raise
-        return stream
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, *, salt: str = ""
@@ -189,6 +195,38 @@ class AsyncLLM:
         """End a request whose caller left. From any thread; unknown ids pass."""
         self._send(lambda: self._abort(request_id))
 
+    async def register_prefix(self, name: str, prefix: str | Sequence[int]) -> int:
+        """Compute a text or token ids and pin them as the prefix `name`; returns their number once requests find them.
+        PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead otherwise. Leaving early ends it."""
+        self._check_open()
+        tokens = self.prompts.prefix(name, prefix)
+        stream = Stream(f"prefix:{name}", asyncio.get_running_loop())
+        await self._accepted(stream, lambda: self.engine.register_prefix(name, tokens))
+        last = None
+        try:
+            async for output in stream:
+                last = output
+        finally:
+            if not stream.done:
+                self.abort(stream.id)
+        assert last is not None, "a prefix was computed without an output"
+        check_registered(name, last)
+        return len(tokens)
+
+    async def release_prefix(self, name: str) -> None:
+        """Let go of a registered prefix; requests that use its pages keep them. UnknownPrefix if there is none."""
+        if not await self._ask(lambda: self.engine.release_prefix(name)):
+            raise UnknownPrefix(f"no prefix called {name[:60]!r} is registered", "name")
+
+    async def prefixes(self) -> tuple[dict[str, int], frozenset[str]]:
+        """The lengths in tokens of the registered prefixes and of those being computed, and which are ready."""
+
+        def look() -> tuple[dict[str, int], frozenset[str]]:
+            engine = self.engine
+            return dict(engine.prefixes), frozenset(n for n in engine.prefixes if f"prefix:{n}" not in engine.requests)
+
+        return await self._ask(look)
+
     @property
     def queued(self) -> int:
         """Requests that wait for their first step."""
@@ -198,6 +236,11 @@ class AsyncLLM:
     def running(self) -> int:
         """Requests in memory."""
         return len(self.engine.scheduler.running)
+
+    @property
+    def swapped(self) -> int:
+        """Requests that were preempted and wait in host memory."""
+        return len(self.engine.scheduler.swapped)
 
     @property
     def active(self) -> int:
@@ -251,6 +294,25 @@ class AsyncLLM:
             self._wake.notify()
             return True
 
+    async def _ask(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises, on the engine's thread."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                if self.error is not None:
+                    raise EngineDead(f"the engine stopped: {self.error}")
+                result = work()
+            except Exception as error:
+                self._call(loop, _settle, answer, None, error)
+            else:
+                self._call(loop, _settle, answer, result, None)
+
+        if not self._send(run):
+            raise EngineDead(f"the engine stopped: {self.error or 'closed'}")
+        return await answer
+
     # On the engine's thread
 
     def _run(self) -> None:
@@ -286,13 +348,16 @@ class AsyncLLM:
         return True
 
     def _look(self, now: float) -> None:
-        self.usage, self._looked = self.engine.scheduler.memory.usage(), now
+        memory = self.engine.scheduler.memory
+        self.usage, self.sharing, self._looked = memory.usage(), memory.sharing(), now
 
-    def _add(self, stream: Stream, prompt_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
+    def _add(self, stream: Stream, add: Callable[[], None]) -> None:
         try:
             if self.error is not None:
                 raise EngineDead(f"the engine stopped: {self.error}")
-            self.engine.add(stream.id, prompt_ids, params, salt=salt)
+            if stream.id in self._live:  # also one that ended, but whose end isn't told yet
+                raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
+            add()
         except Exception as error:
             self.rejected += isinstance(error, Overloaded)
             self._call(stream.loop, stream.fail, error)
@@ -317,9 +382,10 @@ class AsyncLLM:
             stream = self._live[output.request]
             assert stream.request is not None, "an output of a request that wasn't taken"
             loops.setdefault(stream.loop, []).append((stream, output))
-            seen.append((output, stream.request))
+            if stream.request.prefix is None:  # what the operator registers isn't a client's request
+                seen.append((output, stream.request))
+                self.aborted += output.done and output.finish_reason == "abort"
             if output.done:
-                self.aborted += output.finish_reason == "abort"
                 del self._live[output.request]
         for loop, batch in loops.items():
             self._call(loop, _deliver, batch)
@@ -350,6 +416,23 @@ class AsyncLLM:
         finally:
             if died and self.on_death is not None:
                 self.on_death()
+
+
+def check_registered(name: str, last: Output) -> None:
+    """Raise what kept a prefix from being registered, given the last output of its computation."""
+    if last.finish_reason == "error":
+        raise PrefixesFull(f"the prefix {name!r} was not registered: {last.stop_reason}", "prefix")
+    if last.finish_reason == "abort":
+        raise PrefixTaken(f"the prefix {name!r} was released while it was computed", "name")
+
+
+def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if answer.done():
+        return  # nobody waits any more
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)
 
 
 def _deliver(batch: list[tuple[Stream, Output]]) -> None:

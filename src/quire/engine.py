@@ -12,11 +12,13 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol
 
 from quire.decoding import branch_seed, method_of
-from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
+from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, PromptTooLong
 from quire.plan import StepPlan, StepResult, Top
 from quire.request import Request, SamplingParams, Sequence, Status
 from quire.scheduler import Event, Scheduler
 from quire.specs import Geometry
+
+MAX_SALT = 256
 
 
 class Runner(Protocol):
@@ -130,6 +132,7 @@ class Engine:
             raise InputError(f"request id {id!r} is in use", "request_id")
         if len(self.scheduler.waiting) >= self.limits.max_queued:
             raise Overloaded(f"the queue is full: {self.limits.max_queued} requests are waiting")
+        _check_salt(salt)
         tokens = self._checked(prompt)
         params.check_vocabulary(self.limits.vocab_size)
         if self.text is not None:
@@ -206,22 +209,24 @@ class Engine:
 
     def register_prefix(self, name: str, tokens: Seq[int]) -> None:
         """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"
-        tells when it is ready. Raises InputError if the name is taken or the prefixes' capacity is exceeded."""
+        tells when it is ready, or by finish_reason "error" that it is not. PrefixTaken, PrefixesFull, or as `add`."""
         memory = self.scheduler.memory
         if name in self.prefixes:
-            raise InputError(f"a prefix called {name[:60]!r} is registered already", "name")
+            raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
         if not memory.room_for_prefix(len(tokens)):
-            raise InputError(
-                f"a prefix of {len(tokens)} tokens exceeds what is kept for prefixes (--prefix-tokens)", "prefix"
+            raise PrefixesFull(
+                f"a prefix of {len(tokens)} tokens exceeds what is left of what is kept for prefixes (--prefix-tokens)",
+                "prefix",
             )
         self.add(f"prefix:{name}", tokens, SamplingParams(temperature=0, max_tokens=1, detokenize=False), prefix=name)
         self.prefixes[name] = len(tokens)
 
     def release_prefix(self, name: str) -> bool:
         """Let go of a prefix. False if there is none of that name."""
+        known = self.prefixes.pop(name, None) is not None
         self.abort(f"prefix:{name}")
         self.scheduler.memory.unpin(name)
-        return self.prefixes.pop(name, None) is not None
+        return known
 
     # Step
 
@@ -267,11 +272,11 @@ class Engine:
             if request.first_token is None:
                 request.first_token = self.clock()
             self.stats.generated_tokens += len(tokens)
-            if seq is None:
-                outputs += self._together(request)
-            elif request.params.ranked:
+            if request.params.ranked:
                 if request.status is Status.DONE and request.id in self.requests:
                     outputs += self._ranked(request)
+            elif seq is None:
+                outputs += self._together(request)
             else:
                 text, stop = self._text(request, seq.index, seq, tokens)
                 if stop is not None:
@@ -316,6 +321,8 @@ class Engine:
         text, _ = self._stream(request, branch, seq, shown, whole)
         first = start == seq.prompt_len and request.params.prompt_logprobs is not None
         done = False
+        if request.method is not None:
+            self.stats.generated_tokens += len(tokens)
         if whole:
             self._finished(seq.finish or "")
             self.streams.pop((request.id, branch), None)
@@ -365,6 +372,8 @@ class Engine:
             done = request.reported == len(request.live) + len(request.done)
             if done:
                 del self.requests[request.id]
+                if request.prefix is not None and seq.finish in ("abort", "error"):
+                    self.prefixes.pop(request.prefix, None)
         first = len(seq.tokens) - seq.prompt_len <= len(tokens)
         return Output(
             request.id, seq.index, tokens, text, tops, seq.finish, seq.stop_reason, done, seq.cumulative_logprob,
@@ -376,3 +385,14 @@ class Engine:
         """Release the runner. The engine can't be used afterwards."""
         self.flight.clear()
         self.runner.close()
+
+
+def _check_salt(salt: str) -> None:
+    if not isinstance(salt, str):
+        raise InputError(f"cache_salt must be a string, got {type(salt).__name__}", "cache_salt")
+    if len(salt) > MAX_SALT:
+        raise InputError(f"cache_salt may have at most {MAX_SALT} characters, got {len(salt)}", "cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("cache_salt has half of a surrogate pair, which is no character", "cache_salt") from error

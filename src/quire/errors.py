@@ -2,7 +2,10 @@
 
     QuireError
     ├── InputError        a request, parameter or option that can't be served; names the value and the limit
-    │   └── PromptTooLong     more tokens than the model or the memory can ever hold
+    │   ├── PromptTooLong     more tokens than the model or the memory can ever hold
+    │   ├── PrefixTaken       a prefix of that name is registered already
+    │   ├── PrefixesFull      a prefix larger than what is left of the memory kept for prefixes
+    │   └── UnknownPrefix     no prefix of that name is registered
     ├── StartupError      the engine can't start; names the cause and a remedy
     ├── Overloaded        the queue is full; come back after `retry_after` seconds
     └── EngineDead        the engine stopped; nothing more will be served
@@ -27,6 +30,18 @@ class InputError(QuireError, ValueError):
 
 class PromptTooLong(InputError):
     """A prompt, or a prompt with its outputs, longer than the model or the KV memory can hold."""
+
+
+class PrefixTaken(InputError):
+    """A prefix of that name is registered already, or being computed."""
+
+
+class PrefixesFull(InputError):
+    """A prefix larger than what is left of the memory kept for prefixes."""
+
+
+class UnknownPrefix(InputError):
+    """No prefix of that name is registered."""
 
 
 class StartupError(QuireError):

@@ -7,13 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.engine import Output
-from quire.errors import EngineDead, InputError
-from quire.outputs import Assembly, RequestOutput
+from quire.errors import EngineDead, InputError, PrefixesFull
+from quire.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.prompts import Messages, Prompt, Prompts, engine_config
 from quire.request import SamplingParams
 from quire.session import Branch, session_params
@@ -21,6 +22,31 @@ from quire.session import Branch, session_params
 if TYPE_CHECKING:
     from quire.build import Built
     from quire.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """What LLM.beam_search takes; vLLM's names. `temperature` is there for vLLM's callers and has no effect: beams are
+    ranked by the model's own probabilities. SamplingParams(beam_width=...) offers more: early stopping, stop tokens,
+    penalties, log-probabilities."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def sampling(self) -> SamplingParams:
+        """The same as SamplingParams that return every beam. InputError names the limit that a value breaks."""
+        params = SamplingParams(
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            logprobs=1,
+        )
+        return replace(params, n=self.beam_width)
 
 
 class Job(NamedTuple):
@@ -86,6 +112,52 @@ class LLM:
         conversations = [messages] if single else messages
         rendered = [self.prompts.chat(item, add_generation_prompt, **kwargs) for item in conversations]  # type: ignore[arg-type]
         return self._run(rendered, params, use_tqdm)
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt that beam search finds, best first."""
+        return [self._beams(result) for result in self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)]
+
+    def _beams(self, result: RequestOutput) -> BeamSearchOutput:
+        beams = []
+        for output in result.outputs:
+            tokens = [*result.prompt_token_ids, *output.token_ids]
+            text = None if self.tokenizer is None else self.tokenizer.decode(tokens)
+            beams.append(
+                BeamSearchSequence(
+                    tokens, output.cumulative_logprob or 0.0, text, output.logprobs or [], output.finish_reason,
+                    output.stop_reason,
+                )
+            )  # fmt: skip
+        return BeamSearchOutput(beams)
+
+    def register_prefix(self, name: str, prefix: str | Sequence[int]) -> int:
+        """Compute a text or token ids once and keep them as the prefix `name`, for every prompt that begins so. Returns
+        their number. InputError, PrefixTaken, or PrefixesFull beyond the setting `prefix_tokens`."""
+        tokens = self.prompts.prefix(name, prefix)
+        self._check_idle()
+        self.engine.register_prefix(name, tokens)
+        last, done = None, False
+        try:
+            while self.engine.unfinished:
+                for last in self._step():
+                    done = last.done
+        finally:
+            if not (done or self._closed):
+                self.engine.release_prefix(name)
+                self._abandon([])
+        if last is not None and last.finish_reason == "error":
+            raise PrefixesFull(f"the prefix {name!r} was not registered: {last.stop_reason}", "prefix")
+        return len(tokens)
+
+    def release_prefix(self, name: str) -> bool:
+        """Let go of a registered prefix. False if there is none of that name."""
+        self._check_idle()
+        return self.engine.release_prefix(name)
+
+    @property
+    def prefixes(self) -> dict[str, int]:
+        """The registered prefixes: their lengths in tokens."""
+        return dict(self.engine.prefixes)
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Output]:
         """Continue one prompt, step by step. Leaving the iterator aborts the request."""
@@ -173,10 +245,7 @@ class LLM:
 
     def _queue(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Job]:
         """Add all requests to the engine, or none."""
-        if self._closed:
-            raise EngineDead("this LLM is closed")
-        if self.engine.unfinished:
-            raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
+        self._check_idle()
         jobs: list[Job] = []
         try:
             for prompt, each in zip(prompts, params):
@@ -187,6 +256,12 @@ class LLM:
             self._abandon(jobs)
             raise
         return jobs
+
+    def _check_idle(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed")
+        if self.engine.unfinished:
+            raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
 
     def _step(self) -> list[Output]:
         try:

@@ -66,6 +66,26 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
 
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A beam, with vLLM's names: `tokens` and `text` begin with the prompt, `cum_logprob` is that of the rest.
+    `logprobs` has the most likely alternatives of each new token."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
 def alternatives(top: Top, decode: Decode) -> dict[int, Logprob]:
     """A Top as a mapping: the token itself first, then the most likely ones."""
     text = decode or (lambda token: None)

@@ -5,6 +5,7 @@ The edge that LLM, AsyncLLM and the server share. Bad input ends here as InputEr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from quire.build import Built
 
 CHARS_PER_TOKEN = 32  # text longer than so many characters for each token that fits is refused before tokenising
+PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -77,6 +79,14 @@ class Prompts:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
         text = self.chat_template.render(messages, add_generation_prompt, **kwargs)
         return Prompt(text, self.encode(text, add_special_tokens=False))
+
+    def prefix(self, name: str, given: Any) -> list[int]:
+        """Token ids of a prefix to register as `name`: a string or token ids. InputError for a bad name too."""
+        if not isinstance(name, str) or not PREFIX_NAME.fullmatch(name):
+            raise InputError(
+                f"a prefix's name has 1 to 64 letters, digits, '.', '_' or '-', got {str(name)[:60]!r}", "name"
+            )
+        return self.prompt(given).ids
 
     def params(self, **given: Any) -> SamplingParams:
         """Parameters: what is `given`, else the model's defaults (generation_config.json), else SamplingParams'."""

@@ -26,7 +26,8 @@ def connect(running: Running, body: dict[str, object]) -> socket.socket:
     data = json.dumps(body).encode()
     url = urlsplit(running.url)
     client = socket.create_connection((url.hostname, url.port), timeout=5)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
     return client
 
@@ -41,10 +42,12 @@ def until(condition: object, seconds: float = 5.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("kind", [{"n": 1}, {"n": 4}, {"n": 2, "best_of": 4}, {"n": 2, "beam_width": 4}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
-def test_pages_come_back(slow: Running, phase: str, stream: bool, n: int) -> None:
+def test_pages_come_back(slow: Running, phase: str, stream: bool, kind: dict[str, int]) -> None:
+    if stream and "best_of" in kind:
+        kind = {"n": 4, "best_of": 4}  # others can't be streamed
     engine = slow.llm.engine
     assert slow.idle()
     aborted = slow.metric("quire_aborted_requests_total")
@@ -56,8 +59,8 @@ def test_pages_come_back(slow: Running, phase: str, stream: bool, n: int) -> Non
         )
         assert until(lambda: len(engine.scheduler.running) == 1)
         leavers = 2
-    prompt = [3 + n] * (200 if phase == "prefill" else 4)  # 200 tokens: 13 steps
-    body = {"prompt": prompt, "max_tokens": 40, "n": n, "ignore_eos": True, "stream": stream}
+    prompt = [3 + len(kind) + kind["n"]] * (200 if phase == "prefill" else 4)  # 200 tokens: 13 steps
+    body = {"prompt": prompt, "max_tokens": 40, **kind, "ignore_eos": True, "stream": stream}
     clients.append(connect(slow, body))
     if phase == "queued":
         assert until(lambda: len(engine.scheduler.waiting) == 1)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import time
+
 import echo_service
 import httpx
+from echo_service import Echo
 from prometheus_client.parser import text_string_to_metric_families
+
+from quire.request import SamplingParams
+from quire.server.run import status_line
 
 
 def samples(url: str) -> dict[str, float]:
@@ -44,3 +52,80 @@ def test_counts_after_three_requests() -> None:
         categories = [value for name, value in found.items() if name.startswith("quire_kv_bytes:")]
         assert sum(categories) == running.llm.engine.scheduler.memory.usage().total
         assert found["quire_cache_config_info"] == 1
+
+
+def test_memory_swaps_and_sharing_are_live() -> None:
+    """Numbers seen while requests run, and what is left of them afterwards."""
+    model = echo_service.built(
+        Echo(pause=0.005), kv_tokens=256, prefix_tokens=32, preemption="swap", enable_prefix_caching=False
+    )
+    with echo_service.serving(model) as running:
+        prefix = list(range(40, 62))
+        asyncio.run(running.llm.register_prefix("rules", prefix))
+        memory = running.llm.engine.scheduler.memory
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            body = {"prompt": [*prefix, 1], "max_tokens": 60, "n": 2, "ignore_eos": True}
+            answers = [
+                pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=30) for _ in range(6)
+            ]
+            shared, swapped, lines = 0.0, 0.0, set()
+            while not all(answer.done() for answer in answers):
+                found = samples(running.url)
+                categories = [value for name, value in found.items() if name.startswith("quire_kv_bytes:")]
+                assert sum(categories) == memory.usage().total
+                assert found["quire_kv_sharing_saved_bytes"] <= found["quire_kv_unshared_bytes"]
+                shared = max(shared, found["quire_kv_sharing_saved_bytes"])
+                swapped = max(swapped, found["quire_host_pages_used"])
+                lines.add(status_line(running.llm, 0, 0))
+                time.sleep(0.01)
+        assert {answer.result().status_code for answer in answers} == {200}
+        cached = [answer.result().json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached == [22] * 6
+        assert shared > 0
+        assert swapped > 0
+        assert any("saved by sharing" in line and "host pages" in line and "preempted" in line for line in lines), lines
+        end = time.monotonic() + 5
+        while (found := samples(running.url))["quire_num_requests_running"] or running.llm.sharing.tables:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        page = memory.geometry.page_bytes
+        ways = [found["quire_preemptions_total:swap"], found["quire_preemptions_total:recompute"]]
+        assert sum(ways) == found["quire_num_preemptions_total"]
+        assert ways[0] > 0
+        assert found["quire_swapped_out_bytes_total"] == memory.swapped_out_pages * page > 0
+        assert found["quire_swapped_in_bytes_total"] == memory.swapped_in_pages * page > 0
+        assert found["quire_kv_pages_copied_total"] >= 6  # the prefix's partial page, once for each request
+        assert found["quire_host_pages"] == memory.geometry.host_pages
+        for name, value in (
+            ("host_pages_used", 0),
+            ("num_requests_swapped", 0),
+            ("kv_unshared_bytes", 0),
+            ("kv_sharing_saved_bytes", 0),
+            ("registered_prefixes", 1),
+            ("registered_prefix_tokens", 22),
+            ("registered_prefix_capacity_tokens", 32),
+            ("kv_bytes:used", 6 * page),
+        ):
+            assert found[f"quire_{name}"] == value, name
+        assert status_line(running.llm, 0, 0).endswith("1 prefixes of 22 tokens")
+        memory.check()
+
+
+def test_saved_is_what_the_tables_name_more_than_once() -> None:
+    """Against the definition, over every step of a beam search beside other requests."""
+    built = echo_service.built(Echo(), kv_tokens=512, prefix_tokens=32)
+    engine, memory = built.engine, built.engine.scheduler.memory
+    engine.register_prefix("rules", list(range(40, 62)))
+    for i, kind in enumerate(({"beam_width": 4, "n": 2}, {"n": 3}, {"best_of": 3}, {})):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **kind)
+        engine.add(str(i), [*range(40, 62), i], params)
+    saved = []
+    while engine.unfinished:
+        engine.step()
+        tables = [page for resident in memory.residents.values() for page in resident.tables[0] if page]
+        sharing = memory.sharing()
+        assert sharing.tables == len(tables) * memory.geometry.page_bytes
+        assert sharing.saved == (len(tables) - len(set(tables))) * memory.geometry.page_bytes
+        saved.append(sharing.saved)
+    assert max(saved) > 0
+    assert memory.sharing().saved == 0

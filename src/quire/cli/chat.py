@@ -41,19 +41,23 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> list[dict[str, str]]:
-    """Print the answer as it comes; returns the conversation with it. An answer that fails leaves its question out."""
-    said: list[str] = []
+    """Print the answer as it comes; returns the conversation with it. An answer that fails leaves its question out. Of
+    several answers the first is printed so, the others follow, and the conversation goes on with the first."""
+    said: list[list[str]] = [[] for _ in range(params.n)]
     try:
         for output in llm.stream(llm.prompts.chat(history), params):
-            said.append(output.text)
-            print(output.text, end="", flush=True)
+            said[output.branch].append(output.text)
+            if output.branch == 0:
+                print(output.text, end="", flush=True)
+        for other in said[1:]:
+            print("\n---\n" + "".join(other), end="", flush=True)
     except InputError as error:
         print(f"{error} (/reset starts anew)", file=sys.stderr)
         return history[:-1]
     except KeyboardInterrupt:
         pass
     print(flush=True)
-    return [*history, {"role": "assistant", "content": "".join(said)}]
+    return [*history, {"role": "assistant", "content": "".join(said[0])}]
 
 
 def _lines(interactive: bool) -> Iterator[str]:

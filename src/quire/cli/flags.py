@@ -9,7 +9,8 @@ import argparse
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from quire.config import ATTENTIONS, DEVICES, DTYPES, MEMORIES, TABLE_SCOPES, EngineConfig
+from quire.config import ATTENTIONS, DEVICES, DTYPES, MEMORIES, PREEMPTIONS, TABLE_SCOPES, EngineConfig
+from quire.errors import InputError
 
 
 class Flag(NamedTuple):
@@ -22,6 +23,9 @@ class Flag(NamedTuple):
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
 
+
+BEAMS = {"length_penalty", "early_stopping"}
+EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
 ENGINE = (
     Flag("kv_gib", float, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB"),
@@ -41,6 +45,10 @@ ENGINE = (
     Flag("max_num_queued_reqs", int, "most requests waiting; others are refused", metavar="N"),
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
+    Flag("prefix_tokens", int, "tokens of the KV memory kept for registered prefixes", metavar="N"),
+    Flag("preemption", str, "what happens to a request when memory is short; auto: what costs less", PREEMPTIONS),
+    Flag("swap_gib", float, "host memory for swapped requests, in GiB", aliases=("--swap-space",), metavar="GIB"),
+    Flag("calibration", str, "what preemption costs here: a file of `quire bench preemption`", metavar="FILE"),
     Flag("seed", int, "seed of requests that bring none", metavar="N"),
     Flag("tokenizer", str, "folder or hub id of another tokenizer", metavar="PATH"),
     Flag("skip_tokenizer_init", bool, "work with token ids only"),
@@ -59,6 +67,10 @@ SAMPLING = (
     Flag("frequency_penalty", float, "from -2 to 2", metavar="X"),
     Flag("repetition_penalty", float, "above 1 discourages repetition", metavar="X"),
     Flag("n", int, "continuations of each prompt", metavar="N"),
+    Flag("best_of", int, "generate so many, and return the n most likely", metavar="N"),
+    Flag("beam_width", int, "beam search with so many beams; the best n are returned", metavar="N"),
+    Flag("length_penalty", float, "of beams: above 0 favours long ones, below 0 short ones", metavar="X"),
+    Flag("early_stopping", str, "when beam search ends", tuple(EARLY_STOPPING)),
     Flag("ignore_eos", bool, "go on after end tokens"),
 )
 
@@ -89,6 +101,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must present, one a line "
                        "(or one in the environment: QUIRE_API_KEY)")  # fmt: skip
+    group.add_argument("--admin-key-file", metavar="FILE", help="keys for the admin routes, one a line "
+                       "(or one in the environment: QUIRE_ADMIN_KEY; without any these routes are shut)")  # fmt: skip
+    group.add_argument("--prefixes", metavar="FILE", help="prefixes to register at start, as JSON: "
+                       '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens')  # fmt: skip
     group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names to answer to")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
     group.add_argument("--root-path", default="", metavar="PATH", help="path prefix that a proxy in front strips")
@@ -117,4 +133,10 @@ def config_from(args: argparse.Namespace) -> EngineConfig:
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given. --seed is both the engine's and the request's."""
     names = (*(flag.name for flag in SAMPLING), "stop", "seed")
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if "early_stopping" in given:
+        given["early_stopping"] = EARLY_STOPPING[given["early_stopping"]]
+    if "beam_width" not in given:
+        for name in BEAMS & given.keys():
+            raise InputError(f"--{name.replace('_', '-')} needs --beam-width", name)
+    return given

@@ -26,8 +26,13 @@ def generate(args: argparse.Namespace) -> int:
     for prompt, result in zip(prompts, results):
         texts = [output.text for output in result.outputs]
         if args.json:
-            reasons = [output.finish_reason for output in result.outputs]
-            print(json.dumps({"prompt": prompt, "texts": texts, "finish_reasons": reasons}))
+            line = {
+                "prompt": prompt,
+                "texts": texts,
+                "finish_reasons": [output.finish_reason for output in result.outputs],
+                "cumulative_logprobs": [output.cumulative_logprob for output in result.outputs],  # of ranked ones
+            }
+            print(json.dumps(line))
         else:
             print("\n---\n".join(prompt + text for text in texts))
     return 0

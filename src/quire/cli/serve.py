@@ -18,6 +18,8 @@ def serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_key_file=args.api_key_file,
+        admin_key_file=args.admin_key_file,
+        prefixes=args.prefixes,
         served_model_name=tuple(args.served_model_name),
         chat_template=args.chat_template,
         root_path=args.root_path,

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -18,12 +18,13 @@ from quire.errors import InputError
 from quire.prompts import Prompt
 from quire.request import SamplingParams
 from quire.server.errors import UnknownModel, add_handlers
-from quire.server.guards import MAX_BODY, BoundBody, RequireKey
+from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
 from quire.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    PrefixRequest,
     Sampling,
     TokenizeRequest,
     chat_params,
@@ -127,6 +128,32 @@ class Service:
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
+    # Registered prefixes (admin routes)
+
+    async def prefixes(self) -> Response:
+        """All of them. `computing` ones are found by no request yet."""
+        found, ready = await self.llm.prefixes()
+        data = [
+            {"id": name, "object": "prefix", "tokens": length, "status": "ready" if name in ready else "computing"}
+            for name, length in found.items()
+        ]
+        capacity = self.llm.sharing.prefix_capacity
+        return JSONResponse({"object": "list", "data": data, "capacity_tokens": capacity})
+
+    async def add_prefix(self, body: PrefixRequest) -> Response:
+        """Register a text or token ids; answers once requests find it."""
+        if (body.text is None) == (body.token_ids is None):
+            raise InputError("give either text or token_ids", "text")
+        given = body.text if body.text is not None else body.token_ids
+        assert given is not None, "one of the two is given"
+        tokens = await self.llm.register_prefix(body.name, given)
+        return JSONResponse({"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"})
+
+    async def drop_prefix(self, name: str) -> Response:
+        """Let go of one."""
+        await self.llm.release_prefix(name)
+        return JSONResponse({"id": name, "object": "prefix", "deleted": True})
+
     # Facts
 
     async def models(self) -> Response:
@@ -161,13 +188,19 @@ class Service:
 
 
 def create_app(
-    llm: AsyncLLM, names: Sequence[str], *, keys: Sequence[str] = (), root_path: str = "", max_body: int = MAX_BODY
+    llm: AsyncLLM,
+    names: Sequence[str],
+    *,
+    keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    max_body: int = MAX_BODY,
 ) -> FastAPI:
-    """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open."""
+    """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
+    `admin_keys` open the admin routes; none shuts them."""
     metrics = Metrics()
     metrics.watch(llm)
     service = Service(llm, names, metrics)
-    app = FastAPI(title="quire", version=quire.__version__, root_path=root_path, docs_url=None, redoc_url=None)
+    app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
@@ -183,7 +216,13 @@ def create_app(
         ("GET", "/metrics", service.scrape),
     ):
         app.add_api_route(path, route, methods=[method], response_model=None)
+    for method, path, route in (
+        ("GET", "/v1/prefixes", service.prefixes),
+        ("POST", "/v1/prefixes", service.add_prefix),
+        ("DELETE", "/v1/prefixes/{name}", service.drop_prefix),
+    ):
+        app.add_api_route(path, route, methods=[method], response_model=None, dependencies=[Depends(require_admin)])
     add_handlers(app, metrics)
     app.add_middleware(BoundBody, max_body=max_body)
-    app.add_middleware(RequireKey, keys=keys)  # the outermost: added last
+    app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # the outermost: added last
     return app

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from quire.errors import EngineDead, InputError, Overloaded
+from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.server.metrics import Metrics
 from quire.server.protocol import wrong_type
 
@@ -18,9 +18,11 @@ MAX_MESSAGE = 1000
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "PayloadTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
@@ -51,12 +53,13 @@ class UnknownModel(InputError):
     """A request names a model that isn't served."""
 
 
+STATUS: dict[type[InputError], int] = {UnknownModel: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413}
+
+
 def failure(error: Exception) -> Failure:
     """Any exception, as a client may see it: no paths, no addresses, no traceback."""
-    if isinstance(error, UnknownModel):
-        return Failure(404, str(error), error.param)
     if isinstance(error, InputError):
-        return Failure(400, str(error), error.param)
+        return Failure(STATUS.get(type(error), 400), str(error), error.param)
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDead):

@@ -1,4 +1,4 @@
-"""ASGI middleware around every route: the API key, and bounds on bodies. Deny by default: only /health is open."""
+"""ASGI middleware around every route: API and admin keys, bounds on bodies. Deny by default: only /health is open."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import hmac
 from collections.abc import Sequence
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import Failure
 
 OPEN = ("/health",)
+ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
 MAX_BODY = 8 << 20  # bytes
 BODY_SECONDS = 60.0  # for a whole body to arrive
 
@@ -22,14 +25,19 @@ def route_path(scope: Scope) -> str:
 
 
 class RequireKey:
-    """Refuses every request without "Authorization: Bearer KEY", except to the open routes."""
+    """Refuses every request without "Authorization: Bearer KEY", except to the open routes. An admin key opens all that
+    a key does; whether a request has one, `require_admin` asks."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
         self.app = app
         self.keys = [key.encode() for key in keys]
+        self.admin_keys = [key.encode() for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not self.keys or route_path(scope) in OPEN or self._knows(scope):
+        admin = self._knows(scope, self.admin_keys)
+        known = self._knows(scope, self.keys)
+        scope[ADMIN] = admin
+        if scope["type"] == "lifespan" or not self.keys or route_path(scope) in OPEN or known or admin:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             headers = {"WWW-Authenticate": "Bearer"}
@@ -37,12 +45,20 @@ class RequireKey:
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    def _knows(self, scope: Scope) -> bool:
+    @staticmethod
+    def _knows(scope: Scope, keys: Sequence[bytes]) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # Every key is compared, so that the time says nothing about which one was close.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
+        matches = [hmac.compare_digest(key.strip(), known) for known in keys]
         return scheme.lower() == b"bearer" and any(matches)
+
+
+async def require_admin(request: Request) -> None:
+    """What admin routes depend on: 403 without an admin key, an ordinary one or none at all. The route asks, not its
+    path, so no way of writing the path leads past it."""
+    if not request.scope.get(ADMIN):
+        raise HTTPException(403, "an admin key is required; without one in the server's settings this route is shut")
 
 
 class BoundBody:

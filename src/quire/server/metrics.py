@@ -108,9 +108,8 @@ class Metrics:
     def _ended(self, output: Output, request: Request, now: float) -> None:
         self.finished[output.finish_reason or ""] += 1
         tokens = self._generated.pop(request.id, 0)
-        sequence = (request.live or request.done)[0]
         self._observe("e2e_request_latency_seconds", now - request.arrival)
-        self._observe("request_prompt_tokens", sequence.prompt_len)
+        self._observe("request_prompt_tokens", request.prompt_len)
         self._observe("request_generation_tokens", tokens)
         self._observe("request_params_n", request.params.n)
         self._observe("request_params_max_tokens", request.max_tokens)
@@ -137,17 +136,30 @@ class Metrics:
             yield HistogramMetricFamily(f"quire_{name}", text, histogram.cumulative(), histogram.total)
 
     def _gauges(self, llm: AsyncLLM) -> Iterator[Metric]:
-        usage = llm.usage
+        usage, sharing = llm.usage, llm.sharing
         held = usage.total - usage.free - usage.cached
         yield GaugeMetricFamily("quire_num_requests_running", "Requests in memory", llm.running)
         yield GaugeMetricFamily("quire_num_requests_waiting", "Requests in the queue", llm.queued)
+        yield GaugeMetricFamily("quire_num_requests_swapped", "Requests in host memory", llm.swapped)
         yield GaugeMetricFamily(
-            "quire_kv_cache_usage_perc", "KV memory in use by requests; 1 is all of it", held / max(usage.total, 1)
+            "quire_kv_cache_usage_perc",
+            "KV memory in use by requests and registered prefixes; 1 is all of it",
+            held / max(usage.total, 1),
         )
         sizes = GaugeMetricFamily("quire_kv_bytes", "KV memory by category", labels=["category"])
         for category, size in usage._asdict().items():
             sizes.add_metric([category], size)
         yield sizes
+        for name, text, value in (
+            ("kv_unshared_bytes", "KV memory that requests would hold if none shared a page", sharing.tables),
+            ("kv_sharing_saved_bytes", "KV memory that they hold less than that", sharing.saved),
+            ("host_pages", "Host pages for swapped requests", sharing.host_pages),
+            ("host_pages_used", "Host pages in use", sharing.host_pages_used),
+            ("registered_prefixes", "Prefixes that the operator registered", sharing.prefixes),
+            ("registered_prefix_tokens", "Tokens in them", sharing.prefix_tokens),
+            ("registered_prefix_capacity_tokens", "Tokens that may be in them", sharing.prefix_capacity),
+        ):
+            yield GaugeMetricFamily(f"quire_{name}", text, value)
         geometry = llm.engine.scheduler.memory.geometry
         info = {
             "block_size": geometry.groups[0].page_tokens,
@@ -160,11 +172,14 @@ class Metrics:
         yield facts
 
     def _counters(self, llm: AsyncLLM) -> Iterator[Metric]:
-        engine, memory = llm.engine, llm.engine.scheduler.memory
+        engine, memory, sharing = llm.engine, llm.engine.scheduler.memory, llm.sharing
         for name, text, value in (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache", getattr(memory, "queries", 0)),
             ("prefix_cache_hits", "Tokens found in the prefix cache", getattr(memory, "hits", 0)),
             ("num_preemptions", "Requests preempted", engine.scheduler.preemptions),
+            ("kv_pages_copied", "Pages copied on write", sharing.copies),
+            ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
+            ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
             ("prompt_tokens", "Prompt tokens of scheduled requests", engine.stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", engine.stats.generated_tokens),
             ("engine_steps", "Steps of the engine", engine.stats.steps),
@@ -174,6 +189,10 @@ class Metrics:
             ("admission_rejections", "Requests refused for a full queue", llm.rejected),
         ):
             yield CounterMetricFamily(f"quire_{name}", text, value)
+        ways = CounterMetricFamily("quire_preemptions", "Requests preempted, by the way it was done", labels=["way"])
+        for way, count in engine.scheduler.preempted.items():
+            ways.add_metric([way], count)
+        yield ways
         ended = CounterMetricFamily("quire_request_success", "Requests that ended", labels=["finished_reason"])
         for reason in sorted({"stop", "length", "abort", "error", *self.finished}):
             ended.add_metric([reason], self.finished[reason])

@@ -13,7 +13,7 @@ from annotated_types import MaxLen
 from pydantic import BaseModel, ConfigDict, FailFast
 
 from quire.errors import InputError
-from quire.request import SamplingParams
+from quire.request import MAX_BEAM_WIDTH, SamplingParams
 
 MAX_PROMPTS = 256
 MAX_LOGPROBS = 20
@@ -33,7 +33,7 @@ PromptField = str | Ids | Strings | Annotated[list[Ids], First(), MaxLen(MAX_PRO
 # Fields that change the output in ways not offered: ignoring them would be worse than saying so.
 UNSUPPORTED = (
     "tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "use_beam_search", "suffix", "prompt_embeds", "audio", "logits_processors",
+    "guided_grammar", "suffix", "prompt_embeds", "audio", "logits_processors",
 )  # fmt: skip
 
 
@@ -48,7 +48,11 @@ class StreamOptions(Fields):
 
 
 class Sampling(Fields):
-    """What completions and chat have in common. None everywhere: the model's default, else OpenAI's."""
+    """What completions and chat have in common. None everywhere: the model's default, else OpenAI's.
+
+    Beam search takes vLLM's fields, see `_branches`. It looks for the most likely text, so temperature, top_p, top_k,
+    min_p and seed are ignored; penalties, biases and bans act.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -76,6 +80,10 @@ class Sampling(Fields):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     response_format: dict[str, Any] | None = None
     # Named so that they can be refused.
     tools: Any = None
@@ -87,7 +95,6 @@ class Sampling(Fields):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    use_beam_search: Any = None
     suffix: Any = None
     prompt_embeds: Any = None
     audio: Any = None
@@ -109,6 +116,12 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PrefixRequest(Fields):
+    name: str
+    text: str | None = None
+    token_ids: Ids | None = None
 
 
 class TokenizeRequest(Fields):
@@ -136,12 +149,10 @@ def check_supported(request: Sampling) -> None:
         raise InputError("tool_choice is not supported: there are no tools", "tool_choice")
     if request.response_format is not None and request.response_format.get("type") != "text":
         raise InputError("response_format is not supported, except {'type': 'text'}", "response_format")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise InputError("best_of is not supported: ask for n", "best_of")
     if request.stream_options is not None and not request.stream:
         raise InputError("stream_options needs stream to be true", "stream_options")
-    if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= 256:
-        raise InputError("cache_salt must have 1 to 256 characters", "cache_salt")
+    if request.cache_salt == "":
+        raise InputError("cache_salt must not be empty", "cache_salt")
 
 
 _PASSED = (
@@ -154,7 +165,37 @@ _PASSED = (
 def _given(request: Sampling, defaults: Mapping[str, Any], detokenize: bool) -> dict[str, Any]:
     check_supported(request)
     given = {name: getattr(request, name) for name in _PASSED if getattr(request, name) is not None}
-    return {**defaults, "detokenize": detokenize, **given}
+    return {**defaults, "detokenize": detokenize, **given, **_branches(request)}
+
+
+def _branches(request: Sampling) -> dict[str, Any]:
+    """best_of, or beam search: asked for by `use_beam_search`, its width given by `beam_width`, else (as vLLM had it)
+    by `best_of`, else by `n`; or by `beam_width` alone. Beams are streamed as they settle; the samples of a best_of
+    can't be, since which of them are returned is known at the end."""
+    beams = request.use_beam_search
+    if beams is False or (beams is None and request.beam_width is None):
+        for name, plain in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(request, name) not in (None, plain):
+                raise InputError(f"{name} needs beam search: set use_beam_search to true", name)
+        if request.stream and request.best_of is not None and request.best_of > (request.n or 1):
+            raise InputError(
+                f"best_of can be streamed only if it is n ({request.n or 1}), got {str(request.best_of)[:30]}",
+                "best_of",
+            )
+        return {"best_of": request.best_of}
+    given = {name: getattr(request, name) for name in ("beam_width", "best_of", "n")}
+    name, width = next(((name, value) for name, value in given.items() if value is not None), ("n", 1))
+    if not 1 <= width <= MAX_BEAM_WIDTH:
+        raise InputError(
+            f"{name}, the width of the beam search, must be between 1 and {MAX_BEAM_WIDTH}, got {str(width)[:30]}", name
+        )
+    if request.best_of not in (None, width):
+        raise InputError(f"best_of is {str(request.best_of)[:30]}, but beam_width is {width}: give one", "best_of")
+    found: dict[str, Any] = {"beam_width": width}
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(request, name) is not None:
+            found[name] = getattr(request, name)
+    return found
 
 
 def _logprobs(name: str, value: int) -> int:
@@ -207,6 +248,7 @@ def completion_prompts(prompt: Any) -> list[str | list[int]]:
 UNIONS = {
     "prompt": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
     "stop": "a string or a list of strings",
+    "early_stopping": 'true, false or "never"',
 }
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.server.keys import read_keys
+from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
+from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -34,6 +35,8 @@ class ServeOptions(NamedTuple):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: str | None = None
+    admin_key_file: str | None = None
+    prefixes: str | None = None  # a file of them
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
     root_path: str = ""
@@ -47,6 +50,8 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     if not 0 <= options.shutdown_timeout < float("inf"):
         raise StartupError(f"--shutdown-timeout is {options.shutdown_timeout:g}", "It is in seconds, from 0 on")
     keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
+    admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
+    prefixes = read_prefixes(options.prefixes)
     listener = bind(options.host, options.port)
     # The web libraries load while the model does: both wait for files, and torch's import leaves the interpreter free.
     libraries = threading.Thread(target=_import_libraries, name="quire-imports")
@@ -68,14 +73,14 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
         say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
     llm = AsyncLLM.of(built)
     try:
-        app = create_app(llm, names, keys=keys, root_path=options.root_path)
+        app = create_app(llm, names, keys=keys, admin_keys=admin_keys)
         url = address(options.host, listener.getsockname()[1])
 
         def ready() -> None:
             say(f"quire serves {names[0]} at {url} (ready in {time.perf_counter() - began:.1f} s)")
             say(curl_line(url + options.root_path, chat=built.chat is not None, key=bool(keys)))
 
-        return asyncio.run(_serve(app, listener, llm, options, ready))
+        return asyncio.run(_serve(app, listener, llm, options, prefixes, ready, say))
     finally:
         llm.close()
         listener.close()
@@ -139,17 +144,30 @@ def with_template(built: Built, template: ChatTemplate | None) -> Built:
 
 
 async def _serve(
-    app: Any, listener: socket.socket, llm: AsyncLLM, options: ServeOptions, ready: Callable[[], None]
+    app: Any,
+    listener: socket.socket,
+    llm: AsyncLLM,
+    options: ServeOptions,
+    prefixes: dict[str, Prefix],
+    ready: Callable[[], None],
+    say: Callable[[str], None],
 ) -> int:
     loop = asyncio.get_running_loop()
     stop, died = asyncio.Event(), asyncio.Event()
     llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _first_signal, loop, stop)
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
+    if prefixes:
+        registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
+        await asyncio.wait([registering, *waits], return_when=asyncio.FIRST_COMPLETED)
+        if not registering.done():
+            registering.cancel()
+            return 1 if died.is_set() else 0
+        say(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
     server = make_server(app, options, ready)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     status = asyncio.ensure_future(_status(llm))
-    waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
     await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
     if died.is_set():
         log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
@@ -219,10 +237,19 @@ async def _status(llm: AsyncLLM) -> None:
 
 def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
     """What the server is doing, in one line."""
-    usage = llm.usage
+    usage, sharing = llm.usage, llm.sharing
     held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     cached = 100 * usage.cached / max(usage.total, 1)
-    return (
+    line = (
         f"running {llm.running}, waiting {llm.queued}, prompt {prompt_rate:.0f} tok/s, output {output_rate:.0f} tok/s, "
         f"KV {held:.1f}% used and {cached:.1f}% cached"
     )
+    if sharing.saved:
+        line += f", {100 * sharing.saved / sharing.tables:.1f}% saved by sharing"
+    if llm.swapped or sharing.host_pages_used:
+        line += f", swapped {llm.swapped} in {sharing.host_pages_used} of {sharing.host_pages} host pages"
+    if llm.engine.scheduler.preemptions:
+        line += f", preempted {llm.engine.scheduler.preemptions} so far"
+    if sharing.prefixes:
+        line += f", {sharing.prefixes} prefixes of {sharing.prefix_tokens} tokens"
+    return line

@@ -1,0 +1,169 @@
+"""Beam search and best_of over HTTP, streamed and whole, with the openai client: what the echo model must say."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from echo_service import VOCAB, Echo, Running, tokenizer
+from openai import OpenAI
+
+from quire.request import SamplingParams
+from quire.sim.echo import Found, expected, expected_beams
+
+PROMPT = "once upon a time"
+ENDS = frozenset({0})
+COMMON = {"model": "echo", "prompt": PROMPT, "max_tokens": 12}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # OpenAI's fields and vLLM's -> ours
+    "beam_width alone": ({"beam_width": 4}, {"beam_width": 4}),
+    "the best two": ({"beam_width": 4, "n": 2, "use_beam_search": True}, {"beam_width": 4, "n": 2}),
+    "vLLM: n": ({"use_beam_search": True, "n": 3}, {"beam_width": 3, "n": 3}),
+    "vLLM: best_of": ({"use_beam_search": True, "best_of": 3}, {"beam_width": 3}),
+    "both, equal": ({"beam_width": 3, "best_of": 3, "n": 2}, {"beam_width": 3, "n": 2}),
+    "neither": ({"use_beam_search": True}, {"beam_width": 1}),
+    "length penalty": (
+        {"beam_width": 4, "n": 4, "length_penalty": 0, "early_stopping": True},
+        {"beam_width": 4, "n": 4, "length_penalty": 0.0, "early_stopping": True},
+    ),
+    "never": (
+        {"beam_width": 3, "length_penalty": 2, "early_stopping": "never"},
+        {"beam_width": 3, "length_penalty": 2.0, "early_stopping": "never"},
+    ),
+    "temperature and the like change nothing": (
+        {"beam_width": 4, "temperature": 2, "top_p": 0.1, "top_k": 1, "seed": 5},
+        {"beam_width": 4},
+    ),
+}
+
+
+def beams(**params: Any) -> list[Found]:
+    return expected_beams(
+        tokenizer().encode(PROMPT), SamplingParams(max_tokens=12, **params), vocab_size=VOCAB, eos_ids=ENDS
+    )
+
+
+def shown(found: Found) -> str:
+    return tokenizer().decode(found.tokens[:-1] if found.reason == "stop" else found.tokens)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_beams_streamed_and_whole(echo: Running, way: str) -> None:
+    asked, params = WAYS[way]
+    wanted = beams(**params)
+    with OpenAI(base_url=f"{echo.url}/v1", api_key="x", max_retries=0, timeout=20) as client:
+        done = client.completions.create(**COMMON, extra_body=asked)
+        texts, ends = [""] * len(wanted), [None] * len(wanted)
+        for chunk in client.completions.create(**COMMON, extra_body=asked, stream=True):
+            choice = chunk.choices[0]
+            assert ends[choice.index] is None, "something follows the end of a choice"
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason
+    assert [choice.index for choice in done.choices] == list(range(len(wanted)))
+    assert [choice.text for choice in done.choices] == [shown(beam) for beam in wanted]
+    assert [choice.finish_reason for choice in done.choices] == [beam.reason for beam in wanted]
+    assert texts == [shown(beam) for beam in wanted]
+    assert ends == [beam.reason for beam in wanted]
+    assert done.usage.completion_tokens == sum(len(beam.tokens) for beam in wanted)
+    assert echo.idle()
+
+
+def test_the_agreed_prefix_comes_before_the_end() -> None:
+    """With one beam every token is settled at once; with several what they agree on is, and only then the rest."""
+    with echo_service.serving(echo_service.built(Echo(pause=0.01))) as running:
+
+        def times(width: int, tokens: int) -> tuple[list[float], list[str | None]]:
+            seen, ends = [], []
+            asked = {**COMMON, "max_tokens": tokens, "stream": True, "beam_width": width, "ignore_eos": True}
+            with httpx.stream("POST", f"{running.url}/v1/completions", json=asked, timeout=20) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        seen.append(time.monotonic())
+                        ends.append(json.loads(line[6:])["choices"][0]["finish_reason"])
+            return seen, ends
+
+        seen, ends = times(1, 30)
+        assert len(seen) > 4
+        assert seen[-1] - seen[0] > 0.1
+        seen, ends = times(2, 60)
+        assert len(seen) > 1, "nothing was settled before the end"
+        assert ends == [None] * (len(ends) - 1) + ["length"]
+
+
+def test_beams_in_a_chat_with_logprobs(client: OpenAI) -> None:
+    asked = {"model": "echo", "messages": [{"role": "user", "content": "once"}], "n": 2, "max_tokens": 9,
+             "logprobs": True, "top_logprobs": 2, "extra_body": {"beam_width": 3}}  # fmt: skip
+    prompt = tokenizer().encode("<|im_start|>user\nonce<|im_end|>\n<|im_start|>assistant\n")
+    params = SamplingParams(beam_width=3, n=2, max_tokens=9, logprobs=2)
+    wanted = expected_beams(prompt, params, vocab_size=VOCAB, eos_ids=ENDS)
+    done = client.chat.completions.create(**asked)
+    assert [choice.message.content for choice in done.choices] == [shown(beam) for beam in wanted]
+    for choice, beam in zip(done.choices, wanted):
+        assert sum(entry.logprob for entry in choice.logprobs.content) == beam.logprob
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    texts, sums = ["", ""], [0.0, 0.0]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        sums[choice.index] += sum(entry.logprob for entry in choice.logprobs.content) if choice.logprobs else 0
+    assert texts == [shown(beam) for beam in wanted]
+    assert sums == [beam.logprob for beam in wanted]
+
+
+def test_beams_echo_the_scored_prompt(client: OpenAI) -> None:
+    asked = {**COMMON, "logprobs": 1, "echo": True, "n": 2}
+    plain = client.completions.create(**asked).choices[0].logprobs.token_logprobs
+    length = len(tokenizer().encode(PROMPT))
+    for choice in client.completions.create(**asked, extra_body={"beam_width": 3}).choices:
+        assert choice.text.startswith(PROMPT)
+        assert choice.logprobs.token_logprobs[:length] == plain[:length]
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
+
+
+def ranked(asked: int, count: int, seed: int) -> list[str]:
+    """The texts of the likeliest of `asked` samples: all of them with their log-probabilities, sorted."""
+    found = []
+    for branch in range(asked):
+        tokens = expected(tokenizer().encode(PROMPT), SamplingParams(max_tokens=12), seed + branch, vocab_size=VOCAB,
+                          eos_ids=ENDS)  # fmt: skip
+        found.append(tokenizer().decode(tokens[:-1] if tokens[-1] in ENDS else tokens))
+    assert count <= asked
+    return found
+
+
+def test_best_of_returns_the_likeliest(client: OpenAI) -> None:
+    everyone = client.completions.create(**COMMON, n=6, seed=3, logprobs=0).choices
+    assert [choice.text for choice in everyone] == ranked(6, 6, 3)
+    order = sorted(everyone, key=lambda choice: -sum(choice.logprobs.token_logprobs))
+    best = client.completions.create(**COMMON, n=2, best_of=6, seed=3)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in order[:2]]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in order[:2])
+    chat = client.chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "once"}], max_tokens=4, extra_body={"best_of": 3}
+    )
+    assert len(chat.choices) == 1
+
+
+def test_best_of_that_is_n_can_be_streamed(client: OpenAI) -> None:
+    texts = ["", "", ""]
+    for chunk in client.completions.create(**COMMON, n=3, best_of=3, seed=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ranked(3, 3, 3)
+
+
+def test_metrics_count_what_beams_return(echo: Running) -> None:
+    assert echo.idle()
+    names = ("generation_tokens_total", "request_generation_tokens_sum", "request_success_total", "prompt_tokens_total")
+    names = tuple(f"quire_{name}" for name in names if name != "request_success_total")
+    before = [echo.metric(name) for name in names]
+    copied = echo.llm.engine.scheduler.memory.copies
+    body = {"prompt": [8] * 10, "max_tokens": 12, "beam_width": 4, "n": 2, "ignore_eos": True}
+    assert httpx.post(f"{echo.url}/v1/completions", json=body).status_code == 200
+    time.sleep(0.01)
+    assert echo.idle()
+    assert [echo.metric(name) - old for name, old in zip(names, before)] == [24, 24, 10]
+    assert echo.metric("quire_kv_pages_copied_total") == echo.llm.engine.scheduler.memory.copies > copied

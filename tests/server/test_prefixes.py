@@ -1,0 +1,257 @@
+"""Registered prefixes: the admin routes and their key, the file at start, and what requests find of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import echo_service
+import httpx
+import pytest
+from echo_service import VOCAB, Echo, Running
+
+from quire.async_llm import AsyncLLM
+from quire.errors import EngineDead, PrefixesFull, PrefixTaken, StartupError, UnknownPrefix
+from quire.request import SamplingParams
+from quire.server.prefixes import read_prefixes, register_prefixes
+from quire.sim.echo import expected
+
+KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
+HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+IDS = list(range(100, 122))  # 22 tokens: five pages and a half
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Running]:
+    """No automatic caching: every hit is one of a registered prefix."""
+    model = echo_service.built(prefix_tokens=40, enable_prefix_caching=False)
+    with echo_service.serving(model, keys=[KEY], admin_keys=[ADMIN]) as running:
+        yield running
+
+
+@pytest.fixture
+def http(shop: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shop.url, timeout=20, headers=HEADERS) as client:
+        yield client
+        for entry in client.get("/v1/prefixes").json()["data"]:
+            assert client.delete(f"/v1/prefixes/{entry['id']}").status_code == 200
+        memory = shop.llm.engine.scheduler.memory
+        assert asyncio.run(_settled(shop.llm)) == ({}, frozenset())
+        memory.check()
+        assert memory.usage().free == memory.usage().total
+
+
+async def _settled(llm: AsyncLLM) -> object:
+    return await llm.prefixes()
+
+
+def cached(http: httpx.Client, prompt: list[int], **more: object) -> int:
+    """How much of a prompt was found; the tokens must be right as well."""
+    body = {"prompt": prompt, "max_tokens": 3, "seed": 1, "ignore_eos": True, "logprobs": 0, **more}
+    answer = http.post("/v1/completions", json=body).json()
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    tokens = expected(prompt, params, 1, vocab_size=VOCAB)
+    assert answer["choices"][0]["logprobs"]["tokens"] == [echo_service.tokenizer().convert_id(t) for t in tokens]
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_register_use_and_release(shop: Running, http: httpx.Client) -> None:
+    prompt = [*IDS, 5, 6, 7]
+    assert cached(http, prompt) == 0
+    answer = http.post("/v1/prefixes", json={"name": "rules", "token_ids": IDS})
+    assert answer.json() == {"id": "rules", "object": "prefix", "tokens": 22, "status": "ready"}
+    listed = http.get("/v1/prefixes").json()
+    assert listed["data"] == [answer.json()]
+    assert listed["capacity_tokens"] == 40
+    assert cached(http, prompt) == 22  # the partial last page too
+    assert cached(http, prompt, n=2) == 22
+    assert cached(http, IDS) == 20  # one token is always computed: whole pages below it
+    assert cached(http, [*IDS[:9], 1, 2]) == 8
+    assert cached(http, prompt, cache_salt="tenant") == 0
+    assert shop.llm.engine.scheduler.memory.sharing()[-3:] == (1, 22, 40)
+    assert http.delete("/v1/prefixes/rules").json()["deleted"] is True
+    assert cached(http, prompt) == 0
+    assert http.get("/v1/prefixes").json()["data"] == []
+
+
+def test_text_is_encoded_as_a_completions_prompt(http: httpx.Client) -> None:
+    text = "once upon a time there was"
+    tokens = http.post("/v1/prefixes", json={"name": "story", "text": text}).json()["tokens"]
+    assert tokens == len(echo_service.tokenizer().encode(text))
+    body = {"prompt": text + " a quire", "max_tokens": 1}
+    assert http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == tokens
+
+
+def test_errors(shop: Running, http: httpx.Client) -> None:
+    assert http.post("/v1/prefixes", json={"name": "a", "token_ids": IDS}).status_code == 200
+    steps = shop.llm.engine.stats.steps
+    for body, status, param in (
+        ({"name": "a", "token_ids": [1]}, 409, "name"),
+        ({"name": "b", "token_ids": [1] * 41}, 413, "prefix"),
+        ({"name": "b", "token_ids": [1] * 17}, 413, "prefix"),  # five more pages; four are left
+        ({"name": "b", "token_ids": []}, 400, "prompt"),
+        ({"name": "b", "token_ids": [VOCAB]}, 400, "prompt"),
+        ({"name": "b", "token_ids": [-1]}, 400, "prompt"),
+        ({"name": "b", "token_ids": "abc"}, 400, "token_ids"),
+        ({"name": "b", "text": 5}, 400, "text"),
+        ({"name": "b", "text": ""}, 400, "prompt"),
+        ({"name": "b", "text": "x", "token_ids": [1]}, 400, "text"),
+        ({"name": "b"}, 400, "text"),
+        ({"token_ids": [1]}, 400, "name"),
+        ({"name": 5, "token_ids": [1]}, 400, "name"),
+        ({"name": "", "token_ids": [1]}, 400, "name"),
+        ({"name": "a/b", "token_ids": [1]}, 400, "name"),
+        ({"name": "x" * 65, "token_ids": [1]}, 400, "name"),
+        ({"name": "b", "text": "\U0001f600" * 100_000}, 400, "prompt"),
+    ):
+        answer = http.post("/v1/prefixes", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (status, status, param), (body, answer.text)
+        assert len(answer.content) < 1000
+    assert http.delete("/v1/prefixes/b").status_code == 404
+    assert http.delete(f"/v1/prefixes/{'x' * 5000}").status_code == 404
+    assert shop.llm.engine.stats.steps == steps, "something was queued"
+    assert [entry["id"] for entry in http.get("/v1/prefixes").json()["data"]] == ["a"]
+    assert cached(http, [*IDS, 1]) == 22
+
+
+def test_only_the_admin_key_opens_these_routes(shop: Running) -> None:
+    routes = (("GET", "/v1/prefixes"), ("POST", "/v1/prefixes"), ("DELETE", "/v1/prefixes/x"))
+    body = {"name": "x", "token_ids": [1]}
+    for method, path in routes:
+        for header, status in (("", 401), (f"Bearer {ADMIN}x", 401), (f"Bearer {KEY}", 403)):
+            answer = httpx.request(method, shop.url + path, json=body, headers={"Authorization": header})
+            assert answer.status_code == status
+            assert "error" in answer.json()
+    assert httpx.get(f"{shop.url}/v1/models", headers=HEADERS).status_code == 200
+
+
+@pytest.mark.parametrize("root", ["", "/", "/api", "/api/"])
+def test_without_an_admin_key_the_routes_are_shut(root: str) -> None:
+    with echo_service.serving(root_path=root) as running, httpx.Client(base_url=running.url) as http:
+        for path in ("/v1/prefixes", "//v1/prefixes", "/api/v1/prefixes", "/api//v1/prefixes", "/v1/prefixes/"):
+            for headers in ({}, HEADERS):
+                answer = http.get(running.url + path, headers=headers, follow_redirects=True)
+                assert answer.status_code in (403, 404), path
+        assert http.get("/v1/prefixes").status_code == 403
+        assert http.get("/v1/models").status_code == 200
+
+
+# On the engine's thread
+
+
+def test_two_at_once_never_exceed_the_capacity() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        found = await asyncio.gather(
+            *(llm.register_prefix(f"p{i}", [i + 1] * 30) for i in range(4)), return_exceptions=True
+        )
+        assert sum(item == 30 for item in found) == 1
+        assert sum(isinstance(item, PrefixesFull) for item in found) == 3
+        lengths, ready = await llm.prefixes()
+        assert len(lengths) == len(ready) == 1
+        with pytest.raises(PrefixTaken):
+            await llm.register_prefix(next(iter(lengths)), [1])
+        await llm.release_prefix(next(iter(lengths)))
+        with pytest.raises(UnknownPrefix):
+            await llm.release_prefix("p0")
+        assert await llm.register_prefix("p9", [9] * 40) == 40
+
+    run(work, pause=0.001)
+
+
+def test_released_or_left_while_computed() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        long = asyncio.ensure_future(llm.register_prefix("a", [1] * 40))
+        await asyncio.sleep(0.03)
+        assert await llm.prefixes() == ({"a": 40}, frozenset())
+        await llm.release_prefix("a")
+        with pytest.raises(PrefixTaken, match="released while"):
+            await long
+        left = asyncio.ensure_future(llm.register_prefix("b", [1] * 40))
+        await asyncio.sleep(0.03)
+        left.cancel()
+        while llm.active:
+            await asyncio.sleep(0.005)
+        assert await llm.prefixes() == ({}, frozenset())
+        assert llm.aborted == 0  # no client's request
+        memory = llm.engine.scheduler.memory
+        assert not memory.prefixes.registered
+        memory.check()
+
+    run(work, pause=0.02, max_num_batched_tokens=4)
+
+
+def test_a_closed_engine_says_so() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        late = asyncio.ensure_future(llm.register_prefix("a", [1] * 40))
+        await asyncio.sleep(0.03)
+        llm.close()
+        with pytest.raises(EngineDead):
+            await late
+        for call in (llm.prefixes(), llm.release_prefix("a"), llm.register_prefix("b", [1])):
+            with pytest.raises(EngineDead):
+                await call
+
+    run(work, pause=0.02, max_num_batched_tokens=4)
+
+
+def run(work: object, pause: float, **settings: object) -> None:
+    assert callable(work)
+    llm = AsyncLLM.of(echo_service.built(Echo(pause=pause), prefix_tokens=40, **settings))  # type: ignore[arg-type]
+    try:
+        asyncio.run(work(llm))
+    finally:
+        llm.close()
+
+
+# The file
+
+
+def test_read_and_register(tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.json"
+    file.write_text(json.dumps({"rules": {"text": "once upon"}, "ids": {"token_ids": [1, 2, 3]}}))
+    found = read_prefixes(str(file))
+    assert found == {"rules": "once upon", "ids": [1, 2, 3]}
+    assert read_prefixes(None) == {}
+
+    async def work(llm: AsyncLLM) -> None:
+        assert await register_prefixes(llm, found) == 3 + len(echo_service.tokenizer().encode("once upon"))
+        for name, prefix, words in (("big", [1] * 41, "'big' can't be registered: a prefix of 41 tokens"),
+                                    ("bad", [VOCAB], "'bad' can't be registered: prompt token 0 is 512")):  # fmt: skip
+            with pytest.raises(StartupError, match=words):
+                await register_prefixes(llm, {name: prefix})
+
+    run(work, pause=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"a": {"text": "x"}', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"a": {"text": "x"}, "a": {"text": "y"}}', "'a' is there twice"),
+        ('{"a b": {"text": "x"}}', "entry 'a b'"),
+        ('{"ok": {"text": "x"}, "a": {"text": 5}}', "entry 'a' holds neither"),
+        ('{"a": "x"}', "entry 'a' holds neither"),
+        ('{"a": {"text": "x", "token_ids": [1]}}', "entry 'a' holds neither"),
+        ('{"a": {"token_ids": [1, "2"]}}', "entry 'a' holds neither"),
+        ('{"a": {"token_ids": [true]}}', "entry 'a' holds neither"),
+        ('{"a": {}}', "entry 'a' holds neither"),
+        ("\xff", "is not JSON"),
+        ('{"a": {"token_ids": [' + "9" * 5000 + "]}}", "is not JSON"),
+        (" " * (8 << 20) + "{}", "more than 8388608 bytes"),
+    ],
+)
+def test_bad_files_name_the_entry(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "prefixes.json"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(StartupError) as failure:
+        read_prefixes(str(file))
+    assert words in failure.value.cause
+    assert len(str(failure.value)) < 500
+    with pytest.raises(StartupError, match="can't be read"):
+        read_prefixes(str(tmp_path))
