@@ -270,3 +270,54 @@ def test_a_victim_finds_what_it_had_generated_in_the_prefix_cache() -> None:
     assert plan is not None
     assert (plan.rows[0].start, len(plan.rows[0].tokens)) == (16, 2)
     drain(trace)
+
+
+@pytest.mark.parametrize("budget", [2, 4, 64])
+def test_a_branch_waits_for_all_that_it_shares(budget: int) -> None:
+    """A preempted group comes back: the third branch shares with the second what that one shares with the first."""
+    trace = opened(budget=budget, name="uncached")
+    common = list(range(1, 9))
+    branches = [Sequence(trace.scheduler.new_id(), common + tail) for tail in ([50, 51], [60, 61], [60, 62])]
+    request = Request("a", branches[0], SamplingParams(n=3, max_tokens=30), arrival=0.0, max_tokens=30)
+    request.live = branches
+    trace.scheduler.add(request)
+    computed = 0
+    for _ in range(25):
+        plan = trace.scheduler.schedule()
+        assert plan is not None
+        slots = {trace.memory.slot(seq): seq for seq in request.live}
+        for row in plan.rows:
+            assert slots[row.slot] is branches[0] or computed >= len(common), "a branch is computed too early"
+        computed = branches[0].planned
+        trace.scheduler.update(plan, trace.runner.collect(trace.runner.submit(plan)))
+        if all(len(seq.tokens) > len(common) + 2 for seq in branches):
+            break
+    first, second, third = (trace.memory.place(seq).tables[0][:2] for seq in branches)
+    assert first == second == third
+
+
+def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
+    memory = MEMORIES["paged-4"](Build(tokens=40, chunk=64, host=100))
+    trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8, preemption="swap")
+    for id in ("a", "b"):
+        ask(trace, id, 12, max_tokens=20)
+    while not trace.scheduler.swapped:
+        trace.step()
+    ask(trace, "c", 1, max_tokens=1)  # there would be room for it
+    while trace.scheduler.swapped:
+        trace.step()
+        assert "c" not in [request.id for request in trace.scheduler.running] or not trace.scheduler.swapped
+    drain(trace)
+    assert trace.scheduler.preempted == {"swap": 1, "recompute": 0}
+
+
+def test_auto_takes_the_cheaper_way_for_each_victim() -> None:
+    """In these traces recomputing costs as much as swapping six pages."""
+    for length, way in ((8, "swap"), (32, "recompute")):
+        memory = MEMORIES["paged-4"](Build(tokens=128, chunk=64, host=100))
+        trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8, preemption="auto")
+        ask(trace, "a", length, max_tokens=6)
+        trace.step()
+        trace.scheduler._preempt(next(iter(trace.scheduler.running)))
+        assert trace.scheduler.preempted[way] == 1
+        drain(trace)

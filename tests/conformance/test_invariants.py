@@ -586,3 +586,16 @@ def test_fits_counts_a_common_prefix_once_but_for_its_last_page() -> None:
     assert memory.fits([24] * 5, 19)  # the fifth page is each one's own: 4 + 5 * 2
     assert not memory.fits([24] * 6, 19)
     assert not memory.fits([24] * 5)
+
+
+@every_memory
+def test_what_filled_the_memory_comes_back_when_it_is_alone(name: str) -> None:
+    """No page beyond its own is asked for then: nobody is left who could give one."""
+    tokens = next(tokens for tokens in range(1, 400) if MEMORIES[name](Build(tokens)).fits([40]))
+    memory = MEMORIES[name](Build(tokens, host=10**6))
+    seq = sequence(1, 40)
+    assert serve(memory, seq) == 0
+    assert memory.swap_out([seq])
+    memory.reset_prefix_cache()
+    assert memory.swap_in([seq])
+    memory.check()

@@ -137,7 +137,8 @@ class Checked:
         self.runner.bind(geometry)
 
     def submit(self, plan: StepPlan) -> int:
-        assert 0 < sum(len(row.tokens) for row in plan.rows) <= self.budget, "a step exceeds the budget"
+        assert plan.rows or plan.births, "a step does nothing"
+        assert sum(len(row.tokens) for row in plan.rows) <= self.budget, "a step exceeds the budget"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows in a step"
         self.rows += len(plan.rows)
         return self.runner.submit(plan)
