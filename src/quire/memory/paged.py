@@ -84,8 +84,8 @@ class PagedMemory:
         self.host_keys: dict[int, tuple[int, bytes] | None] = {}
         self.swapped: dict[int, Resident] = {}  # with host pages in its tables
         self.swapped_out_pages = self.swapped_in_pages = 0
-
         self.copies = 0  # pages copied on write
+
     @classmethod
     def build(
         cls, config: EngineConfig, spec: ModelSpec, tokens: int, max_len: int, itemsize: int, model_id: str = ""
@@ -237,6 +237,7 @@ class PagedMemory:
         """Replace the shared page at logical page `at` by a private copy (§4.4, Figure 8)."""
         old = resident.tables[group][at]
         new = self._take(group, seq)
+        self.copies += 1
         self.entries.append(Copy(group, old, new))
         self.entries.append(Table(resident.slot, group, at, (new,)))
         resident.tables[group][at] = new
@@ -246,7 +247,6 @@ class PagedMemory:
         resident = self.residents[seq.id]
         full = seq.computed // self.page_tokens
         if full > resident.committed:
-        self.copies += 1
             if self.caching:
                 self.prefixes.chain(seq, full)
                 for g, table in enumerate(resident.tables):
@@ -430,26 +430,6 @@ class PagedMemory:
         cached, free = len(self.pages.cached) * page_bytes, len(self.pages.empty) * page_bytes
         return Usage(referenced * page_bytes - internal, cached, 0, internal, 0, free)
 
-    def check(self) -> None:
-        self.pages.check()
-        counts = [0] * (self.pages.total + 1)
-        slots = set(self.slots)
-        for resident in self.residents.values():
-            assert resident.slot not in slots, f"slot {resident.slot} is used twice"
-            slots.add(resident.slot)
-            for g, table in enumerate(resident.tables):
-                assert all(page == SCRATCH for page in table[: resident.first[g]]), "a dropped page is still held"
-                assert all(page != SCRATCH for page in table[resident.first[g] :]), "a live page is missing"
-                assert len(table) * self.page_tokens >= resident.held, "a table is shorter than its sequence"
-                for page in table:
-                    counts[page] += page != SCRATCH
-        assert slots == set(range(1, self.geometry.slots)), "a slot is lost"
-        for prefix in self.prefixes.registered.values():
-            for table in prefix.tables:
-                for page in table:
-                    counts[page] += page != SCRATCH
-        assert counts == self.pages.refs, "reference counts differ from the tables that name the pages"
-        away = {host for resident in self.swapped.values() for table in resident.tables for host in table} - {SCRATCH}
     def sharing(self) -> Sharing:
         page_bytes, pins = self.geometry.page_bytes, self.prefixes.pins()
         tables = sum(
@@ -472,5 +452,25 @@ class PagedMemory:
             self.prefix_pages // len(self.policies) * self.page_tokens,
         )
 
+    def check(self) -> None:
+        self.pages.check()
+        counts = [0] * (self.pages.total + 1)
+        slots = set(self.slots)
+        for resident in self.residents.values():
+            assert resident.slot not in slots, f"slot {resident.slot} is used twice"
+            slots.add(resident.slot)
+            for g, table in enumerate(resident.tables):
+                assert all(page == SCRATCH for page in table[: resident.first[g]]), "a dropped page is still held"
+                assert all(page != SCRATCH for page in table[resident.first[g] :]), "a live page is missing"
+                assert len(table) * self.page_tokens >= resident.held, "a table is shorter than its sequence"
+                for page in table:
+                    counts[page] += page != SCRATCH
+        assert slots == set(range(1, self.geometry.slots)), "a slot is lost"
+        for prefix in self.prefixes.registered.values():
+            for table in prefix.tables:
+                for page in table:
+                    counts[page] += page != SCRATCH
+        assert counts == self.pages.refs, "reference counts differ from the tables that name the pages"
+        away = {host for resident in self.swapped.values() for table in resident.tables for host in table} - {SCRATCH}
         assert len(away) + len(self.host_pages) == self.host_total, "a host page is lost"
         assert not away & set(self.host_pages), "a host page is free and used"

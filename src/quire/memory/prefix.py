@@ -120,6 +120,12 @@ class Prefixes:
                     self.pages.release(page)
         return True
 
+    def pins(self) -> Counter[int]:
+        """The pages that registered prefixes hold, and how many of them hold each."""
+        pages = Counter(p for prefix in self.registered.values() for table in prefix.tables for p in table)
+        del pages[SCRATCH]
+        return pages
+
     @property
     def pinned_pages(self) -> int:
         """Pages that registered prefixes hold, a page shared by several counted once."""
@@ -132,9 +138,3 @@ def _common(a: list[int], b: list[int], limit: int) -> int:
     if a[:limit] == b[:limit]:
         return limit
     return next(i for i in range(limit) if a[i] != b[i])
-    def pins(self) -> Counter[int]:
-        """The pages that registered prefixes hold, and how many of them hold each."""
-        pages = Counter(p for prefix in self.registered.values() for table in prefix.tables for p in table)
-        del pages[SCRATCH]
-        return pages
-
