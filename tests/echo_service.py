@@ -130,7 +130,7 @@ class Running(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(model: Any = None, *, stall_after: float = 60.0, **options: Any) -> Iterator[Running]:
+def serving(model: Any = None, *, stall_after: float = 60.0, root_path: str = "", **options: Any) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt) from a thread; `options` are create_app's."""
     from quire.async_llm import AsyncLLM
     from quire.server.app import create_app
@@ -140,7 +140,7 @@ def serving(model: Any = None, *, stall_after: float = 60.0, **options: Any) -> 
     app = create_app(llm, ["echo", "parrot"], **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
-    server = make_server(app, ServeOptions(), ready.set)
+    server = make_server(app, ServeOptions(root_path=root_path), ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

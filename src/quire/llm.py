@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +21,8 @@ from quire.request import SamplingParams
 if TYPE_CHECKING:
     from quire.build import Built
     from quire.text.tokenizer import Tokenizer
+
+log = logging.getLogger("quire")
 
 
 class Job(NamedTuple):
@@ -53,6 +57,8 @@ class LLM:
         # Offline, the caller's list is the queue.
         self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
         self._ids = count()
+        for notice in built.notices:
+            log.info(notice)
         self._closed = False
 
     # Use
@@ -133,7 +139,7 @@ class LLM:
         found = {job.id: Assembly(job.id, *job.prompt, job.params, decode) for job in jobs}
         requests = {job.id: self.engine.requests[job.id] for job in jobs}
         try:
-            with _progress(len(jobs), use_tqdm) as bar, _Interrupts() as interrupts:
+            with _progress(len(jobs), use_tqdm) as bar:
                 left = len(jobs)
                 while left:
                     for output in self._step():
@@ -142,7 +148,6 @@ class LLM:
                             found[output.request].finish(requests[output.request], self.engine.clock())
                             left -= 1
                             bar.update()
-                    interrupts.check()
         finally:
             self._abandon(jobs)
         return [found[job.id].result for job in jobs]
@@ -168,19 +173,23 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params):
                 job = Job(f"offline-{next(self._ids)}", prompt, each)
-                self.engine.add(job.id, prompt.ids, each)
                 jobs.append(job)
+                self.engine.add(job.id, prompt.ids, each)
         except BaseException:
             self._abandon(jobs)
             raise
         return jobs
 
     def _step(self) -> list[Output]:
+        """One whole step; Ctrl-C in it is raised after it."""
         try:
-            return self.engine.step()
+            with _Interrupts() as interrupts:
+                outputs = self.engine.step()
         except BaseException:
             self.close()  # a step cut short leaves an engine that can't be trusted
             raise
+        interrupts.check()
+        return outputs
 
     def _abandon(self, jobs: list[Job]) -> None:
         """End what is left of a call, and wait until nothing of it is in flight."""
@@ -188,8 +197,11 @@ class LLM:
             return
         for job in jobs:
             self.engine.abort(job.id)
-        while self.engine.unfinished:
-            self._step()
+        with suppress(KeyboardInterrupt):  # known already: the call is being abandoned
+            while self.engine.unfinished:
+                self._step()
+        if self.engine.unfinished:
+            self._abandon(jobs)
 
 
 class _Interrupts:

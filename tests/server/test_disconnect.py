@@ -26,7 +26,8 @@ def connect(running: Running, body: dict[str, object]) -> socket.socket:
     data = json.dumps(body).encode()
     url = urlsplit(running.url)
     client = socket.create_connection((url.hostname, url.port), timeout=5)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
     return client
 

@@ -73,7 +73,7 @@ class Service:
         params: SamplingParams,
         http: Request,
     ) -> Response:
-        await call.submit(prompts, params, body.cache_salt or "")
+        await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
         if not body.stream:
             return await respond(call, renderer, http.receive)
         options = body.stream_options
@@ -160,14 +160,12 @@ class Service:
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def create_app(
-    llm: AsyncLLM, names: Sequence[str], *, keys: Sequence[str] = (), root_path: str = "", max_body: int = MAX_BODY
-) -> FastAPI:
+def create_app(llm: AsyncLLM, names: Sequence[str], *, keys: Sequence[str] = (), max_body: int = MAX_BODY) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open."""
     metrics = Metrics()
     metrics.watch(llm)
     service = Service(llm, names, metrics)
-    app = FastAPI(title="quire", version=quire.__version__, root_path=root_path, docs_url=None, redoc_url=None)
+    app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),

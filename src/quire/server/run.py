@@ -68,7 +68,7 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
         say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
     llm = AsyncLLM.of(built)
     try:
-        app = create_app(llm, names, keys=keys, root_path=options.root_path)
+        app = create_app(llm, names, keys=keys)
         url = address(options.host, listener.getsockname()[1])
 
         def ready() -> None:
