@@ -147,7 +147,7 @@ class AsyncLLM:
         self.aborted = self.rejected = 0
         self.error: Exception | None = None
         self.accepting = True
-        self.on_death: Callable[[], None] | None = None
+        self.on_death: Callable[[], object] | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._busy = self._closing = False
