@@ -5,6 +5,7 @@ The one place where the planes are joined. Every failure is a StartupError with 
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,6 +118,9 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     engine = Engine(scheduler, runner, limits, clock=time.monotonic, text=text, seed=config.seed, depth=config.depth)
     defaults = {key: source.generation[key] for key in SAMPLING_DEFAULTS if source.generation.get(key) is not None}
     notices = _notices(config, source, plan, eos_ids, defaults)
+    # What is loaded by now lives as long as the engine: keep the collector's pauses off it.
+    gc.collect()
+    gc.freeze()
     return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
 
 
