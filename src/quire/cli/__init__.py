@@ -52,6 +52,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:], allow_abbrev=False)
         named[name] = command
         if name in ("generate", "chat", "serve", "plan"):
+            command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's own names every flag, on twenty lines
             add_engine_flags(command)
         if name in ("generate", "chat"):
             add_sampling_flags(command)
