@@ -156,8 +156,12 @@ def test_generate(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["once", "a reader"]
     assert "an echo" in error
-    assert run("generate", "--max-tokens", "2", stdin="once")[1].startswith("once")
-    assert "no prompt" in run("generate", "--prompt-file", "-", stdin="")[2] + "no prompt"
+    for stdin in ("once", "once\n"):
+        _, out, _ = run("generate", "--json", "--max-tokens", "2", stdin=stdin)
+        assert json.loads(out)["prompt"] == "once"
+    status, _, error = run("generate", stdin="\n")
+    assert status == 2
+    assert "the prompt is empty" in error
 
 
 def test_chat_from_a_pipe(run: Run) -> None:
@@ -204,6 +208,13 @@ def test_chat_that_outgrows_the_context_says_so(run: Run) -> None:
 
 def test_plan(run: Run) -> None:
     assert run("plan", "some/model")[:2] == (0, "plan of some/model\n")
+
+
+def test_a_named_shape_is_planned_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model-config", "opt-125m", "--kv-tokens", "4096", "--dtype", "float32"]) == 0
+    assert "opt-125m: 125,239,296 parameters in float32" in capsys.readouterr().out
+    assert main(["generate", "--model-config", "opt-125m", "--prompt", "a"]) == 2
+    assert "Add --dummy-weights" in capsys.readouterr().err
 
 
 def test_bench_and_reproduce_are_delegated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,16 @@ def test_ctrl_c_aborts_all_and_leaves_the_llm_usable() -> None:
     assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
 
 
+def test_ctrl_c_ends_a_stream_and_leaves_the_llm_usable() -> None:
+    llm = LLM.of(echo_service.built(Echo(pause=0.01)))  # type: ignore[arg-type]
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream([1, 2], SamplingParams(max_tokens=200, ignore_eos=True)))
+    timer.join()
+    assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
+
+
 def test_stream_yields_as_it_goes_and_can_be_left(llm: LLM) -> None:
     outputs = list(llm.stream([1, 2], PARAMS))
     assert [token for output in outputs for token in output.tokens] == wanted([1, 2])
@@ -242,6 +252,17 @@ def test_close_and_context_manager() -> None:
 def test_bad_settings_name_the_flag() -> None:
     with pytest.raises(StartupError, match="--page-size is 0"):
         LLM(page_size=0)
+
+
+def test_the_bundled_model_writes_and_answers() -> None:
+    with LLM(kv_tokens=2048, threads=1) as llm:
+        assert llm.tokenizer is not None
+        greedy = SamplingParams(temperature=0, max_tokens=12)
+        story, again = llm.generate(["Once upon a time"] * 2, greedy, use_tqdm=False)
+        assert story.outputs[0].text == again.outputs[0].text == llm.tokenizer.decode(story.outputs[0].token_ids)
+        assert story.outputs[0].text.strip()
+        [reply] = llm.chat([{"role": "user", "content": "Hello!"}], greedy, use_tqdm=False)
+        assert reply.outputs[0].text.strip()
 
 
 def test_bad_words_become_ids(llm: LLM) -> None:

@@ -65,10 +65,10 @@ class Delta:
 
 class Stream:
     """The outputs of one accepted request, as an async iterator on the loop that asked. A slow reader finds one merged
-    Output a branch. EngineDead is raised after the outputs that came before."""
+    Output a branch; a `patient` one is woken at the end only. EngineDead is raised after the outputs before it."""
 
-    def __init__(self, id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.id, self.loop = id, loop
+    def __init__(self, id: str, loop: asyncio.AbstractEventLoop, patient: bool = False) -> None:
+        self.id, self.loop, self.patient = id, loop, patient
         self.request: Request | None = None
         self.accepted: asyncio.Future[None] = loop.create_future()
         self.done = False
@@ -81,7 +81,8 @@ class Stream:
         """On the loop: one more output."""
         self._deltas.setdefault(output.branch, Delta()).add(output)
         self._finished = self._finished or output.done
-        self._ready.set()
+        if self._finished or not self.patient:
+            self._ready.set()
 
     def fail(self, error: Exception) -> None:
         """On the loop: nothing more will come."""
@@ -99,7 +100,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Output:
-        while not self._deltas:
+        while not self._deltas or (self.patient and not self._finished):
             if self.done:
                 raise StopAsyncIteration
             if self._error is not None:
@@ -148,7 +149,7 @@ class AsyncLLM:
         self.aborted = self.rejected = 0
         self.error: Exception | None = None
         self.accepting = True
-        self.on_death: Callable[[], None] | None = None
+        self.on_death: Callable[[], object] | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._busy = self._closing = False
@@ -161,11 +162,17 @@ class AsyncLLM:
     # For callers, on their event loops
 
     async def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, *, salt: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        salt: str = "",
+        patient: bool = False,
     ) -> Stream:
         """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't."""
         self._check_open()
-        stream = Stream(request_id or f"async-{next(self._ids)}", asyncio.get_running_loop())
+        stream = Stream(request_id or f"async-{next(self._ids)}", asyncio.get_running_loop(), patient)
         await self._accepted(stream, lambda: self.engine.add(stream.id, prompt_ids, params, salt=salt))
         return stream
 

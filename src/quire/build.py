@@ -5,6 +5,7 @@ The one place where the planes are joined. Every failure is a StartupError with 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -58,20 +59,21 @@ class Built(NamedTuple):
     name: str
 
 
-def read_source(config: EngineConfig) -> Source:
-    """Find the model and read its configuration; nothing is loaded."""
+def read_source(config: EngineConfig, weights: bool = True) -> Source:
+    """Find the model and read its configuration; nothing is loaded. `weights` says that they will be."""
     if config.model_config is not None:
         if config.model_config not in CONFIGS:
             raise StartupError(
                 f"--model-config is {config.model_config!r}", f"Known shapes: {', '.join(sorted(CONFIGS))}"
             )
-        if not config.dummy_weights:
+        if weights and not config.dummy_weights:
             raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
         shape = CONFIGS[config.model_config]
         return Source(config.model_config, None, shape, {}, read_spec(shape))
     model = config.model or BUNDLED
     bundled = Path(__file__).parent / "assets" / model
-    folder = bundled if model in (BUNDLED, "tiny-draft") and not Path(model).is_dir() else locate(model)
+    named = model in (BUNDLED, "tiny-draft") and not Path(model).is_dir()
+    folder = bundled if named else locate(model, weights and not config.dummy_weights)
     settings = read_config(folder)
     generation = read_generation_config(folder) if config.generation_config else {}
     return Source(
@@ -81,7 +83,7 @@ def read_source(config: EngineConfig) -> Source:
 
 def plan(config: EngineConfig) -> list[str]:
     """The memory plan of `config` as one screen, without loading the model."""
-    source = read_source(config)
+    source = read_source(config, weights=False)
     device = _device(config)
     dtype = _dtype(config, source.config, device)
     return plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device).lines()
@@ -122,6 +124,9 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     engine = Engine(scheduler, runner, limits, clock=time.monotonic, text=text, seed=config.seed, depth=config.depth)
     defaults = {key: source.generation[key] for key in SAMPLING_DEFAULTS if source.generation.get(key) is not None}
     notices = _notices(config, source, plan, eos_ids, defaults)
+    # What is loaded by now lives as long as the engine: keep the collector's pauses off it.
+    gc.collect()
+    gc.freeze()
     return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
 
 
@@ -148,7 +153,7 @@ def _runner(
 
 
 def _text(config: EngineConfig, source: Source) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    folder = locate(config.tokenizer) if config.tokenizer is not None else source.folder
+    folder = locate(config.tokenizer, weights=False) if config.tokenizer is not None else source.folder
     if config.skip_tokenizer_init or folder is None:
         return None, None
     from quire.text.chat import ChatTemplate

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from types import FrameType, TracebackType
@@ -22,6 +23,8 @@ from quire.session import Branch, session_params
 if TYPE_CHECKING:
     from quire.build import Built
     from quire.text.tokenizer import Tokenizer
+
+log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class LLM:
         # Offline, the caller's list is the queue.
         self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
         self._ids = count()
+        for notice in built.notices:
+            log.info(notice)
         self._closed = False
 
     # Use
@@ -218,7 +223,7 @@ class LLM:
         found = {job.id: Assembly(job.id, *job.prompt, job.params, decode) for job in jobs}
         requests = {job.id: self.engine.requests[job.id] for job in jobs}
         try:
-            with _progress(len(jobs), use_tqdm) as bar, _Interrupts() as interrupts:
+            with _progress(len(jobs), use_tqdm) as bar:
                 left = len(jobs)
                 while left:
                     for output in self._step():
@@ -227,7 +232,6 @@ class LLM:
                             found[output.request].finish(requests[output.request], self.engine.clock())
                             left -= 1
                             bar.update()
-                    interrupts.check()
         finally:
             self._abandon(jobs)
         return [found[job.id].result for job in jobs]
@@ -250,8 +254,8 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params):
                 job = Job(f"offline-{next(self._ids)}", prompt, each)
-                self.engine.add(job.id, prompt.ids, each)
                 jobs.append(job)
+                self.engine.add(job.id, prompt.ids, each)
         except BaseException:
             self._abandon(jobs)
             raise
@@ -264,11 +268,15 @@ class LLM:
             raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
 
     def _step(self) -> list[Output]:
+        """One whole step; Ctrl-C in it is raised after it."""
         try:
-            return self.engine.step()
+            with _Interrupts() as interrupts:
+                outputs = self.engine.step()
         except BaseException:
             self.close()  # a step cut short leaves an engine that can't be trusted
             raise
+        interrupts.check()
+        return outputs
 
     def _abandon(self, jobs: list[Job]) -> None:
         """End what is left of a call, and wait until nothing of it is in flight."""
@@ -276,8 +284,11 @@ class LLM:
             return
         for job in jobs:
             self.engine.abort(job.id)
-        while self.engine.unfinished:
-            self._step()
+        with suppress(KeyboardInterrupt):  # known already: the call is being abandoned
+            while self.engine.unfinished:
+                self._step()
+        if self.engine.unfinished:
+            self._abandon(jobs)
 
 
 class _Interrupts:

@@ -10,7 +10,7 @@ from quire.engine import Output
 from quire.plan import Top
 from quire.request import Request, SamplingParams
 
-Decode = Callable[[int], str] | None
+Decode = Callable[[int], str | None] | None
 
 
 class Logprob(NamedTuple):
@@ -88,12 +88,16 @@ class BeamSearchOutput:
 
 def alternatives(top: Top, decode: Decode) -> dict[int, Logprob]:
     """A Top as a mapping: the token itself first, then the most likely ones."""
-    text = decode or (lambda token: None)
+    text = decode if decode is not None else _no_text
     ranked = zip(top.ids, top.logprobs, range(1, len(top.ids) + 1))
     return {
         top.token: Logprob(top.logprob, top.rank, text(top.token)),
         **{token: Logprob(value, rank, text(token)) for token, value, rank in ranked if token != top.token},
     }
+
+
+def _no_text(token: int) -> None:
+    return None
 
 
 class Assembly:

@@ -232,7 +232,7 @@ def test_all_penalties_follow_tokens_that_only_the_device_has_seen() -> None:
 def test_bad_words_equal_transformers() -> None:
     logits, history = some_logits(1, seed=9), history_of(9, 30)
     words = ((5,), (*history[-1:], 6), (*history[-3:], 7), (history[-2], history[-1] + 1, 8))
-    words += ((1, *history, 10), (*history, 11))
+    words += ((1, *history, 10), (*history[1:], 11))  # longer than the text, and almost all of it
     reference = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=torch.tensor([499]))
     result = processed(SamplingParams(bad_word_ids=words), logits, history, 29)
     assert torch.equal(result, reference(torch.tensor([history]), logits))

@@ -222,6 +222,17 @@ def test_bytes_that_are_not_utf8(http: httpx.Client, body: bytes) -> None:
     refused(post(http, "/v1/completions", body))
 
 
+def test_a_body_without_its_content_type_is_told_so(http: httpx.Client) -> None:
+    """What curl's -d sends by itself."""
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    for body, kind in (('{"prompt": "a"}', headers), ("[1, 2]", {"Content-Type": "application/json"})):
+        answer = http.post("/v1/completions", content=body, headers=kind)
+        refused(answer)
+        assert "a JSON object, sent with Content-Type: application/json" in answer.json()["error"]["message"]
+    nested = http.post("/v1/completions", json={"prompt": "a", "stream_options": 5})
+    assert nested.json()["error"]["param"] == "stream_options"
+
+
 def test_errors_show_little_of_what_was_sent(http: httpx.Client) -> None:
     secret = "x" * 5000
     for body in ({"prompt": "a", "model": secret}, {"prompt": "a", "n": secret}, {"prompt": {secret: 1}},

@@ -86,6 +86,14 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
         read_keys(str(tmp_path / "none"))
 
 
+def test_root_path_opens_nothing_else() -> None:
+    with echo_service.serving(keys=[KEY], root_path="/api") as running:
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert httpx.get(f"{running.url}/api/health").status_code == 401
+        assert httpx.get(f"{running.url}/v1/models").status_code == 401
+        assert httpx.get(f"{running.url}/v1/models", headers=headers()).json()["data"][0]["id"] == "echo"
+
+
 def headers() -> dict[str, str]:
     return {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 

@@ -242,5 +242,8 @@ def test_facts(echo: Running) -> None:
     assert httpx.post(f"{echo.url}/ping").status_code == 200
     assert httpx.get(f"{echo.url}/version").json() == {"version": "0.1.0"}
     assert httpx.get(f"{echo.url}/load").json() == {"server_load": 0}
-    assert httpx.get(f"{echo.url}/nothing").json()["error"]["code"] == 404
+    nothing = httpx.get(f"{echo.url}/nothing").json()["error"]
+    assert (nothing["code"], nothing["type"]) == (404, "NotFoundError")
+    assert "/openapi.json" in nothing["message"]
+    assert "/v1/completions" in httpx.get(f"{echo.url}/openapi.json").json()["paths"]
     assert httpx.get(f"{echo.url}/v1/completions").json()["error"]["code"] == 405

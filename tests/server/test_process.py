@@ -24,7 +24,7 @@ sys.path.insert(0, {tests!r})
 import echo_service
 stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built(
-    echo_service.Echo(pause=0.02, fail_at={fail_at}), max_num_seqs=4)
+    echo_service.Echo(pause={pause}, fail_at={fail_at}), max_num_seqs=4)
 sys.modules["quire.build"] = stand_in
 from quire.cli import main
 sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
@@ -34,8 +34,8 @@ sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
 class Process:
     """A server process and what it printed so far."""
 
-    def __init__(self, fail_at: int | None, *flags: str) -> None:
-        program = PROGRAM.format(tests=str(TESTS), fail_at=fail_at)
+    def __init__(self, fail_at: int | None, pause: float, *flags: str) -> None:
+        program = PROGRAM.format(tests=str(TESTS), fail_at=fail_at, pause=pause)
         self.child = subprocess.Popen(
             [sys.executable, "-c", program, *flags],
             stdout=subprocess.PIPE,
@@ -62,8 +62,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(fail_at: int | None = None, *flags: str) -> Iterator[Process]:
-    started = Process(fail_at, *flags)
+def process(*flags: str, fail_at: int | None = None, pause: float = 0.02) -> Iterator[Process]:
+    started = Process(fail_at, pause, *flags)
     try:
         yield started
     finally:
@@ -110,7 +110,7 @@ def test_sigterm_drains_and_exits_0() -> None:
 
 
 def test_the_printed_curl_line_works() -> None:
-    with process() as server:
+    with process(pause=0) as server:
         line = server.lines[-1].strip()
         done = subprocess.run(["bash", "-c", f"{line} -s -m 20"], capture_output=True, text=True)
         assert '"role":"assistant"' in done.stdout, done
@@ -119,7 +119,7 @@ def test_the_printed_curl_line_works() -> None:
 
 
 def test_drain_ends_at_its_timeout() -> None:
-    with process(None, "--shutdown-timeout", "0.2") as server:
+    with process("--shutdown-timeout", "0.2") as server:
         thread, answers = in_background(server.url, 250)
         server.child.send_signal(signal.SIGTERM)
         began = time.monotonic()
@@ -144,7 +144,7 @@ def test_a_second_sigterm_is_immediate() -> None:
 
 
 def test_engine_death_exits_with_an_error() -> None:
-    with process(5) as server:
+    with process(fail_at=5) as server:
         assert ask(server.url, 50).status_code == 503
         status, error = server.end()
         assert status == 1
@@ -176,7 +176,7 @@ def test_port_in_use_is_one_line_before_anything_is_loaded() -> None:
     ],
 )
 def test_bad_server_flags(flags: list[str], words: str) -> None:
-    program = PROGRAM.format(tests=str(TESTS), fail_at=None)
+    program = PROGRAM.format(tests=str(TESTS), fail_at=None, pause=0)
     done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, timeout=20)
     assert done.returncode == 2
     assert words in done.stderr.strip().splitlines()[-1]

@@ -52,6 +52,8 @@ def test_the_hub_is_asked_for_safe_files_only(tmp_path: Path, monkeypatch: pytes
     assert asked["model"] == "owner/name"
     assert asked["allow_patterns"] == WANTED
     assert not asked["local_files_only"]
+    locate("owner/name", weights=False)
+    assert asked["allow_patterns"] == [pattern for pattern in WANTED if "safetensors" not in pattern]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     locate("gpt2")
     assert asked["local_files_only"]
@@ -90,7 +92,7 @@ def locate_in_a_process(home: Path, **environment: str) -> tuple[str, float]:
 
 def test_offline_with_nothing_cached(tmp_path: Path) -> None:
     error, _ = locate_in_a_process(tmp_path, HF_HUB_OFFLINE="1")
-    assert "nor in the local cache, and HF_HUB_OFFLINE is set. unset HF_HUB_OFFLINE" in error
+    assert "nor in the local cache, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE" in error
 
 
 def test_a_hub_that_refuses_or_never_answers_fails_within_five_seconds(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_a_hub_that_refuses_or_never_answers_fails_within_five_seconds(tmp_path:
         for port in (9, silent.getsockname()[1]):
             address = f"http://127.0.0.1:{port}"
             error, seconds = locate_in_a_process(tmp_path, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
-            assert "the hub can't be reached. give a folder" in error
+            assert "the hub can't be reached. Give a folder" in error
             assert seconds < 5
 
 
@@ -110,7 +112,7 @@ def test_any_other_failure_of_the_hub_is_a_startup_error(monkeypatch: pytest.Mon
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(StartupError, match=r"'owner/name' could not be downloaded: disk full\. check"):
+    with pytest.raises(StartupError, match=r"'owner/name' could not be downloaded: disk full\. Check"):
         locate("owner/name")
 
 
@@ -125,7 +127,7 @@ def test_configs_are_objects(tmp_path: Path) -> None:
     assert read_config(tmp_path) == {"architectures": ["é"]}
     for text in ("{", "", "{'a': 1}", "[" * 100_000):
         path.write_text(text)
-        with pytest.raises(StartupError, match=r"config\.json can't be read as JSON: .+\. copy or download"):
+        with pytest.raises(StartupError, match=r"config\.json can't be read as JSON: .+\. Copy or download"):
             read_config(tmp_path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(StartupError, match="can't be read as JSON"):

@@ -171,7 +171,7 @@ def test_truncated_files_are_damaged(keep: int, tmp_path: Path) -> None:
     save(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(StartupError, match=r"model\.safetensors is damaged: .*copy or download"):
+    with pytest.raises(StartupError, match=r"model\.safetensors is damaged: .*Copy or download"):
         load(built(tmp_path), tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_shards_must_lie_in_the_folder(name: Any, tmp_path: Path) -> None:
     save(folder, max_shard_size="3KB")
     (tmp_path / "outside.safetensors").write_bytes(b"")
     edit_index(folder, lambda index: index["weight_map"].update({"lm_head.weight": name}))
-    with pytest.raises(StartupError, match="shards must be safetensors files beside it"):
+    with pytest.raises(StartupError, match="Shards must be safetensors files beside it"):
         load(built(folder), folder)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -42,14 +42,17 @@ def fail(cause: str, remedy: str = "") -> NoReturn:
     raise SystemExit(BAD_START)
 
 
-def parser() -> Parser:
-    """All commands and their flags."""
+def parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of everything, and those of the commands by name."""
     top = Parser(prog="quire", description="Serve large language models.", allow_abbrev=False)
     top.add_argument("--version", action="store_true", help="print quire's version")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    named: dict[str, Parser] = {}
     for name, help in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:], allow_abbrev=False)
+        named[name] = command
         if name in ("generate", "chat", "serve", "plan"):
+            command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's own names every flag, on twenty lines
             add_engine_flags(command)
         if name in ("generate", "chat"):
             add_sampling_flags(command)
@@ -61,16 +64,16 @@ def parser() -> Parser:
             command.add_argument("--system", metavar="TEXT", help="a system message to begin with")
         if name == "serve":
             add_serve_flags(command)
-    return top
+    return top, named
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments; unknown flags fail naming the nearest known one."""
-    top = parser()
+    top, named = parsers()
     args, unknown = top.parse_known_args(arguments)
     if unknown:
-        command = top._subparsers._group_actions[0].choices.get(args.command, top)  # type: ignore[union-attr,call-overload,index]
-        known = list(command._option_string_actions)
+        command = named.get(args.command, top)
+        known = [option for action in command._actions for option in action.option_strings]
         flag = unknown[0].split("=")[0]
         near = get_close_matches(flag, known, n=1, cutoff=0.4)
         fail(f"Unknown argument {flag[:60]!r}", f"Did you mean {near[0]}?" if near else f"See {command.prog} --help")
@@ -94,11 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return guarded(lambda: _run(args), debug=getattr(args, "debug", False))
 
 
-def guarded(command: object, *, debug: bool) -> int:
+def guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Call `command`; what it raises becomes one line, with a traceback before it only for --debug."""
-    assert callable(command), "a command is a function"
     try:
-        return int(command())
+        return command()
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED

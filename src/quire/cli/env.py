@@ -62,7 +62,7 @@ def _version(package: str) -> str:
 
 def _cpu() -> tuple[str, list[str]]:
     """The CPU's name and those of its features that matter here."""
-    found = {}
+    found: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")

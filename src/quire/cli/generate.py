@@ -44,7 +44,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     file = args.prompt_file or ("-" if not prompts and not sys.stdin.isatty() else None)
     if file is not None:
         try:
-            prompts.append(sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8"))
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+            prompts.append(text.removesuffix("\n"))  # the line break that echo and editors add is no part of a prompt
         except (OSError, UnicodeDecodeError) as error:
             raise StartupError(f"--prompt-file {file} can't be read", "Give a UTF-8 text file") from error
     if not prompts:

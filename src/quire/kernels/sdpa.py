@@ -88,6 +88,8 @@ class SdpaBackend:
         values = self._gather("values", cache.rows, rows + cache.value_row, dim)
         if bucket.unwritten is not None:
             values.view(-1, dim).index_fill_(0, bucket.unwritten, 0)
+            if q.device.type != "cpu":  # torch's fused kernels add the mask to the scores, and NaN - inf is NaN
+                keys.view(-1, dim).index_fill_(0, bucket.unwritten, 0)
         if bucket.tokens is not None or width > 1:
             q = q.index_select(0, bucket.queries.reshape(-1))
         # [B, Q, kv, shared, dim] -> [B, kv, shared, Q, dim]: a key head serves its group of query heads as one operand.

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function that a config calls `name`."""
     if name not in ACTIVATIONS:
-        raise StartupError(f"the activation {name!r} is not supported", f"supported: {', '.join(sorted(ACTIVATIONS))}")
+        raise StartupError(f"the activation {name!r} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 

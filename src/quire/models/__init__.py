@@ -30,7 +30,7 @@ ARCHITECTURES: dict[str, tuple[type[LlamaSettings] | type[OPTSettings] | type[GP
 def architecture(config: dict[str, Any]) -> str:
     """The supported architecture that `config` names; StartupError if it names none."""
     names = config.get("architectures")
-    remedy = f"supported architectures: {', '.join(ARCHITECTURES)}"
+    remedy = f"Supported architectures: {', '.join(ARCHITECTURES)}"
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise StartupError("config.json names no architecture", remedy)
     if names[0] not in ARCHITECTURES:

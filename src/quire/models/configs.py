@@ -113,5 +113,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def named_config(name: str) -> dict[str, Any]:
     """A fresh config.json object for `name`; StartupError for an unknown name."""
     if name not in CONFIGS:
-        raise StartupError(f"there is no model config {name!r}", f"known: {', '.join(CONFIGS)}")
+        raise StartupError(f"there is no model config {name!r}", f"Known: {', '.join(CONFIGS)}")
     return deepcopy(CONFIGS[name])

@@ -20,7 +20,7 @@ class Fields:
     def _get(self, name: str, default: Any, kind: str) -> Any:
         value = self.config.get(name)
         if value is None and default is MISSING:
-            raise StartupError(f"{self.where} has no {name}", f"it must be {kind}")
+            raise StartupError(f"{self.where} has no {name}", f"It must be {kind}")
         return default if value is None else value
 
     def _bad(self, name: str, value: Any, kind: str) -> StartupError:
@@ -74,4 +74,4 @@ class Fields:
         """An option that quire implements for one value only, which is also the one meant when it is absent."""
         value = self.config.get(name)
         if value is not None and value != allowed:
-            raise StartupError(f"{name}={value!r} in {self.where} is not supported", f"only {allowed!r} is")
+            raise StartupError(f"{name}={value!r} in {self.where} is not supported", f"Only {allowed!r} is")

@@ -231,13 +231,13 @@ def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     where = "rope_parameters" if fields.config.get("rope_parameters") else "rope_scaling"
     section = fields.config.get(where) or {}
     if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
-        raise StartupError(f"{where} must be one flat object, got {str(section)[:60]}", "one rope a model is supported")
+        raise StartupError(f"{where} must be one flat object, got {str(section)[:60]}", "One rope a model is supported")
     rope = Fields(section, f"{where} of config.json")
     for options in (fields, rope):
         options.refuse("partial_rotary_factor", 1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in KINDS:
-        raise StartupError(f"the rope_type {kind!r} is not supported", f"supported: {', '.join(KINDS)}")
+        raise StartupError(f"the rope_type {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     if kind == "default":
         return Rope(kind=kind, theta=theta, original_len=max_position), max_position
@@ -303,7 +303,7 @@ def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | 
         raise StartupError(f"layer_types in {fields.where} must be a list of {layers} names, got {str(types)[:60]}")
     for name in types:
         if name not in known:
-            raise StartupError(f"the layer type {name!r} is not supported", f"supported: {', '.join(known)}")
+            raise StartupError(f"the layer type {name!r} is not supported", f"Supported: {', '.join(known)}")
     if "sliding_attention" in types and window is None:
         raise StartupError("layer_types has sliding_attention, but use_sliding_window is false")
     return tuple(known[name] for name in types)
@@ -318,4 +318,4 @@ def _divisor(fields: Fields, name: str, hidden: int) -> int:
 
 def _refuse_quantised(fields: Fields) -> None:
     if fields.config.get("quantization_config"):
-        raise StartupError("quantization_config in config.json is not supported", "use the unquantised checkpoint")
+        raise StartupError("quantization_config in config.json is not supported", "Use the unquantised checkpoint")

@@ -74,7 +74,7 @@ class Service:
         params: SamplingParams,
         http: Request,
     ) -> Response:
-        await call.submit(prompts, params, body.cache_salt or "")
+        await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
         if not body.stream:
             return await respond(call, renderer, http.receive)
         options = body.stream_options

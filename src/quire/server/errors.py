@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -66,13 +67,23 @@ def failure(error: Exception) -> Failure:
         return Failure(503, "the engine stopped; the server is about to exit", headers={"Retry-After": "10"})
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        broken = first.get("type") == "json_invalid"
-        told = InputError("the request body is not valid JSON") if broken else wrong_type(first["loc"], first["msg"])
+        told = wrong_body(first) or wrong_type(first["loc"], first["msg"])
         return Failure(400, str(told), told.param)
+    if isinstance(error, HTTPException) and (error.status_code, error.detail) == (404, "Not Found"):
+        return Failure(404, "there is nothing at this path; /openapi.json lists the routes")
     if isinstance(error, HTTPException):
         return Failure(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     log.error("a request failed", exc_info=error)
     return Failure(500, "internal error")
+
+
+def wrong_body(found: Mapping[str, Any]) -> InputError | None:
+    """What is wrong with a body that is no JSON object. Curl's -d alone sends a form, which FastAPI doesn't parse."""
+    if found["type"] == "json_invalid":
+        return InputError("the request body is not valid JSON")
+    if found["type"] == "model_attributes_type" and found["loc"] == ("body",):
+        return InputError("the request body must be a JSON object, sent with Content-Type: application/json")
+    return None
 
 
 def add_handlers(app: FastAPI, metrics: Metrics) -> None:

@@ -20,7 +20,7 @@ BODY_SECONDS = 60.0  # for a whole body to arrive
 
 def route_path(scope: Scope) -> str:
     """The path below --root-path."""
-    path, root = scope["path"], scope.get("root_path", "").rstrip("/")
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     try:
         from quire.build import build
 
-        built = build(config, progress=True)
+        built = build(config, progress=sys.stderr.isatty())
     finally:
         libraries.join()
     from quire.async_llm import AsyncLLM

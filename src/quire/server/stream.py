@@ -39,11 +39,12 @@ class Call:
         self.llm, self.id = llm, id
         self.streams: list[Stream] = []
 
-    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, salt: str = "") -> None:
+    async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, patient: bool) -> None:
         """Queue all prompts. If one is refused, those before it are aborted."""
         try:
             for at, prompt in enumerate(prompts):
-                self.streams.append(await self.llm.submit(prompt.ids, params, f"{self.id}-{at}", salt=salt))
+                id = f"{self.id}-{at}"
+                self.streams.append(await self.llm.submit(prompt.ids, params, id, salt=salt, patient=patient))
         except BaseException:
             self.close()
             raise

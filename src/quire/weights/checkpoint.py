@@ -13,14 +13,17 @@ from typing import Any
 
 from quire.errors import StartupError
 
-WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+SMALL = ["*.json", "*.model", "*.jinja", "*.txt"]
+WANTED = ["*.safetensors", *SMALL]
 HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def locate(model: str) -> Path:
+def locate(model: str, weights: bool = True) -> Path:
     """The folder of `model`: a local folder, or a hub id, which is downloaded unless HF_HUB_OFFLINE says no.
+
+    Without `weights` only the small files of a hub's model are.
 
     StartupError, within 5 s, if there is no such folder or the hub can't be asked.
     """
@@ -28,13 +31,13 @@ def locate(model: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise StartupError(f"the model {model!r} is a file", "give the folder that holds config.json")
+        raise StartupError(f"the model {model!r} is a file", "Give the folder that holds config.json")
     if not HUB_ID.fullmatch(model):
-        raise StartupError(f"there is no folder {model!r}", "give a folder with a checkpoint, or a hub id (owner/name)")
-    return _snapshot(model)
+        raise StartupError(f"there is no folder {model!r}", "Give a folder with a checkpoint, or a hub id (owner/name)")
+    return _snapshot(model, WANTED if weights else SMALL)
 
 
-def _snapshot(model: str) -> Path:
+def _snapshot(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -42,22 +45,22 @@ def _snapshot(model: str) -> Path:
     try:
         cached = offline or not _hub_answers()
         options = {"etag_timeout": HUB_TIMEOUT, "local_files_only": cached}
-        return Path(snapshot_download(model, allow_patterns=WANTED, **options))
+        return Path(snapshot_download(model, allow_patterns=patterns, **options))
     except GatedRepoError as error:
         raise StartupError(
-            f"the hub refuses access to {model!r}", "accept its licence there and set HF_TOKEN"
+            f"the hub refuses access to {model!r}", "Accept its licence there and set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:
-        raise StartupError(f"neither a folder nor a hub model is called {model!r}", "check the name") from error
+        raise StartupError(f"neither a folder nor a hub model is called {model!r}", "Check the name") from error
     except LocalEntryNotFoundError as error:
         if offline:
             cause = f"the model {model!r} is neither a folder nor in the local cache, and HF_HUB_OFFLINE is set"
-            raise StartupError(cause, "unset HF_HUB_OFFLINE, or give a folder") from error
+            raise StartupError(cause, "Unset HF_HUB_OFFLINE, or give a folder") from error
         cause = f"the model {model!r} is no folder, it isn't in the local cache, and the hub can't be reached"
-        raise StartupError(cause, "give a folder with a checkpoint, or check the network") from error
+        raise StartupError(cause, "Give a folder with a checkpoint, or check the network") from error
     except Exception as error:  # the hub's client lets many libraries' errors through
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise StartupError(f"{model!r} could not be downloaded: {reason}", "check the name and the network") from error
+        raise StartupError(f"{model!r} could not be downloaded: {reason}", "Check the name and the network") from error
 
 
 def _hub_answers() -> bool:
@@ -76,7 +79,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The object in config.json; StartupError if it's missing or broken."""
     path = folder / "config.json"
     if not path.is_file():
-        raise StartupError(f"{folder} has no config.json", "give a folder with a checkpoint in the Hugging Face format")
+        raise StartupError(f"{folder} has no config.json", "Give a folder with a checkpoint in the Hugging Face format")
     return _read_object(path)
 
 
@@ -92,7 +95,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error) or type(error).__name__
         raise StartupError(
-            f"{path} can't be read as JSON: {reason}", "copy or download the checkpoint again"
+            f"{path} can't be read as JSON: {reason}", "Copy or download the checkpoint again"
         ) from error
     if not isinstance(value, dict):
         raise StartupError(f"{path} holds a JSON {type(value).__name__}, not an object")
@@ -110,23 +113,23 @@ def tensor_files(folder: Path) -> list[Path]:
         pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLED)
         if pickled:
             cause = f"{folder} holds pickled weights only ({', '.join(pickled[:3])}), which can run code when opened"
-            raise StartupError(cause, "convert it to safetensors: save_pretrained of transformers does")
-        raise StartupError(f"{folder} has no model.safetensors", "complete the checkpoint, or use dummy weights")
+            raise StartupError(cause, "Convert it to safetensors: save_pretrained of transformers does")
+        raise StartupError(f"{folder} has no model.safetensors", "Complete the checkpoint, or use dummy weights")
     for file in files:
         if not file.is_file():
-            raise StartupError(f"{index.name} names {file.name}, which {folder} lacks", "complete the download")
+            raise StartupError(f"{index.name} names {file.name}, which {folder} lacks", "Complete the download")
     return files
 
 
 def _shards(index: Path) -> list[str]:
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise StartupError(f"{index} has no weight_map", "copy or download the checkpoint again")
+        raise StartupError(f"{index} has no weight_map", "Copy or download the checkpoint again")
     names = set()
     for name in weight_map.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+=-]+\.safetensors", name):
             raise StartupError(
-                f"{index} names the file {str(name)[:80]!r}", "shards must be safetensors files beside it"
+                f"{index} names the file {str(name)[:80]!r}", "Shards must be safetensors files beside it"
             )
         names.add(name)
     return sorted(names)

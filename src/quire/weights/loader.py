@@ -18,7 +18,7 @@ from quire.weights.checkpoint import tensor_files
 if TYPE_CHECKING:
     from quire.models import Model
 
-AGAIN = "copy or download the checkpoint again"
+AGAIN = "Copy or download the checkpoint again"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,7 +54,7 @@ def load(model: Model, folder: Path, progress: bool = False) -> None:
                 raise StartupError(f"{path} is damaged: {error}", AGAIN) from error
     missing = [name for name in targets if name not in filled]
     if missing:
-        raise StartupError(f"{folder} lacks {_some(missing)}", "the checkpoint must fit its config.json")
+        raise StartupError(f"{folder} lacks {_some(missing)}", "The checkpoint must fit its config.json")
 
 
 def _targets(model: Model) -> dict[str, Target]:
@@ -81,7 +81,7 @@ def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
 
 def _check_new(name: str, key: str, path: Path, targets: dict[str, Target], filled: set[str]) -> None:
     if name not in targets:
-        raise StartupError(f"{path} holds {key}, which the model has no place for", "it must fit its config.json")
+        raise StartupError(f"{path} holds {key}, which the model has no place for", "It must fit its config.json")
     if name in filled:
         raise StartupError(f"{path} holds {key}, which was already loaded under that name", AGAIN)
 
@@ -89,11 +89,11 @@ def _check_new(name: str, key: str, path: Path, targets: dict[str, Target], fill
 def _fill(target: Target, tensor: Tensor, key: str, path: Path) -> None:
     if tensor.dtype not in FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise StartupError(f"{key} in {path} has dtype {kind}", "quantised weights are not supported")
+        raise StartupError(f"{key} in {path} has dtype {kind}", "Quantised weights are not supported")
     expected = target.rows.shape[::-1] if target.transpose else target.rows.shape
     if tensor.shape != expected:
         cause = f"{key} in {path} has shape {list(tensor.shape)}, but config.json makes it {list(expected)}"
-        raise StartupError(cause, "the checkpoint must fit its config.json")
+        raise StartupError(cause, "The checkpoint must fit its config.json")
     target.rows.copy_(tensor.t() if target.transpose else tensor)
 
 

@@ -1,0 +1,62 @@
+"""Many clients at once, good and bad, on a memory that is too small for them: everybody is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import echo_service
+import httpx
+import pytest
+from echo_service import VOCAB, Echo, Running
+
+from quire.request import SamplingParams
+from quire.sim.echo import expected
+
+
+async def client(running: Running, number: int, answers: list[int]) -> None:
+    """Ten requests: whole, streamed, wrong, or left midway."""
+    chance = random.Random(number)
+    async with httpx.AsyncClient(base_url=running.url, timeout=20) as http:
+        for _ in range(10):
+            prompt = [chance.randrange(1, VOCAB) for _ in range(chance.choice((1, 5, 40, 120)))]
+            body = {"prompt": prompt, "max_tokens": chance.randrange(1, 30), "ignore_eos": True, "seed": number}
+            kind = chance.choices(("whole", "stream", "wrong", "leave"), (4, 4, 1, 1))[0]
+            if kind == "wrong":
+                answers.append((await http.post("/v1/completions", json={**body, "temperature": -1})).status_code)
+                assert answers[-1] == 400
+            elif kind == "leave":
+                with pytest.raises(httpx.ReadTimeout):
+                    await http.post("/v1/completions", json={**body, "max_tokens": 100}, timeout=0.02)
+                answers.append(499)
+            elif kind == "whole":
+                answer = await http.post("/v1/completions", json={**body, "logprobs": 0})
+                answers.append(answer.status_code)
+                wanted = expected(prompt, SamplingParams(max_tokens=body["max_tokens"], ignore_eos=True), number,
+                                  vocab_size=VOCAB)  # fmt: skip
+                choice = answer.json()["choices"][0]
+                words = [echo_service.tokenizer().convert_id(token) for token in wanted]
+                assert [word for word, id in zip(choice["logprobs"]["tokens"], wanted) if id < 400] == [
+                    word for word, id in zip(words, wanted) if id < 400
+                ]
+            else:
+                async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+                    answers.append(answer.status_code)
+                    assert (await answer.aread()).endswith(b"data: [DONE]\n\n")
+
+
+def test_32_clients_on_64_pages() -> None:
+    model = echo_service.built(Echo(pause=0.001), kv_tokens=256, max_num_seqs=8)
+    with echo_service.serving(model) as running:
+
+        async def all_of_them() -> list[int]:
+            answers: list[int] = []
+            await asyncio.gather(*(client(running, number, answers) for number in range(32)))
+            return answers
+
+        answers = asyncio.run(all_of_them())
+        assert len(answers) == 320
+        assert set(answers) <= {200, 400, 499}
+        assert running.idle()
+        assert running.llm.engine.scheduler.preemptions > 0, "the memory was meant to be too small"
+        running.llm.engine.scheduler.memory.check()
