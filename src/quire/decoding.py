@@ -125,7 +125,8 @@ class BeamSearch:
         if self.early_stopping is True:
             return True
         length = context.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else outputs
-        return running / length**self.length_penalty <= self.scores[-1]
+        attainable: float = running / length**self.length_penalty
+        return attainable <= self.scores[-1]
 
 
 def _reason(token: int, outputs: int, context: Context) -> str | None:
