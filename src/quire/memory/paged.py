@@ -123,9 +123,10 @@ class PagedMemory:
 
     def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
         need = sum(policy.peak(length, self.chunk) for policy in self.policies for length in lengths)
-        # Whole pages of a common prefix are shared, also when the sequences come back after a preemption.
-        once = sum(isinstance(policy, FullPolicy) for policy in self.policies) * (shared // self.page_tokens)
-        need -= (len(lengths) - 1) * once
+        # Whole pages of a common prefix are shared, also when the sequences come back after a preemption; but not under
+        # a window, see `_reuse`.
+        if not self.windowed:
+            need -= (len(lengths) - 1) * len(self.policies) * (shared // self.page_tokens)
         if len(lengths) > 1:
             need += self.watermark  # asked of all but the first
         return (
@@ -138,6 +139,8 @@ class PagedMemory:
         assert seq.id not in self.residents, f"sequence {seq.id} is admitted twice"
         if not self.slots or self.refused == (seq.id, self.releases):
             return None
+        if self.windowed:
+            budget = min(budget, self.chunk)  # pages that drop out of the window are never all held at once
         reuse = self._reuse(seq, sibling)
         size, length = self.page_tokens, len(seq.tokens)
         held, logical = -(-reuse.tokens // size), -(-min(length, reuse.tokens + budget) // size)
@@ -171,7 +174,8 @@ class PagedMemory:
         found = self.prefixes.pinned(seq)
         if self.caching:
             found = max(found, self.prefixes.cached(seq), key=lambda reuse: reuse.tokens)
-        if sibling is not None:
+        # Under a window a sibling gives out its pages as it computes: what would be shared isn't held all at once.
+        if sibling is not None and not self.windowed:
             # Whole pages only: a page that both would write to can't be copied before it is written.
             whole = min(len(seq.tokens), len(sibling.tokens)) - 1
             tables = self.residents[sibling.id].tables
@@ -337,7 +341,9 @@ class PagedMemory:
                         back[host] = (self.pages.find(*key) if key is not None else None) or 0
                         groups[host] = g
         cached = [page for page in back.values() if page != SCRATCH]
-        need = len(groups) - len(cached) + len(seqs)  # a page more for each, to go on
+        need = len(groups) - len(cached)
+        if self.residents:
+            need += len(seqs) * len(self.policies)  # a page more for each, to go on; alone they fit
         if len(seqs) > len(self.slots) or need > self.pages.available - sum(not self.pages.refs[p] for p in cached):
             return False
         for page in cached:
@@ -380,7 +386,8 @@ class PagedMemory:
         count = -(-seq.computed // self.page_tokens)
         if not self.room_for_prefix(seq.computed):
             return False
-        self.prefixes.register(name, seq.tokens[: seq.computed], [t[:count] for t in self.residents[seq.id].tables])
+        tables = [table[:count] for table in self.residents[seq.id].tables]
+        self.prefixes.register(name, seq.tokens[: seq.computed], seq.salt, tables)
         self.residents[seq.id].forked = True
         return True
 

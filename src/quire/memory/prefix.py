@@ -30,6 +30,7 @@ class Registered(NamedTuple):
     """A pinned prefix."""
 
     tokens: list[int]
+    salt: str
     tables: list[list[int]]
 
 
@@ -80,6 +81,8 @@ class Prefixes:
         best = Reuse(0, [[] for _ in self.policies])
         limit = min(seq.reusable, len(seq.tokens) - 1)
         for prefix in self.registered.values():
+            if prefix.salt != seq.salt:
+                continue  # another adapter's keys and values, or another tenant's
             best = max(best, self.of(seq, prefix.tokens, prefix.tables, limit, len(prefix.tokens)), key=lambda r: r[0])
         return best
 
@@ -101,13 +104,13 @@ class Prefixes:
             kept.append([SCRATCH] * first + part)
         return Reuse(shared, kept)
 
-    def register(self, name: str, tokens: list[int], tables: list[list[int]]) -> None:
+    def register(self, name: str, tokens: list[int], salt: str, tables: list[list[int]]) -> None:
         """Pin the pages that hold `tokens`."""
         for table in tables:
             for page in table:
                 if page != SCRATCH:
                     self.pages.share(page)
-        self.registered[name] = Registered(tokens, tables)
+        self.registered[name] = Registered(tokens, salt, tables)
 
     def release(self, name: str) -> bool:
         """Unpin a prefix; sequences that share its pages keep them. False if there is none of that name."""
