@@ -74,7 +74,8 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2) -> dict[str, float]:
     trace.drained()
     seconds = time.perf_counter() - begin
     return {
-        "requests": added - trace.refused,
+        "submitted": added,
+        "served": added - trace.refused,
         "refused": trace.refused,
         "aborted": len(trace.aborted),
         "compared": len(trace.asked),
