@@ -5,7 +5,6 @@ The one place where the planes are joined. Every failure is a StartupError with 
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import time
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.config import EngineConfig
 from quire.costs import DEFAULT, Costs
 from quire.engine import Engine, Limits
-from quire.errors import StartupError
+from quire.errors import InputError, StartupError
 from quire.memory import Size, build_memory
 from quire.models import read_spec, resolve
 from quire.models.configs import CONFIGS
+from quire.request import SamplingParams
 from quire.runner.budget import MemoryPlan, plan_memory
 from quire.scheduler import Scheduler
 from quire.specs import ModelSpec
@@ -76,9 +76,9 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
     folder = bundled if named else locate(model, weights and not config.dummy_weights)
     settings = read_config(folder)
     generation = read_generation_config(folder) if config.generation_config else {}
-    return Source(
-        Path(model).name if Path(model).is_dir() else model, folder, settings, generation, read_spec(settings)
-    )
+    local = Path(model).expanduser()
+    name = local.resolve().name if local.is_dir() else model
+    return Source(name, folder, settings, generation, read_spec(settings))
 
 
 def plan(config: EngineConfig) -> list[str]:
@@ -101,7 +101,7 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
     tokenizer, chat = _text(config, source)
     eos_ids = _eos_ids(source, tokenizer)
-    runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, progress)
+    runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
     runner.bind(memory.geometry)
@@ -122,11 +122,8 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
 
         text = TokenText(tokenizer)
     engine = Engine(scheduler, runner, limits, clock=time.monotonic, text=text, seed=config.seed, depth=config.depth)
-    defaults = {key: source.generation[key] for key in SAMPLING_DEFAULTS if source.generation.get(key) is not None}
+    defaults = _sampling_defaults(source)
     notices = _notices(config, source, plan, eos_ids, defaults)
-    # What is loaded by now lives as long as the engine: keep the collector's pauses off it.
-    gc.collect()
-    gc.freeze()
     return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
 
 
@@ -136,6 +133,7 @@ def _runner(
     dtype: torch.dtype,
     device: torch.device,
     eos_ids: tuple[int, ...],
+    max_len: int,
     progress: bool,
 ) -> Any:
     from quire.runner.model_runner import ModelRunner
@@ -147,7 +145,7 @@ def _runner(
         fill_dummy(model, config.seed)
     else:
         load(model, source.folder, progress)
-    model.prepare()
+    model.prepare(max_len)
     attention = "sdpa" if config.attention == "auto" else config.attention
     return ModelRunner(model, source.spec, dtype, device, attention, eos_ids)
 
@@ -165,10 +163,11 @@ def _text(config: EngineConfig, source: Source) -> tuple[Tokenizer | None, ChatT
 def _eos_ids(source: Source, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Every end token that generation_config.json, config.json or the tokenizer names."""
     ids: dict[int, None] = {}
-    named = source.generation.get("eos_token_id", source.config.get("eos_token_id"))
-    for value in named if isinstance(named, list) else [named]:
-        if isinstance(value, int) and 0 <= value < source.spec.vocab_size:
-            ids[value] = None
+    for source_of in (source.generation, source.config):
+        named = source_of.get("eos_token_id")
+        for value in named if isinstance(named, list) else [named]:
+            if type(value) is int and 0 <= value < source.spec.vocab_size:
+                ids[value] = None
     for value in tokenizer.eos_ids if tokenizer is not None else ():
         if value < source.spec.vocab_size:
             ids[value] = None
@@ -194,10 +193,29 @@ def _dtype(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     said = model.get("dtype") or model.get("torch_dtype") or "float32"
     said = said if said in ITEMSIZE else "float32"
     if device == "cpu" and said != "float32":
-        import torch
-
-        return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+        return "bfloat16" if _fast_bfloat16() else "float32"
     return str(said)
+
+
+def _fast_bfloat16() -> bool:
+    """This CPU multiplies bfloat16 matrices in hardware, as far as torch tells."""
+    import torch
+
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a torch built without oneDNN
+        return False
+
+
+def _sampling_defaults(source: Source) -> dict[str, Any]:
+    """generation_config.json's sampling parameters. StartupError for one that no request could use."""
+    defaults = {key: source.generation[key] for key in SAMPLING_DEFAULTS if source.generation.get(key) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InputError as error:
+        remedy = "Mend the file, or start with --no-generation-config"
+        raise StartupError(f"generation_config.json can't be used: {error}", remedy) from error
+    return defaults
 
 
 def _notices(

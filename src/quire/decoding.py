@@ -6,15 +6,31 @@ A method is a composition of fork, append and free (PagedAttention §5.2, quire.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any, TypeVar
+
+import numpy.typing as npt
 
 from quire.method import Advance, Branch, Choice, Context, Ending, Method
 from quire.plan import Sampled
 from quire.request import Request, SamplingParams, Sequence
 
+Word = TypeVar("Word", int, npt.NDArray[Any])  # the arrays are of uint64
+WORD, SEEDS = 2**64 - 1, 2**63 - 1
 
-def branch_seed(seed: int, index: int) -> int:
-    """The seed of branch `index` of a request: a result depends on the request's seed and the branch alone."""
-    return (seed + index) % 2**63
+
+def split_mix(state: Word) -> Word:
+    """The output function of SplitMix64 (Steele et al. 2014), a bijection of 64-bit words: one, or an array of them."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & WORD
+    return state ^ (state >> 31)
+
+
+def branch_seed(seed: Word, index: Word) -> Word:
+    """The seed, below 2**63, of branch `index` of a request: a result depends on the request's seed and the branch
+    alone. Branch 0 has the request's own seed; the others' are no other small seed's, lest the branches of seeds 1, 2
+    and 3 be each other's."""
+    seed = seed & SEEDS
+    return (seed ^ split_mix(index * (split_mix(seed) | 1) & WORD)) & SEEDS
 
 
 def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids: frozenset[int], max_len: int) -> None:
@@ -28,20 +44,20 @@ def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids
     if sampled.error:
         seq.finish, seq.stop_reason = "error", sampled.error
         return
-    seq.finish, seq.stop_reason = stop(seq, token, request.params, eos_ids, request.max_tokens, max_len)
+    seq.finish, seq.stop_reason = stop(request, seq, token, eos_ids, max_len)
 
 
 def stop(
-    seq: Sequence, token: int, params: SamplingParams, eos_ids: frozenset[int], max_tokens: int, max_len: int
+    request: Request, seq: Sequence, token: int, eos_ids: frozenset[int], max_len: int
 ) -> tuple[str | None, int | None]:
     """Why a sequence ends after `token`: ("stop", None) at an end token, ("stop", id) at a stop token, "length"."""
     outputs = len(seq.tokens) - seq.prompt_len
-    if outputs >= params.min_tokens:
-        if not params.ignore_eos and token in eos_ids:
+    if outputs >= request.params.min_tokens:
+        if not request.params.ignore_eos and token in eos_ids:
             return "stop", None
-        if params.stop_token_ids and token in params.stop_token_ids:
+        if token in request.stop_ids:
             return "stop", token
-    if outputs >= max_tokens or len(seq.tokens) >= max_len:
+    if outputs >= request.max_tokens or len(seq.tokens) >= max_len:
         return "length", None
     return None, None
 
@@ -58,7 +74,7 @@ def context_of(request: Request, eos_ids: frozenset[int]) -> Context:
     params = request.params
     return Context(
         frozenset() if params.ignore_eos else eos_ids,
-        frozenset(params.stop_token_ids or ()),
+        request.stop_ids,
         params.min_tokens,
         request.max_tokens,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -22,8 +22,10 @@ MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_IDS = 1024  # in all of them together
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
+MAX_STOP_IDS = 1024
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -75,13 +77,17 @@ def _texts(name: str, value: Any, count: int, chars: int) -> tuple[str, ...]:
     return texts
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
+def _ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+    """Distinct token ids, in their order."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(f"{name} must be a list of token ids, got {type(value).__name__}", name)
     ids = tuple(value)
-    if len(ids) > MAX_TOKEN_IDS:
-        raise InputError(f"{name} may have at most {MAX_TOKEN_IDS} entries, got {len(ids)}", name)
-    return tuple(_integer(f"{name}[{i}]", item, 0, MAX_TOKENS) for i, item in enumerate(ids))
+    if len(ids) > most:
+        raise InputError(f"{name} may have at most {most} entries, got {len(ids)}", name)
+    for i, item in enumerate(ids):
+        if type(item) is not int or not 0 <= item <= MAX_TOKENS:
+            _integer(f"{name}[{i}]", item, 0, MAX_TOKENS)
+    return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +96,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps all tokens. `max_tokens` None means as many as the model's length
     allows. `logprobs` k returns the chosen token's log-probability and those of the k most likely. `seed` makes the
-    result a function of (seed, prompt) whatever else is in the batch. `bad_word_ids` is filled from `bad_words` by the
-    engine's tokenizer.
+    result a function of (seed, prompt) whatever else is in the batch. `bad_word_ids` and `stop_automaton` are filled
+    from `bad_words` and `stop` by the engine's tokenizer, before the request is queued.
     """
 
     n: int = 1
@@ -122,6 +128,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    stop_automaton: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -141,8 +148,15 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         put("stop", _texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
-        put("stop_token_ids", _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
+        put(
+            "stop_token_ids",
+            _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOP_IDS),
+        )
         put("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        if (total := sum(map(len, self.bad_word_ids))) > MAX_BAD_WORD_IDS:
+            raise InputError(
+                f"bad_word_ids may have at most {MAX_BAD_WORD_IDS} tokens in all, got {total}", "bad_word_ids"
+            )
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -311,7 +325,8 @@ class Request:
 
     __slots__ = (
         "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
-        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "scheduled", "seed", "settled", "status",
+        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "scheduled", "seed", "settled",
+        "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(self, id: str, first: Sequence, params: SamplingParams, *, arrival: float, max_tokens: int) -> None:
@@ -320,6 +335,7 @@ class Request:
         self.arrival = arrival
         self.max_tokens = max_tokens  # resolved: what params ask for, cut to what model and memory allow
         self.seed = first.seed
+        self.stop_ids = frozenset(params.stop_token_ids or ())
         self.prompt_len = first.prompt_len
         self.method: Method | None = None  # how its branches go on, if not each for itself
         self.candidates: dict[int, Top] = {}  # what a method still waits for, by sequence

@@ -285,7 +285,7 @@ class Scheduler:
             seq.computed = row.start + len(row.tokens)
             if row.score:
                 self._score(row, seq, sampled)
-            if seq.finish is None:
+            if seq.finish is None and not sampled.error:  # what a fault computed is not kept for others
                 self.memory.commit(seq)
             if row.sample:
                 seq.pending -= 1

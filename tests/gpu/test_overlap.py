@@ -37,7 +37,7 @@ def serve(engine: Engine, count: int, prompt: int, output: int, params: Sampling
     return tokens
 
 
-def test_submit_returns_before_the_last_event_of_its_step(engine: Engine) -> None:
+def test_submit_returns_before_the_last_event_of_its_step(engine: Engine, tmp_path: Path) -> None:
     assert serve(engine, 8, 512, 4) == 32  # warm
     timeline = []
     real = engine.runner.submit
@@ -63,7 +63,7 @@ def test_submit_returns_before_the_last_event_of_its_step(engine: Engine) -> Non
         assert serve(engine, 8, 512, 16) == 128
     finally:
         engine.runner.submit = real
-    Path("timeline.json").write_text(json.dumps(timeline, indent=1))
+    (tmp_path / "timeline.json").write_text(json.dumps(timeline, indent=1))
     prompts = [step for step in timeline if step["tokens"] > 1000]
     assert prompts, "no step computed a prompt"
     assert all(step["returned_before_the_end"] for step in prompts)

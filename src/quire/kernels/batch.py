@@ -19,6 +19,7 @@ class LayerCache(NamedTuple):
     stride: int
     key_row: int
     value_row: int
+    heads: int
     kv_heads: int
     head_dim: int
     page_tokens: int

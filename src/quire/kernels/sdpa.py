@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.batch import Batch, LayerCache, to_device
+from quire.kernels.limits import MAX_SCORES, TILE
 from quire.specs import Layout
-
-TILE = 256
-MAX_SCORES = 1 << 23  # numbers in one bucket's score matrix, all heads together
 
 
 @dataclass(slots=True)
@@ -56,7 +54,7 @@ class SdpaBackend:
     def plan(self, batch: Batch, group: int) -> Plan:
         """Once a step and layer group, on the host."""
         cache = next(c for c in batch.caches if c.group == group)
-        tiles = _tiles(batch, cache.window, cache.page_tokens)
+        tiles = _tiles(batch, cache)
         heads = torch.arange(cache.kv_heads, device=batch.device)
         rows = batch.write_pages[group][:, None] * cache.stride + heads
         return Plan(
@@ -94,15 +92,8 @@ class SdpaBackend:
             q = q.index_select(0, bucket.queries.reshape(-1))
         # [B, Q, kv, shared, dim] -> [B, kv, shared, Q, dim]: a key head serves its group of query heads as one operand.
         query = q.view(count, width, kv, shared, dim).permute(0, 2, 3, 1, 4)
-        if q.device.type == "cpu":
-            out = _products(query, keys, values, bucket.hidden, scale)
-        else:
-            mask = None if bucket.hidden is None else ~bucket.hidden
-            shape = (count, heads, width, dim)
-            out = F.scaled_dot_product_attention(
-                query.reshape(shape), keys.view(count, kv, -1, dim), values.view(count, kv, -1, dim),
-                attn_mask=mask, scale=scale, enable_gqa=shared > 1,
-            ).view(count, kv, shared, width, dim)  # fmt: skip
+        attend = _products if q.device.type == "cpu" else _fused
+        out = attend(query, keys, values, bucket.hidden, scale)
         out = out.permute(0, 3, 1, 2, 4).reshape(count * width, heads, dim)
         return out if bucket.places is None else out.index_select(0, bucket.places)
 
@@ -129,14 +120,33 @@ def _products(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None
     return torch.bmm(weights, values).view(count, kv, shared, width, dim)
 
 
-def _tiles(batch: Batch, window: int | None, size: int) -> np.ndarray:
-    """Tiles as int64 [n, 6]: slot, first token of the step, queries, first position, first page, end position."""
-    counts = -(-batch.lengths // TILE)
+def _fused(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """The same through torch's fused kernels. The group is folded into the queries: with grouped heads and a mask torch
+    has no fused kernel."""
+    count, kv, shared, width, dim = query.shape
+    mask = None if hidden is None else ~hidden
+    if mask is not None and width > 1:
+        mask = mask.repeat(1, 1, shared, 1)
+    out = F.scaled_dot_product_attention(
+        query.reshape(count, kv, shared * width, dim), keys.view(count, kv, -1, dim), values.view(count, kv, -1, dim),
+        attn_mask=mask, scale=scale,
+    )  # fmt: skip
+    return out.view(count, kv, shared, width, dim)
+
+
+def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
+    """Tiles as int64 [n, 6]: slot, first token of the step, queries, first position, first page, end position. Long
+    contexts are cut into fewer queries, so that a tile's scores stay within MAX_SCORES."""
+    ends = batch.starts + batch.lengths
+    most = np.clip(MAX_SCORES // (cache.heads * np.maximum(ends, 1)), 1, TILE)
+    counts = -(-batch.lengths // most)
     row = np.repeat(np.arange(len(counts)), counts)
-    cut = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE
-    queries = np.minimum(batch.lengths[row] - cut, TILE)
+    cut = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most[row]
+    queries = np.minimum(batch.lengths[row] - cut, most[row])
     position = batch.starts[row] + cut
-    page = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0) // size
+    page = np.zeros_like(position)
+    if cache.window is not None:
+        page = np.maximum(position - cache.window + 1, 0) // cache.page_tokens
     return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, position + queries], 1)
 
 
@@ -144,51 +154,61 @@ def _parts(tiles: np.ndarray, cache: LayerCache) -> list[np.ndarray]:
     """Indices of tiles that go together: of like size, so that little is padded, and within MAX_SCORES."""
     span = tiles[:, 5] - tiles[:, 4] * cache.page_tokens
     order = np.lexsort((span, tiles[:, 2]))
-    parts, first = [], 0
-    for i in range(1, len(order) + 1):
+    queries, spans = tiles[order, 2].tolist(), span[order].tolist()
+    parts, first, widest = [], 0, 0
+    for i in range(len(order) + 1):
         if i < len(order):
-            a, b = order[first], order[i]
-            alike = tiles[b, 2] <= 1.5 * tiles[a, 2] and span[b] <= 1.5 * span[a] + 128
-            widest = max(span[order[first : i + 1]].max(), 1) if tiles[b, 2] > 1 else span[b]
-            small = (i + 1 - first) * tiles[b, 2] * widest * cache.kv_heads * 4 <= MAX_SCORES
-            if alike and small:
+            widest = max(widest, spans[i])
+            alike = queries[i] <= 1.5 * queries[first] and spans[i] <= 1.5 * spans[first] + 128
+            if i == first or (alike and (i + 1 - first) * queries[i] * widest * cache.heads <= MAX_SCORES):
                 continue
         parts.append(np.sort(order[first:i]))
-        first = i
+        first, widest = i, spans[i] if i < len(order) else 0
     return parts
 
 
 def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
+    """The host computes what depends on the number of tiles, the device what depends on the lengths of contexts."""
     size, device = cache.page_tokens, batch.device
-    slots, tokens, queries, positions, pages, ends = tiles.T
-    width = int(queries.max())
-    count = int((-(-ends // size) - pages).max())
-    across = np.arange(width)
-    at = np.minimum(across, queries[:, None] - 1)  # [B, Q]
-    logical = pages[:, None] + np.arange(count)
+    _, tokens, queries, _, pages, ends = tiles.T
+    width, count = int(queries.max()), int((-(-ends // size) - pages).max())
+    slots, _, many, positions, first, end = to_device(np.ascontiguousarray(tiles.T), device)
+    logical = first[:, None] + torch.arange(count, device=device)
+    table = batch.tables[cache.group]
+    named = table[slots[:, None], logical.clamp(max=table.shape[1] - 1)]
     # Pages past the end of a short tile resolve to the scratch page, whose content is finite.
-    held = logical < -(-ends // size)[:, None]
-    table = batch.host_tables[cache.group]
-    named = np.where(held, table[slots[:, None], np.minimum(logical, table.shape[1] - 1)], 0)
-    key_at = pages[:, None] * size + np.arange(count * size)  # [B, N * size]
-    query_at = positions[:, None] + at
-    hidden = key_at[:, None] > query_at[:, :, None]
-    if cache.window is not None:
-        hidden |= key_at[:, None] <= query_at[:, :, None] - cache.window
-    tail = (key_at >= ends[:, None]) & (key_at < (-(-ends // size) * size)[:, None])
-    b, t = np.nonzero(tail)
-    unwritten = None
-    if len(b):
-        heads = np.arange(cache.kv_heads)
-        unwritten = to_device(((b[:, None] * cache.kv_heads + heads) * (count * size) + t[:, None]).reshape(-1), device)
-    picked = (tokens[:, None] + at).astype(np.int64)
-    whole = len(tiles) * width == batch.tokens.numel() and width == 1
-    real = across < queries[:, None]
+    named = named.masked_fill_(logical * size >= end[:, None], 0)
+    hidden = None
+    if width > 1 or cache.window is not None or ((ends - pages * size) != count * size).any():
+        key_at = (first * size)[:, None, None] + torch.arange(count * size, device=device)  # [B, 1, keys]
+        across = torch.arange(width, device=device)
+        query_at = (positions[:, None] + torch.minimum(across, (many - 1)[:, None]))[:, :, None]
+        hidden = key_at > query_at
+        if cache.window is not None:
+            hidden |= key_at <= query_at - cache.window
+        hidden = hidden[:, None]
+    picked = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
+    real = np.arange(width) < queries[:, None]
+    whole = width == 1 and len(tiles) == batch.tokens.numel()
     return Bucket(
         queries=to_device(picked, device),
-        pages=to_device(named[:, None, :], device),
-        hidden=to_device(hidden[:, None], device) if hidden.any() else None,
-        unwritten=unwritten,
+        pages=named[:, None, :],
+        hidden=hidden,
+        unwritten=_unwritten(ends, pages, count, cache, device),
         tokens=None if whole else to_device(picked[real], device),
         places=None if real.all() else to_device(np.nonzero(real.reshape(-1))[0], device),
     )
+
+
+def _unwritten(
+    ends: np.ndarray, pages: np.ndarray, count: int, cache: LayerCache, device: torch.device
+) -> Tensor | None:
+    """Rows of the gathered values behind each tile's end, in its last page: nobody wrote them for this sequence."""
+    size, kv = cache.page_tokens, cache.kv_heads
+    behind = -ends % size
+    if not behind.any():
+        return None
+    tile = np.repeat(np.arange(len(ends)), behind)
+    at = (ends - pages * size)[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(behind) - behind, behind)
+    rows = (tile[:, None] * kv + np.arange(kv)) * (count * size) + at[:, None]
+    return to_device(rows.reshape(-1), device)

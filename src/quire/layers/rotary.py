@@ -21,9 +21,9 @@ class Rotary(nn.Module):
         self.rope, self.head_dim, self.length = rope, head_dim, length
         self.table: Tensor | None = None  # fp32 [length, 2, head_dim / 2]: cos, sin
 
-    def prepare(self, device: torch.device) -> None:
-        """Build the table on `device`."""
-        self.table = cos_sin(self.rope, self.head_dim, self.length).to(device)
+    def prepare(self, device: torch.device, length: int | None = None) -> None:
+        """Build the table on `device`, for `length` positions if fewer than the model's are enough."""
+        self.table = cos_sin(self.rope, self.head_dim, min(length or self.length, self.length)).to(device)
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [T] -> (cos, sin), each [T, 1, head_dim], as `rotate` takes them. Once a step, for all layers."""

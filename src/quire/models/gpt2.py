@@ -113,7 +113,7 @@ class GPT2(nn.Module):
         """Regular expressions of tensors that a checkpoint may hold and that are not needed: causal masks."""
         return (r"h\.\d+\.attn\.(masked_)?bias", *((r"lm_head\.weight",) if self.tied else ()))
 
-    def prepare(self) -> None:
+    def prepare(self, max_len: int | None = None) -> None:
         """After loading, once: pack the linear layers."""
         for module in self.modules():
             if isinstance(module, Linear):

@@ -121,9 +121,9 @@ class Llama(nn.Module):
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
         return (r"(.*\.)?rotary_emb\.inv_freq", *((r"lm_head\.weight",) if self.tied else ()))
 
-    def prepare(self) -> None:
-        """After loading, once: pack the linear layers, build the rotary table."""
-        self.rotary.prepare(self.embed.weight.device)
+    def prepare(self, max_len: int | None = None) -> None:
+        """After loading, once: pack the linear layers, build the rotary table for positions below `max_len`."""
+        self.rotary.prepare(self.embed.weight.device, max_len)
         for module in self.modules():
             if isinstance(module, Linear):
                 module.prepare()

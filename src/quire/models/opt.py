@@ -130,7 +130,7 @@ class OPT(nn.Module):
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
         return (r"lm_head\.weight",) if self.tied else ()
 
-    def prepare(self) -> None:
+    def prepare(self, max_len: int | None = None) -> None:
         """After loading, once: pack the linear layers."""
         for module in self.modules():
             if isinstance(module, Linear):

@@ -10,6 +10,7 @@ import psutil
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.kernels.limits import MAX_SCORES
 from quire.specs import ModelSpec
 
 GIB = 2**30
@@ -101,12 +102,19 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
 
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
-    """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer, then
-    logits of every sequence in float32 and in the sampler's working copies."""
+    """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
+    attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence in float32
+    and in the sampler's working copies; the rotary table."""
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = config.max_num_batched_tokens * (6 * spec.hidden + 4 * kv + 3 * spec.intermediate) * itemsize
     logits = min(config.max_num_seqs, config.max_num_batched_tokens) * spec.vocab_size * 16
-    return int(step + logits)
+    head_dim = max(layer.head_dim for layer in spec.layers)
+    gathered = MAX_SCORES * kv // max(spec.heads, 1)  # keys, of as many positions as the scores have
+    attention = (
+        MAX_SCORES * (2 * itemsize + 1) + 5 * min(gathered, config.max_num_seqs * spec.max_len * kv) * itemsize // 2
+    )
+    rotary = min(config.max_model_len or spec.max_len, spec.max_len) * head_dim * 4
+    return int(step + logits + attention + rotary)
 
 
 def device_memory(device: str) -> tuple[int, int]:

@@ -59,8 +59,8 @@ class Store:
                 stride, odd = divmod(self.pages.shape[1], size)
                 assert odd == 0, "a page is not a whole number of head rows"
                 caches[i] = LayerCache(
-                    self.buffer.view(-1, size), stride, row, row + layer.kv_heads, layer.kv_heads, layer.head_dim,
-                    group.page_tokens, g, layer.window,
+                    self.buffer.view(-1, size), stride, row, row + layer.kv_heads, spec.heads, layer.kv_heads,
+                    layer.head_dim, group.page_tokens, g, layer.window,
                 )  # fmt: skip
                 row += 2 * layer.kv_heads
         return [caches[i] for i in range(len(spec.layers))]
