@@ -191,8 +191,9 @@ class PagedMemory:
         self.residents[seq.id] = resident
         for g, pages in enumerate(tables):
             resident.tables[g] = pages
-            resident.first[g] = next((i for i, page in enumerate(pages) if page != SCRATCH), len(pages))
             if pages:
+                if pages[0] == SCRATCH:
+                    resident.first[g] = next((i for i, page in enumerate(pages) if page != SCRATCH), len(pages))
                 self.entries.append(Table(resident.slot, g, 0, tuple(pages)))
         return resident
 
@@ -210,24 +211,24 @@ class PagedMemory:
         """Room for tokens [start, length) in every group, or no change at all."""
         size = self.page_tokens
         logical = -(-length // size)
-        copies = []
+        at, copies = start // size, []
         if resident.forked and length > start:
+            refs = self.pages.refs
+            copies = [g for g, table in enumerate(resident.tables) if at < len(table) and refs[table[at]] > 1]
+        if length > resident.capacity or copies:
+            need = len(copies) + sum([max(logical - len(table), 0) for table in resident.tables])
+            if need > self.pages.available:
+                return False
+            for g in copies:
+                self._copy_on_write(seq, resident, g, at)
             for g, table in enumerate(resident.tables):
-                if start // size < len(table) and self.pages.refs[table[start // size]] > 1:
-                    copies.append(g)
-        need = len(copies) + sum(max(logical - len(table), 0) for table in resident.tables)
-        if need > self.pages.available:
-            return False
-        for g in copies:
-            self._copy_on_write(seq, resident, g, start // size)
+                if logical > len(table):
+                    fresh = tuple([self._take(g, seq) for _ in range(logical - len(table))])
+                    self.entries.append(Table(resident.slot, g, len(table), fresh))
+                    table.extend(fresh)
+            resident.capacity = max(resident.capacity, logical * size)
         if length > start:
             resident.forked = False
-        for g, table in enumerate(resident.tables):
-            if logical > len(table):
-                fresh = tuple(self._take(g, seq) for _ in range(logical - len(table)))
-                self.entries.append(Table(resident.slot, g, len(table), fresh))
-                table.extend(fresh)
-        resident.capacity = max(resident.capacity, logical * size)
         resident.held = max(resident.held, length)
         return True
 
@@ -296,10 +297,7 @@ class PagedMemory:
         self.releases += 1
 
     def _release(self, pages: Seq[int]) -> None:
-        # From the last to the first: of pages that were used equally long ago, the deeper ones are evicted first.
-        for page in reversed(pages):
-            if page != SCRATCH:
-                self.pages.release(page)
+        self.pages.release_all(pages)
         self.releases += 1
 
     # Swapping (§4.5)

@@ -9,7 +9,7 @@ the order of their last use.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 SCRATCH = 0
 
@@ -63,13 +63,22 @@ class Pages:
 
     def release(self, page: int) -> None:
         """One table fewer names the page; the last one leaves it cached if it was published, else empty."""
-        assert self.refs[page] > 0, f"page {page} is released but has no references"
-        self.refs[page] -= 1
-        if self.refs[page] == 0:
-            if self.keys[page] is None:
-                self.empty.append(page)
-            else:
-                self.cached[page] = None
+        self.release_all((page,))
+
+    def release_all(self, pages: Sequence[int]) -> None:
+        """One table fewer names these pages (scratch is passed over). From the last to the first: of pages that were
+        used equally long ago, the deeper ones are evicted first."""
+        refs = self.refs
+        for page in reversed(pages):
+            if page:
+                left = refs[page] - 1
+                assert left >= 0, f"page {page} is released but has no references"
+                refs[page] = left
+                if not left:
+                    if self.keys[page] is None:
+                        self.empty.append(page)
+                    else:
+                        self.cached[page] = None
 
     def is_empty(self, page: int) -> bool:
         """Nothing names the page and its content isn't kept."""
