@@ -430,6 +430,10 @@ class PagedMemory:
             for table in resident.tables:
                 for i in range(resident.held // size, len(table)):
                     filled[table[i]] = max(filled.get(table[i], 0), min(max(resident.held - i * size, 0), size))
+        for prefix in self.prefixes.registered.values():
+            if rest := len(prefix.tokens) % size:
+                for table in prefix.tables:
+                    filled[table[-1]] = max(filled.get(table[-1], 0), rest)
         referenced = self.pages.total - self.pages.available
         internal = sum(size - tokens for tokens in filled.values()) * page_bytes // size
         cached, free = len(self.pages.cached) * page_bytes, len(self.pages.empty) * page_bytes
