@@ -13,6 +13,7 @@ import pytest
 from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 
 import quire
+from quire.decoding import branch_seed
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, StartupError
 from quire.llm import LLM, BeamSearchParams
 from quire.request import SamplingParams
@@ -76,7 +77,9 @@ def test_branches_and_logprobs(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, seed=3, n=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     [result] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert [output.index for output in result.outputs] == [0, 1, 2]
-    assert [output.token_ids for output in result.outputs] == [wanted([5, 6, 7], params, 3 + i) for i in range(3)]
+    assert [output.token_ids for output in result.outputs] == [
+        wanted([5, 6, 7], params, branch_seed(3, i)) for i in range(3)
+    ]
     first = result.outputs[0]
     assert first.logprobs is not None
     assert [next(iter(entry)) for entry in first.logprobs] == first.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -12,7 +13,11 @@ import pytest
 from echo_service import VOCAB, Echo, Running, tokenizer
 from openai import OpenAI
 
+from quire.async_llm import AsyncLLM
+from quire.decoding import branch_seed
+from quire.llm import LLM, BeamSearchParams
 from quire.request import SamplingParams
+from quire.server.protocol import CompletionRequest, completion_params
 from quire.sim.echo import Found, expected, expected_beams
 
 PROMPT = "once upon a time"
@@ -123,20 +128,19 @@ def test_beams_echo_the_scored_prompt(client: OpenAI) -> None:
         assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
 
 
-def ranked(asked: int, count: int, seed: int) -> list[str]:
-    """The texts of the likeliest of `asked` samples: all of them with their log-probabilities, sorted."""
+def sampled(count: int, seed: int) -> list[str]:
+    """The texts of so many samples."""
     found = []
-    for branch in range(asked):
-        tokens = expected(tokenizer().encode(PROMPT), SamplingParams(max_tokens=12), seed + branch, vocab_size=VOCAB,
-                          eos_ids=ENDS)  # fmt: skip
+    for branch in range(count):
+        params, own = SamplingParams(max_tokens=12), branch_seed(seed, branch)
+        tokens = expected(tokenizer().encode(PROMPT), params, own, vocab_size=VOCAB, eos_ids=ENDS)
         found.append(tokenizer().decode(tokens[:-1] if tokens[-1] in ENDS else tokens))
-    assert count <= asked
     return found
 
 
 def test_best_of_returns_the_likeliest(client: OpenAI) -> None:
     everyone = client.completions.create(**COMMON, n=6, seed=3, logprobs=0).choices
-    assert [choice.text for choice in everyone] == ranked(6, 6, 3)
+    assert [choice.text for choice in everyone] == sampled(6, 3)
     order = sorted(everyone, key=lambda choice: -sum(choice.logprobs.token_logprobs))
     best = client.completions.create(**COMMON, n=2, best_of=6, seed=3)
     assert [choice.text for choice in best.choices] == [choice.text for choice in order[:2]]
@@ -152,13 +156,14 @@ def test_best_of_that_is_n_can_be_streamed(client: OpenAI) -> None:
     texts = ["", "", ""]
     for chunk in client.completions.create(**COMMON, n=3, best_of=3, seed=3, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == ranked(3, 3, 3)
+    assert texts == sampled(3, 3)
 
 
 def test_metrics_count_what_beams_return(echo: Running) -> None:
     assert echo.idle()
-    names = ("generation_tokens_total", "request_generation_tokens_sum", "request_success_total", "prompt_tokens_total")
-    names = tuple(f"quire_{name}" for name in names if name != "request_success_total")
+    names = tuple(
+        f"quire_{name}" for name in ("generation_tokens_total", "request_generation_tokens_sum", "prompt_tokens_total")
+    )
     before = [echo.metric(name) for name in names]
     copied = echo.llm.engine.scheduler.memory.copies
     body = {"prompt": [8] * 10, "max_tokens": 12, "beam_width": 4, "n": 2, "ignore_eos": True}
@@ -167,3 +172,34 @@ def test_metrics_count_what_beams_return(echo: Running) -> None:
     assert echo.idle()
     assert [echo.metric(name) - old for name, old in zip(names, before)] == [24, 24, 10]
     assert echo.metric("quire_kv_pages_copied_total") == echo.llm.engine.scheduler.memory.copies > copied
+
+
+def test_the_bundled_models_beams_stream_as_they_are() -> None:
+    """Text that comes in pieces, of which none is half a character, is the text that the whole answer has."""
+    llm = AsyncLLM(kv_tokens=1024, threads=1, dtype="float32")
+    try:
+        prompts = llm.prompts
+
+        async def ask(stream: bool) -> list[str]:
+            body = CompletionRequest(prompt="The little dog", n=2, beam_width=4, max_tokens=24, stream=stream)
+            params = completion_params(body, prompts.defaults)
+            texts = ["", ""]
+            pieces = 0
+            async for output in llm.generate(prompts.encode("The little dog"), params):
+                texts[output.branch] += output.text
+                pieces += bool(output.text)
+            assert pieces > 2
+            return texts
+
+        first, second = asyncio.run(ask(True)), asyncio.run(ask(False))
+    finally:
+        llm.close()
+    assert first == second
+    with LLM(kv_tokens=1024, threads=1, dtype="float32") as offline:
+        [beams] = offline.beam_search(["The little dog"], BeamSearchParams(beam_width=4, max_tokens=24))
+    assert len(beams.sequences) == 4
+    assert len({tuple(beam.tokens) for beam in beams.sequences}) == 4
+    for text, beam in zip(first, beams.sequences):
+        assert beam.text is not None
+        assert beam.text.endswith(text)
+        assert beam.text.startswith("The little dog")

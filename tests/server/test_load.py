@@ -27,7 +27,9 @@ async def client(running: Running, number: int, answers: list[int]) -> None:
                 assert answers[-1] == 400
             elif kind == "leave":
                 with pytest.raises(httpx.ReadTimeout):
-                    await http.post("/v1/completions", json={**body, "max_tokens": 100}, timeout=0.02)
+                    await http.post(
+                        "/v1/completions", json={**body, "max_tokens": 100}, timeout=httpx.Timeout(20, read=0.02)
+                    )
                 answers.append(499)
             elif kind == "whole":
                 answer = await http.post("/v1/completions", json={**body, "logprobs": 0})

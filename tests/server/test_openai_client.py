@@ -10,6 +10,7 @@ import pytest
 from echo_service import Running, tokenizer
 from openai import OpenAI
 
+from quire.decoding import branch_seed
 from quire.request import SamplingParams
 from quire.sim.echo import expected
 
@@ -67,7 +68,7 @@ def test_prompts_and_branches_are_numbered(client: OpenAI) -> None:
     prompts = [PROMPT, "a reader"]
     done = client.completions.create(model="echo", prompt=prompts, seed=5, n=2, max_tokens=6)
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
-    wanted = [text_of(prompt, 5 + branch, 6) for prompt in prompts for branch in (0, 1)]
+    wanted = [text_of(prompt, branch_seed(5, branch), 6) for prompt in prompts for branch in (0, 1)]
     assert [choice.text for choice in done.choices] == wanted
     streamed = ["", "", "", ""]
     for chunk in client.completions.create(model="echo", prompt=prompts, seed=5, n=2, max_tokens=6, stream=True):
@@ -158,7 +159,7 @@ def test_chat_stream(client: OpenAI) -> None:
         choice = chunk.choices[0]
         texts[choice.index] += choice.delta.content or ""
         ends[choice.index].append(choice.finish_reason)
-    assert texts == [text_of(RENDERED, 2, 9), text_of(RENDERED, 3, 9)]
+    assert texts == [text_of(RENDERED, 2, 9), text_of(RENDERED, branch_seed(2, 1), 9)]
     assert all(end[-1] == "length" and not any(end[:-1]) for end in ends)
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 18

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -24,7 +25,8 @@ sys.path.insert(0, {tests!r})
 import echo_service
 stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built(
-    echo_service.Echo(pause={pause}, fail_at={fail_at}), max_num_seqs=4)
+    echo_service.Echo(pause={pause}, fail_at={fail_at}), max_num_seqs=4, prefix_tokens=config.prefix_tokens,
+    max_num_batched_tokens=config.max_num_batched_tokens)
 sys.modules["quire.build"] = stand_in
 from quire.cli import main
 sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
@@ -128,6 +130,55 @@ def test_drain_ends_at_its_timeout() -> None:
         assert status == 0, error
         assert time.monotonic() - began < 3
         assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_prefixes_are_there_before_the_port_answers(tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.json"
+    file.write_text(json.dumps({"rules": {"token_ids": list(range(100, 122))}, "b": {"text": "once"}}))
+    (tmp_path / "admin").write_text("secret-admin\n")
+    flags = ("--prefixes", str(file), "--prefix-tokens", "64", "--admin-key-file", str(tmp_path / "admin"))
+    with process(*flags) as server:
+        assert any(line.startswith("2 prefixes registered") for line in server.lines)
+        assert "secret-admin" not in "".join(server.lines)
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [*range(100, 122), 1], "max_tokens": 1})
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 22
+        assert httpx.get(f"{server.url}/v1/prefixes").status_code == 403
+        listed = httpx.get(f"{server.url}/v1/prefixes", headers={"Authorization": "Bearer secret-admin"}).json()
+        assert [(entry["id"], entry["status"]) for entry in listed["data"]] == [("rules", "ready"), ("b", "ready")]
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    """A server that isn't waited for."""
+    program = PROGRAM.format(tests=str(TESTS), fail_at=None, pause=0.02)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_prefix_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.json"
+    file.write_text(json.dumps({"rules": {"token_ids": list(range(100, 122))}}))
+    child = start("--prefixes", str(file), "--prefix-tokens", "16")
+    _, error = child.communicate(timeout=30)
+    assert child.returncode == 2
+    assert "the prefix 'rules' can't be registered: a prefix of 22 tokens" in error.strip().splitlines()[-1]
+
+
+def test_sigterm_while_prefixes_are_computed(tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.json"
+    file.write_text(json.dumps({f"p{i}": {"token_ids": [i] * 100} for i in range(1, 5)}))
+    child = start("--prefixes", str(file), "--prefix-tokens", "500", "--max-num-batched-tokens", "1", "--access-log")
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("an echo"):
+            break
+    time.sleep(1)  # 8 s of prefixes are under way
+    child.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 0
+    assert time.monotonic() - began < 5
+    assert "quire serves" not in out
 
 
 def test_a_second_sigterm_is_immediate() -> None:
