@@ -293,7 +293,7 @@ class Scheduler:
                     self._sampled(request, seq, sampled, events)
             if seq.finish is not None and request.status is not Status.DONE:
                 self._retire(request, seq)
-                if request.status is Status.DONE and (request.method is not None or request.params.ranked):
+                if not request.live and (request.method is not None or request.params.ranked):
                     events.append(Event(request, None))  # what is told at the end can be told now
         return events
 

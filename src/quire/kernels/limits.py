@@ -1,4 +1,4 @@
-"""How much attention through gathered pages holds at once; the memory plan counts with the same numbers. No torch here."""
+"""How much attention through gathered pages holds at once; the memory plan counts with these numbers. No torch here."""
 
 from __future__ import annotations
 

@@ -120,6 +120,7 @@ def expected_beams(
         tops = [fake_top(mine[-1], 0, k, vocab_size) for mine in known]
         branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
         advance = method.advance(branches, context)
+        assert advance is not None, "beam search never waits"
         for end in advance.endings:
             tokens, logprob, _ = live[end.parent]
             outputs = [*tokens[len(prompt) :], end.token]
