@@ -216,12 +216,14 @@ def create_app(
         ("GET", "/metrics", service.scrape),
     ):
         app.add_api_route(path, route, methods=[method], response_model=None)
-    for method, path, route in (
+    for method, path, admin_route in (
         ("GET", "/v1/prefixes", service.prefixes),
         ("POST", "/v1/prefixes", service.add_prefix),
         ("DELETE", "/v1/prefixes/{name}", service.drop_prefix),
     ):
-        app.add_api_route(path, route, methods=[method], response_model=None, dependencies=[Depends(require_admin)])
+        app.add_api_route(
+            path, admin_route, methods=[method], response_model=None, dependencies=[Depends(require_admin)]
+        )
     add_handlers(app, metrics)
     app.add_middleware(BoundBody, max_body=max_body)
     app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # the outermost: added last
