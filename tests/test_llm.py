@@ -51,7 +51,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     text = "once upon a time"
     ids = tokenizer().encode(text)
     for prompt in (text, ids, {"prompt_token_ids": ids}, {"prompt": text}):
-        [result] = llm.generate(prompt, PARAMS, use_tqdm=False)
+        [result] = llm.generate(prompt, sampling_params=PARAMS, use_tqdm=False)
         assert result.prompt_token_ids == ids
         assert result.outputs[0].token_ids == wanted(ids)
         assert result.outputs[0].text == tokenizer().decode(wanted(ids))
@@ -163,7 +163,7 @@ def test_one_bad_prompt_stops_all_before_anything_is_computed(llm: LLM, bad: obj
 
 
 def test_bad_params(llm: LLM) -> None:
-    with pytest.raises(InputError, match="2 prompts, but 1 params"):
+    with pytest.raises(InputError, match="2 prompts, but 1 sampling_params"):
         llm.generate([[1], [2]], [PARAMS])
     with pytest.raises(InputError, match="must be SamplingParams"):
         llm.generate([[1]], [{"max_tokens": 1}])  # type: ignore[list-item]
@@ -175,7 +175,7 @@ def test_bad_params(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     talk = [{"role": "user", "content": "once"}]
     prompt = "<|im_start|>user\nonce<|im_end|>\n<|im_start|>assistant\n"
-    [single] = llm.chat(talk, PARAMS, use_tqdm=False)
+    [single] = llm.chat(talk, sampling_params=PARAMS, use_tqdm=False)
     assert single.prompt == prompt
     assert single.outputs[0].token_ids == wanted(tokenizer().encode(prompt))
     several = llm.chat([talk, talk], PARAMS, use_tqdm=False, add_generation_prompt=False)

@@ -22,7 +22,8 @@ def split_mix(state: Word) -> Word:
     """The output function of SplitMix64 (Steele et al. 2014), a bijection of 64-bit words: one, or an array of them."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & WORD
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB & WORD
-    return state ^ (state >> 31)
+    state ^= state >> 31  # its own copy by now
+    return state
 
 
 def branch_seed(seed: Word, index: Word) -> Word:
@@ -30,7 +31,8 @@ def branch_seed(seed: Word, index: Word) -> Word:
     alone. Branch 0 has the request's own seed; the others' are no other small seed's, lest the branches of seeds 1, 2
     and 3 be each other's."""
     seed = seed & SEEDS
-    return (seed ^ split_mix(index * (split_mix(seed) | 1) & WORD)) & SEEDS
+    seed ^= split_mix(index * (split_mix(seed) | 1) & WORD) & SEEDS
+    return seed
 
 
 def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids: frozenset[int], max_len: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from memories import MAX_LEN, VOCAB, Build, check_published, insides
 
 from quire.costs import Costs
+from quire.decoding import branch_seed
 from quire.engine import Engine, Limits, Output
 from quire.errors import InputError
 from quire.memory import KVMemory
@@ -369,7 +370,7 @@ class Trace:
         found = []
         assert params.seed is not None
         for branch in range(params.width):
-            tokens = expected(asked.prompt, params, params.seed + branch, eos_ids=EOS, **settings)
+            tokens = expected(asked.prompt, params, branch_seed(params.seed, branch), eos_ids=EOS, **settings)
             known = states([*asked.prompt, *tokens], self.windows)[len(asked.prompt) - 1 :]
             logprob = sum(fake_top(state, token, 0, VOCAB).logprob for state, token in zip(known, tokens))
             found.append(Found(tokens, logprob, *ending(params, tokens)))

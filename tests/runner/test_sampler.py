@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from quire.decoding import branch_seed
 from quire.plan import Birth, Sampled
 from quire.request import SamplingParams
 from quire.runner.sampler import SCALE, Drawn, Sampler, draw, noise, token_weights
@@ -378,7 +379,7 @@ def test_a_fork_of_a_row_of_several_draws_takes_its_own_history() -> None:
     assert [row.nonzero()[:, 0].tolist() for row in changed] == [[token] for token in drawn]
 
 
-def test_branch_i_draws_with_seed_plus_i() -> None:
+def test_a_branch_draws_with_its_own_seed() -> None:
     logits = some_logits(1, seed=17)
     for seed in (41, -3, 2**63 - 2, -(2**63)):
         sampler = a_sampler()
@@ -386,10 +387,27 @@ def test_branch_i_draws_with_seed_plus_i() -> None:
         several = sampler.sample(logits, [(0, 1, 5)]).tokens.tolist()
         single = []
         for i in range(5):
-            born(sampler, 1, SamplingParams(), (1,), 1, (seed + i) % 2**63)
+            born(sampler, 1, SamplingParams(), (1,), 1, branch_seed(seed, i))
             single += sampler.sample(logits, [(1, 1, 1)]).tokens.tolist()
         assert several == single
         assert len(set(several)) > 1
+
+
+def test_branches_of_successive_seeds_are_not_each_others() -> None:
+    """A user who asks seeds 1, 2 and 3 for three samples each gets nine independent ones."""
+    logits, params = torch.zeros(9, VOCAB), SamplingParams(n=3)
+    sampler = a_sampler()
+    for seed in range(9):
+        born(sampler, seed, params, (1,), 1, seed)
+    drawn = np.stack(
+        [
+            sampler.sample(logits, [(seed, position, 3) for seed in range(9)]).tokens.view(9, 3).numpy()
+            for position in range(40)
+        ]
+    )  # position, seed, branch
+    streams = drawn.reshape(40, 27)
+    alike = [(a, b) for b in range(27) for a in range(b) if (streams[:, a] == streams[:, b]).mean() > 0.2]
+    assert not alike, f"these (3 seed + branch) draw alike: {alike}"
 
 
 # Faults

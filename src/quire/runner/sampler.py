@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.decoding import branch_seed, split_mix
 from quire.plan import Birth, Sampled, Top
 from quire.request import MAX_LOGPROBS, SamplingParams
 from quire.runner.penalties import ANY, TokenStatistics, upload
@@ -136,7 +137,7 @@ class Sampler:
         earlier tokens are looked for in the prompt too), min_tokens, logit_bias; repetition, frequency and presence
         penalty; greedy rows take the most likely token, of equals the lowest id; the others temperature, min_p, top_k,
         top_p, and a draw. Tokens that are equally likely are kept or cut together by min_p, top_k and top_p. Draw i of
-        a row uses the seed (seed + i) mod 2**63. A row with a fault gets token 0 and leaves the others as they were.
+        a row uses the seed branch_seed(seed, i). A row with a fault gets token 0 and leaves the others as they were.
         The slot's Birth.top says which log-probabilities come along. Those of a row whose request has a method are what
         the method chooses from, so they are of the masked, biased and penalised logits, normalised as the unchanged
         ones are (transformers' order); its token is the most likely one, whatever its temperature.
@@ -156,7 +157,7 @@ class Sampler:
         if random.any():
             positions = np.array([position for _, position, _ in rows], dtype=np.int64)
             branch = (np.arange(len(owner)) - first[owner]).astype(np.uint64)
-            seeds = (self._seeds[slots][owner] + branch) & np.uint64(2**63 - 1)
+            seeds = branch_seed(self._seeds[slots][owner], branch)
             chance = noise(seeds, positions[owner])
             drawn = self._draw(processed, best, self._shape[slots], owner, random, chance)
             places = np.flatnonzero(random[owner])
@@ -298,16 +299,10 @@ class Sampler:
 
 
 def noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform float64 numbers in [0, 1), one for each (seed, position), by SplitMix64 (Steele et al. 2014), twice."""
-
-    def mixed(state: np.ndarray) -> np.ndarray:
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return state ^ (state >> np.uint64(31))
-
+    """Uniform float64 numbers in [0, 1), one for each (seed, position), by SplitMix64, twice."""
     golden = np.uint64(0x9E3779B97F4A7C15)
-    streams = mixed(seeds.astype(np.uint64) + golden)
-    bits = mixed(streams + (positions.astype(np.uint64) + np.uint64(1)) * golden)
+    streams = split_mix(seeds.astype(np.uint64) + golden)
+    bits = split_mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * golden)
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
