@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
+from quire.bench.drive import Decoding, Load, drive
+from quire.bench.workloads import Job
+from quire.build import build
+from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.reproduce import ENTRIES, main
 from quire.reproduce.block_tables import FIGURE_7, FREE_7, replay
 from quire.reproduce.result import DIFFERS, HOLDS, at_most, equal, near
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}
-TIMED = {"table-scope", "step-overhead"}
+LONG = {"table-scope", "step-overhead", "fig15", "fig19a"}  # they have tests of their own
 
 
 def reproduced(name: str, folder: Path) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def reproduced(name: str, folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in TIMED])
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in LONG])
 def test_entry_holds(name: str, tmp_path: Path) -> None:
     assert {result["verdict"] for result in reproduced(name, tmp_path)["results"]} == {HOLDS}
 
@@ -51,6 +55,38 @@ def test_step_overhead_has_a_number_for_each_load(tmp_path: Path, monkeypatch: p
     results = reproduced("step-overhead", tmp_path)["results"]
     assert len(results) == 4
     assert all(result["ours"] > 0 and result["paper"] is None for result in results)
+
+
+def test_sharing_saves_what_sequences_have_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.reproduce.sharing.WORKLOADS", {"alpaca": (3, 3), "sharegpt": (1, 1)})
+    monkeypatch.setattr("quire.reproduce.sharing.WIDTHS", (2, 4))
+    monkeypatch.setattr("quire.reproduce.sharing.STORY", 200)
+    results = reproduced("fig15", tmp_path)["results"]
+    saved = [result for result in results if result["unit"] == "%"]
+    assert [result["paper"] for result in saved] == [6.1, 8.5, 37.6, 53.1, 16.2, 44.3]
+    assert all(0 < result["ours"] < 75 for result in saved)  # of four sequences, three at most are saved
+    said = {result["what"]: result["ours"] for result in results if result["unit"] == ""}
+    assert said["alpaca: beam search saves more than parallel sampling"]
+
+
+def test_sharing_is_of_whole_prompts() -> None:
+    """Parallel samples of a prompt of whole pages that part at once share it and nothing else: 4 of 8 pages, twice."""
+    engine = build(EngineConfig(threads=1, enable_prefix_caching=False, kv_tokens=1024)).engine
+    jobs = [Job(list(range(10, 74)), 16)]
+    _, facts = drive(engine, jobs, Load((0.0,)), Decoding(temperature=1.0, n=2))
+    engine.close()
+    # After the first step the two share 4 pages of 8; for the 15 steps that compute a token, 4 of 10 (the last one ends
+    # both, and nothing is left to sample).
+    assert facts["sharing_saved"] == pytest.approx((4 + 14 * 4) / (8 + 14 * 10))
+
+
+def test_swapping_and_recomputing_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.reproduce.swap_or_recompute.SIZES", (1, 16))
+    monkeypatch.setattr("quire.reproduce.swap_or_recompute.TOKENS", 64)
+    monkeypatch.setattr("quire.reproduce.swap_or_recompute.REPEATS", 2)
+    flat, _, worst, _ = reproduced("fig19a", tmp_path)["results"]
+    assert flat["ours"] >= 1
+    assert worst["ours"] >= 1
 
 
 def test_another_order_of_free_blocks_gives_other_tables() -> None:

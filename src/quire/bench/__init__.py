@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import control, runs
+from quire.bench import beams, control, preemption, runs
 from quire.bench.document import document, table, write
 from quire.bench.workloads import EXPECTED
 from quire.cli import Parser
@@ -18,12 +18,14 @@ from quire.cli.flags import add_engine_flags
 
 
 class Entry(NamedTuple):
-    """`run` measures; `show` prints results as a table; `flags` adds the entry's own arguments."""
+    """`run` measures; `show` prints results as a table; `flags` adds the entry's own arguments; `more` is what the
+    document says beside the results."""
 
     about: str
     run: Callable[[argparse.Namespace], list[dict[str, Any]]]
     show: Callable[[Sequence[dict[str, Any]]], str]
     flags: Callable[[argparse.ArgumentParser], None]
+    more: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda results: {}
 
 
 def main(args: list[str]) -> int:
@@ -36,7 +38,7 @@ def main(args: list[str]) -> int:
     results = entry.run(given)
     print(entry.show(results))
     if given.out:
-        write(Path(given.out), document(given.entry, "quire bench", args, results))
+        write(Path(given.out), {**document(given.entry, "quire bench", args, results), **entry.more(results)})
     return 0
 
 
@@ -59,6 +61,9 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
                            help=f"{EXPECTED}; may be given repeatedly (default: {default})")  # fmt: skip
         group.add_argument("--repeat", type=int, default=3, metavar="N", help="measured runs (default: %(default)s)")
         group.add_argument("--warmup", type=int, default=1, metavar="N", help="runs before them (default: %(default)s)")
+        group.add_argument("--n", type=int, default=1, metavar="N", help="sequences of each request (default: 1)")
+        group.add_argument("--best-of", type=int, metavar="N", help="sequences that the n best are taken from")
+        group.add_argument("--beam-width", type=int, metavar="N", help="beam search of so many beams")
         group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
         parser.set_defaults(default_workload=default)
 
@@ -76,11 +81,24 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
                        help="with --url: prompts are made of token ids below N (default: %(default)s)")  # fmt: skip
 
 
+def _preemption_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    preemption.flags(parser)
+
+
+def _beams_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    beams.flags(parser)
+
+
 def _control_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sequences", type=int, nargs="+", default=control.SEQUENCES, metavar="N",
+    parser.add_argument("--sequences", type=int, nargs="+", metavar="N",
                         help="running sequences (default: 1 256 1000)")  # fmt: skip
-    parser.add_argument("--contexts", type=int, nargs="+", default=control.CONTEXTS, metavar="N",
+    parser.add_argument("--contexts", type=int, nargs="+", metavar="N",
                         help="tokens of each sequence (default: 128 32768)")  # fmt: skip
+    parser.add_argument("--beams", type=int, default=0, metavar="WIDTH",
+                        help="requests of so many beams, half of which are re-parented at each step, not sequences; "
+                             "defaults then: 64 of 512 tokens")  # fmt: skip
     parser.add_argument("--steps", type=int, default=control.STEPS, metavar="N", help="steps (default: %(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
@@ -90,4 +108,14 @@ ENTRIES: dict[str, Entry] = {
     "latency": Entry("one request at a time", runs.latency, runs.show, _workload_flags("fixed:128:128@4")),
     "serve": Entry("requests that come over time, here or at a server", runs.serve, runs.show, _serve_flags),
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
+    "preemption": Entry(
+        "what swapping and recomputation cost, for --calibration; --compare: what they gain",
+        preemption.run,
+        preemption.show,
+        _preemption_flags,
+        preemption.costs_of,
+    ),
+    "beams": Entry(
+        "beam search, copying pages on a write, and all of them at once", beams.run, beams.show, _beams_flags
+    ),
 }

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from quire.bench.document import short, table
@@ -17,6 +18,8 @@ from quire.bench.machine import Others
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.memory import Size, build_memory
+from quire.method import Advance, Branch, Choice, Context
+from quire.plan import Sampled, StepPlan, StepResult, Top
 from quire.request import Request, SamplingParams
 from quire.request import Sequence as Seq
 from quire.scheduler import Scheduler
@@ -25,33 +28,55 @@ from quire.specs import LayerSpec, ModelSpec
 
 SEQUENCES = (1, 256, 1000)
 CONTEXTS = (128, 32768)
+REQUESTS, CONTEXT = 64, 512  # with beams
 STEPS = 500
 MOST = 2**20
 MAX_TOKENS = 2**26
 PROMPT_TOKEN = 100
+CANDIDATES = Sampled((PROMPT_TOKEN,), (Top(PROMPT_TOKEN, -1.0, 1, (PROMPT_TOKEN,), (-1.0,)),))
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each of args.sequences running sequences and args.contexts tokens of context."""
+    """A result for each of args.sequences running sequences (with --beams: requests) and args.contexts tokens."""
+    args.sequences = args.sequences or ([REQUESTS] if args.beams else list(SEQUENCES))
+    args.contexts = args.contexts or ([CONTEXT] if args.beams else list(CONTEXTS))
+    if args.beams % 2 or not 0 <= args.beams <= 64:
+        raise StartupError(f"--beams is {args.beams}", "Give an even number up to 64, half of which are re-parented")
     for name, values in (("sequences", args.sequences), ("contexts", args.contexts), ("steps", [args.steps])):
         if min(values) < 1 or max(values) > MOST:
             raise StartupError(f"--{name} is {' '.join(map(str, values))}", f"Give numbers from 1 to {MOST:,}")
-    if max(args.sequences) * max(args.contexts) > MAX_TOKENS:
+    if max(args.sequences) * max(args.contexts) * max(args.beams, 1) > MAX_TOKENS:
         raise StartupError(
             f"{max(args.sequences)} sequences of {max(args.contexts)} tokens are too many to hold",
             f"At most {MAX_TOKENS:,} tokens in all",
         )
+    if args.beams:
+        return [
+            beams_cost(count, args.beams, context, args.steps) for context in args.contexts for count in args.sequences
+        ]
     return [step_cost(count, context, args.steps) for context in args.contexts for count in args.sequences]
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
     """Microseconds as a table."""
-    head = ("sequences", "context", "schedule us", "update us", "step us (median)", "mean", "p99", "others' cores")
+    beams = ("beams",) if any("beams" in result for result in results) else ()
+    head = (
+        "sequences",
+        *beams,
+        "context",
+        "schedule us",
+        "update us",
+        "step us (median)",
+        "mean",
+        "p99",
+        "others' cores",
+    )
     return table(
         head,
         [
             (
                 result["sequences"],
+                *(result[name] for name in beams),
                 result["context"],
                 short(result["schedule_us"]["p50"]),
                 short(result["update_us"]["p50"]),
@@ -69,6 +94,11 @@ def step_cost(count: int, context: int, steps: int = STEPS) -> dict[str, Any]:
     Lengths differ by up to a page, so that every step sees some sequences cross into a new page, as in service.
     """
     scheduler, runner = decoding(count, context, steps)
+    costs = _timed(scheduler, lambda plan: runner.collect(runner.submit(plan)), count, steps)
+    return {"sequences": count, "context": context, **costs}
+
+
+def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows: int, steps: int) -> dict[str, Any]:
     gc.collect()  # what was allocated to get here is not part of a step; collections that steps cause are
     others = Others()
     planning, updating = [], []
@@ -77,8 +107,8 @@ def step_cost(count: int, context: int, steps: int = STEPS) -> dict[str, Any]:
         plan = scheduler.schedule()
         planned = time.perf_counter()
         assert plan is not None, "there is nothing to plan"
-        assert len(plan.rows) == count, "a step doesn't run every sequence"
-        result = runner.collect(runner.submit(plan))
+        assert len(plan.rows) == rows, "a step doesn't run every sequence"
+        result = answer(plan)
         collected = time.perf_counter()
         scheduler.update(plan, result)
         ended = time.perf_counter()
@@ -86,8 +116,6 @@ def step_cost(count: int, context: int, steps: int = STEPS) -> dict[str, Any]:
         updating.append((ended - collected) * 1e6)
     both = [a + b for a, b in zip(planning, updating)]
     return {
-        "sequences": count,
-        "context": context,
         "steps": steps,
         "schedule_us": spread(planning),
         "update_us": spread(updating),
@@ -96,12 +124,63 @@ def step_cost(count: int, context: int, steps: int = STEPS) -> dict[str, Any]:
     }
 
 
+class Halves:
+    """A stand-in for beam search: of `width` branches the first half goes on twice, the other half is freed."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def top(self, context: Context) -> int:
+        """The step needs no candidates but one."""
+        return 1
+
+    def keep(self) -> int:
+        """Nothing ends before its length."""
+        return 1
+
+    def advance(self, branches: Sequence[Branch], context: Context) -> Advance:
+        """Branches 0, 0, 1, 1, ... go on."""
+        twice = len(branches) == self.width
+        return Advance(tuple(Choice(i // 2 if twice else 0, i, -1.0) for i in range(self.width)))
+
+
+def beams_cost(requests: int, width: int, context: int, steps: int = STEPS) -> dict[str, Any]:
+    """Decode steps of `requests` requests of `width` branches, half of which are re-parented in each step: all of a
+    step's forks, frees and copies on a write, besides what every step does."""
+    scheduler = branching(requests, width, context, steps)
+    costs = _timed(scheduler, _candidates, requests * width, steps)
+    return {"sequences": requests, "beams": width, "context": context, **costs}
+
+
+def branching(requests: int, width: int, context: int, steps: int) -> Scheduler:
+    """A scheduler in default settings whose requests have all their branches."""
+    config = EngineConfig(max_num_seqs=requests * width)
+    longest = context + config.page_size + steps + 2
+    memory = build_memory(config, _spec(longest), Size(requests * width * longest, longest, 2))
+    scheduler = Scheduler(memory, budget=requests * longest, max_seqs=requests * width, max_len=longest)
+    params = SamplingParams(method=partial(Halves, width), max_tokens=steps + 2, ignore_eos=True, temperature=0.0)
+    for i in range(requests):
+        seq = Seq(scheduler.new_id(), [PROMPT_TOKEN] * (context + i % config.page_size), salt=str(i))
+        seq.branches = width - 1
+        request = Request(str(i), seq, params, arrival=0.0, max_tokens=steps + 2)
+        request.method = Halves(width)
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    assert plan is not None, "there is nothing to plan"
+    assert len(plan.rows) == requests, "the prompts don't fit into one step"
+    scheduler.update(plan, _candidates(plan))
+    return scheduler
+
+
+def _candidates(plan: StepPlan) -> StepResult:
+    return StepResult((CANDIDATES,) * len(plan.rows), 0.0)
+
+
 def decoding(count: int, context: int, steps: int) -> tuple[Scheduler, EchoRunner]:
     """A scheduler in default settings, its `count` sequences past their prompts, and a runner that computes nothing."""
     config = EngineConfig(max_num_seqs=count)
     longest = context + config.page_size + steps + 1
-    spec = ModelSpec("none", (LayerSpec(8, 128),) * 32, 32000, longest, 4096, 32, 14336, 8 * 10**9)
-    memory = build_memory(config, spec, Size(count * (longest + config.page_size) * 102 // 100, longest, 2))
+    memory = build_memory(config, _spec(longest), Size(count * (longest + config.page_size) * 102 // 100, longest, 2))
     scheduler = Scheduler(memory, budget=count * longest, max_seqs=count, max_len=longest)
     runner = EchoRunner(blind=True)
     params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, temperature=0.0)
@@ -113,3 +192,7 @@ def decoding(count: int, context: int, steps: int) -> tuple[Scheduler, EchoRunne
     assert len(plan.rows) == count, "the prompts don't fit into one step"
     scheduler.update(plan, runner.collect(runner.submit(plan)))
     return scheduler, runner
+
+
+def _spec(longest: int) -> ModelSpec:
+    return ModelSpec("none", (LayerSpec(8, 128),) * 32, 32000, longest, 4096, 32, 14336, 8 * 10**9)

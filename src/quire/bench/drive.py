@@ -33,6 +33,45 @@ class Load(NamedTuple):
         return self.times[index] if self.times[index] <= now else None
 
 
+class Decoding(NamedTuple):
+    """How each job is decoded; SamplingParams' names."""
+
+    temperature: float = 0.0
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """One sequence a request."""
+        return self.n == 1 and self.best_of is None and self.beam_width is None
+
+    def params(self, job: Job) -> SamplingParams:
+        """Exactly the job's output length, whatever is generated."""
+        return SamplingParams(
+            temperature=self.temperature, n=self.n, best_of=self.best_of, beam_width=self.beam_width,
+            max_tokens=job.output, ignore_eos=True, detokenize=False, seed=len(job.prompt),
+        )  # fmt: skip
+
+
+class Saved:
+    """Memory saved by sharing (PagedAttention Figure 15), summed over steps."""
+
+    def __init__(self) -> None:
+        self.tables = self.saved = 0
+
+    def sample(self, engine: Engine) -> None:
+        """To be called after each step."""
+        sharing = engine.scheduler.memory.sharing()
+        self.tables += sharing.tables
+        self.saved += sharing.saved
+
+    @property
+    def share(self) -> float:
+        """Pages saved / pages that would be needed without sharing."""
+        return self.saved / self.tables if self.tables else 0.0
+
+
 class Watch:
     """Counters of an engine from now on, and its memory by category, averaged over samples."""
 
@@ -42,16 +81,21 @@ class Watch:
         self._spent = 0.0
         self._samples: list[Usage] = []
         self._running = self._steps = 0
+        self._saved = Saved()
         self._before = self._counters()
 
     def _counters(self) -> dict[str, int]:
         stats, scheduler = self.engine.stats, self.engine.scheduler
         memory: Any = scheduler.memory
+        sharing = memory.sharing()
         return {
             "steps": stats.steps,
             "rows": stats.rows,
             "preemptions": scheduler.preemptions,
-            "preempted": dict(scheduler.preempted),
+            **{f"preemptions_{way}": count for way, count in scheduler.preempted.items()},
+            "swapped_out_bytes": sharing.swapped_out,
+            "swapped_in_bytes": sharing.swapped_in,
+            "copied_pages": sharing.copies,
             "prefix_hit_tokens": memory.hits,
             "prefix_query_tokens": memory.queries,
         }
@@ -60,6 +104,7 @@ class Watch:
         """To be called after each step. Requests that it ended were running in it."""
         self._steps += 1
         self._running += len(self.engine.scheduler.running) + sum(output.done for output in outputs)
+        self._saved.sample(self.engine)
         now = time.perf_counter()
         if not self._samples or self._spent < WATCHING * (now - self._began):
             self._samples.append(self.engine.scheduler.memory.usage())
@@ -79,11 +124,15 @@ class Watch:
             "mean_running": self._running / self._steps,
             "memory_bytes": usage,
             "memory_samples": len(self._samples),
+            "sharing_saved": self._saved.share,
         }
 
 
-def drive(engine: Engine, jobs: Sequence[Job], load: Load, temperature: float) -> tuple[list[Trace], dict[str, Any]]:
-    """Run all jobs to their full output lengths. Returns their traces, on a clock that starts at 0, and the facts."""
+def drive(
+    engine: Engine, jobs: Sequence[Job], load: Load, decoding: Decoding, best: dict[str, list[int]] | None = None
+) -> tuple[list[Trace], dict[str, Any]]:
+    """Run all jobs to their full output lengths. Returns their traces, on a clock that starts at 0, and the facts.
+    `best` is given the tokens of each job's first sequence, under the job's number."""
     start = engine.clock()
     watch = Watch(engine)
     traces: list[Trace] = []
@@ -94,7 +143,7 @@ def drive(engine: Engine, jobs: Sequence[Job], load: Load, temperature: float) -
             if arrival is None:
                 break
             job = jobs[len(traces)]
-            engine.add(str(len(traces)), job.prompt, _params(job, temperature))
+            engine.add(str(len(traces)), job.prompt, decoding.params(job))
             traces.append(Trace(arrival, len(job.prompt), []))
             under_way += 1
         if not under_way:
@@ -107,12 +156,8 @@ def drive(engine: Engine, jobs: Sequence[Job], load: Load, temperature: float) -
             if output.finish_reason == "error":
                 raise QuireError(f"request {output.request} failed: {output.stop_reason}")
             traces[int(output.request)].events.append((now, len(output.tokens)))
+            if best is not None and output.branch == 0:
+                best[output.request] += output.tokens
             under_way -= output.done
         watch.step(outputs)
     return traces, watch.facts()
-
-
-def _params(job: Job, temperature: float) -> SamplingParams:
-    return SamplingParams(
-        temperature=temperature, max_tokens=job.output, ignore_eos=True, detokenize=False, seed=len(job.prompt)
-    )

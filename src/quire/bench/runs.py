@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from quire.bench.client import Client
 from quire.bench.document import short, table
-from quire.bench.drive import Load, drive
+from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import Trace, latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
 from quire.bench.workloads import Job, Workload, parse, poisson
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.errors import StartupError
+from quire.errors import InputError, StartupError
 
 Loads = Callable[[Workload, int], Load]
 Attempt = Callable[[Sequence[Job], Load], tuple[list[Trace], dict[str, Any]]]
@@ -64,8 +64,11 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
     config = config_from(args)
     workloads = [parse(name) for name in args.workload or [args.default_workload]]
     url = getattr(args, "url", None)
+    decoding = _decoding(args)
+    if url and not decoding.plain:
+        raise StartupError("--url is given with --n, --best-of or --beam-width", "Measure those in this process")
     results = []
-    with _server(url, args) if url else _engine(config, args.temperature) as target:
+    with _server(url, args) if url else _engine(config, decoding) as target:
         for workload in workloads:
             jobs = workload.jobs(target.vocab_size, config.seed)
             _check_lengths(workload, jobs, target.max_len)
@@ -74,12 +77,23 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
                 target.attempt(jobs, load)
             runs = [_run(target, workload, jobs, load, i, args.repeat) for i in range(args.repeat)]
             median = sorted(runs, key=lambda run: float(run["seconds"]))[(len(runs) - 1) // 2]
-            results.append({"workload": workload.name, **target.facts(), "median": median, "runs": runs})
+            shown = {} if decoding.plain else {"decoding": decoding._asdict()}
+            results.append({"workload": workload.name, **shown, **target.facts(), "median": median, "runs": runs})
     return results
 
 
+def _decoding(args: argparse.Namespace) -> Decoding:
+    """Beams are searched, so temperature has no say in them. StartupError for what SamplingParams refuses."""
+    decoding = Decoding(args.temperature, args.n, args.best_of, args.beam_width)
+    try:
+        decoding.params(Job([0], 1))
+    except InputError as error:
+        raise StartupError(str(error), "See quire bench throughput --help") from error
+    return decoding
+
+
 @contextmanager
-def _engine(config: EngineConfig, temperature: float) -> Iterator[Target]:
+def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
     from quire.build import build
 
     built = build(config)
@@ -89,7 +103,7 @@ def _engine(config: EngineConfig, temperature: float) -> Iterator[Target]:
 
     def attempt(jobs: Sequence[Job], load: Load) -> tuple[list[Trace], dict[str, Any]]:
         engine.scheduler.memory.reset_prefix_cache()  # type: ignore[attr-defined]
-        return drive(engine, jobs, load, temperature)
+        return drive(engine, jobs, load, decoding)
 
     def facts() -> dict[str, Any]:
         defaults = {field.name: field.default for field in fields(EngineConfig)}

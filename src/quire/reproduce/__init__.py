@@ -18,21 +18,25 @@ from quire.reproduce.result import DIFFERS, Reproduction
 
 
 class Entry(NamedTuple):
-    """`function` is "module:name" below quire.reproduce; it is loaded when it runs."""
+    """`function` is "module:name" below quire.reproduce; it is loaded when it runs. If it `samples`, it takes how much
+    to run: False, or with --full True."""
 
     function: str
     about: str
+    samples: bool = False
 
-    def run(self) -> Reproduction:
+    def run(self, full: bool = False) -> Reproduction:
         module, _, name = self.function.partition(":")
-        function: Callable[[], Reproduction] = getattr(import_module(f"quire.reproduce.{module}"), name)
-        return function()
+        function: Callable[..., Reproduction] = getattr(import_module(f"quire.reproduce.{module}"), name)
+        return function(full) if self.samples else function()
 
 
 ENTRIES = {
     "fig6": Entry("block_tables:figure_6", "PagedAttention Figure 6: the block table of one request"),
     "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
     "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
+    "fig15": Entry("sharing:figure_15", "PagedAttention Figure 15: memory saved by sharing", samples=True),
+    "fig19a": Entry("swap_or_recompute:figure_19a", "PagedAttention Figure 19a: swapping and recomputing by page size"),
     "table1": Entry("closed_forms:table_1", "PagedAttention Table 1: model sizes and KV slots"),
     "x1": Entry("closed_forms:kv_of_a_request", "PagedAttention §3: KV bytes of a token and of a request"),
     "table-scope": Entry("overheads:table_scope", "PagedAttention footnote 1: one page table, or one a layer"),
@@ -46,6 +50,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("name", nargs="*", metavar="NAME", help="what to reproduce")
     parser.add_argument("--list", action="store_true", help="show what there is to reproduce")
     parser.add_argument("--all", action="store_true", help="everything")
+    parser.add_argument("--full", action="store_true", help="larger samples, where a result is an average")
     parser.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png there")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     given = parser.parse_args(args)
@@ -56,13 +61,13 @@ def main(args: list[str]) -> int:
     if given.list or not names:
         print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
         return 0
-    done = [reproduce(name, args, Path(given.out) if given.out else None) for name in names]
+    done = [reproduce(name, args, Path(given.out) if given.out else None, given.full) for name in names]
     return int(any(result.verdict == DIFFERS for reproduction in done for result in reproduction.results))
 
 
-def reproduce(name: str, args: list[str], out: Path | None) -> Reproduction:
+def reproduce(name: str, args: list[str], out: Path | None, full: bool = False) -> Reproduction:
     """Run one entry, print it, and write NAME.json and NAME.png into `out`."""
-    done = ENTRIES[name].run()
+    done = ENTRIES[name].run(full)
     rows = [
         (r.row, r.what, "-" if r.paper is None else r.paper, r.ours, r.unit, r.verdict, r.real_or_simulated)
         for r in done.results

@@ -1,0 +1,161 @@
+"""What a preemption costs on this machine by swapping and by recomputation: measured on an engine, fitted to Costs.
+
+Every sample really moves pages between the engine's buffers, or really computes a prompt (PagedAttention §7.3). The
+fastest of its repeats counts: whatever disturbs a sample makes it slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quire.costs import Costs
+from quire.engine import Engine
+from quire.request import SamplingParams
+from quire.request import Sequence as Seq
+
+REPEATS = 7
+FIRST = 16  # tokens of the shortest sample
+LONGEST = 16384
+ROOM = 512  # tokens beside a sample, for the sequence that decodes
+TOKEN = 11
+
+
+class Swap(NamedTuple):
+    """One swap: tokens and bytes moved, seconds out and seconds in."""
+
+    tokens: int
+    bytes: int
+    out: float
+    back: float
+
+
+class Fit(NamedTuple):
+    """Coefficients that are 0 or more, and by how much (a share) the worst and the median sample miss the fit."""
+
+    coefficients: list[float]
+    worst_error: float
+    median_error: float
+
+
+def calibrate(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
+    """Costs, their fits and the samples they were fitted to. The engine must be idle, and swap."""
+    lengths = _lengths(engine)
+    swaps = [swap_seconds(engine, length, repeats) for length in lengths]
+    added = compute_seconds(engine, lengths, repeats)
+    swap = fit([[1.0, float(s.bytes)] for s in swaps], [s.out + s.back for s in swaps])
+    compute = fit([[1.0, float(n), n * n / 2] for n in lengths], added)
+    costs = Costs(*swap.coefficients, *compute.coefficients)
+    return {
+        "costs": costs._asdict(),
+        "swap_fit": {"worst_error": swap.worst_error, "median_error": swap.median_error},
+        "compute_fit": {"worst_error": compute.worst_error, "median_error": compute.median_error},
+        "swaps": [s._asdict() for s in swaps],
+        "computed": [{"tokens": n, "added": seconds} for n, seconds in zip(lengths, added)],
+    }
+
+
+def _lengths(engine: Engine) -> list[int]:
+    """Lengths from FIRST on, each half as long again as the one before, that the memory and the host pages hold."""
+    memory: Any = engine.scheduler.memory
+    geometry = memory.geometry
+    most = min(engine.limits.max_len - 2, LONGEST, geometry.host_pages * memory.page_tokens // len(geometry.groups))
+    lengths, length = [], FIRST
+    while length <= most and memory.fits([length + 1, ROOM]):
+        lengths.append(length)
+        length += -(-length // 2)
+    return lengths
+
+
+def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
+    """Swapping a sequence of `length` tokens out and in: the memory's bookkeeping and the copies."""
+    memory: Any = engine.scheduler.memory
+    store = engine.runner.store  # type: ignore[attr-defined]
+    out: list[float] = []
+    back: list[float] = []
+    held = 0
+    for _ in range(repeats):
+        seq = Seq(engine.scheduler.new_id(), [TOKEN] * length)
+        assert memory.admit(seq, length) is not None, "a sequence doesn't fit into an idle memory"
+        seq.computed = seq.planned = length
+        held, _ = memory.held([seq])
+        store.replay(memory.take_journal()[0])
+        for moments, move in ((out, memory.swap_out), (back, memory.swap_in)):
+            moments.append(_timed(engine, partial(_moved, move, seq, memory, store)))
+        memory.free(seq)
+    memory.take_journal()
+    return Swap(length, held, min(out), min(back))
+
+
+def _moved(move: Callable[[list[Seq]], bool], seq: Seq, memory: Any, store: Any) -> None:
+    assert move([seq]), "the host pages are full"
+    store.replay(memory.take_journal()[0])
+
+
+def compute_seconds(engine: Engine, lengths: Sequence[int], repeats: int) -> list[float]:
+    """What computing a prompt of each length adds to the steps of a sequence that decodes: steps are made anyway, for
+    those that weren't preempted. The cache finds none of it."""
+    budget, added = engine.scheduler.budget, []
+    one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+    for length in lengths:
+        steps = engine.depth + 1 + -(-length // budget)
+        many = SamplingParams(max_tokens=2 * (repeats + 1) * steps, temperature=0.0, ignore_eos=True, detokenize=False)
+        engine.add("calibrate", [TOKEN] * FIRST, many)
+        _steps(engine, steps)
+        without, with_it = [], []
+        for i in range(repeats):
+            without.append(_timed(engine, partial(_steps, engine, steps)))
+            engine.add(f"calibrate-{i}", [TOKEN] * length, one, salt=f"calibrate-{length}-{i}")
+            with_it.append(_timed(engine, partial(_steps, engine, steps)))
+        engine.abort("calibrate")
+        while engine.unfinished:
+            engine.step()
+        added.append(max(min(with_it) - min(without), 0.0))
+    return added
+
+
+def _steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+def _timed(engine: Engine, work: Callable[[], None]) -> float:
+    """Seconds. On one thread of a CPU the process's own, which other processes don't lengthen."""
+    import torch
+
+    device = engine.runner.device  # type: ignore[attr-defined]
+    if device.type == "cpu":
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        began = clock()
+        work()
+        return clock() - began
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
+    """The coefficients, none below 0, that make the sum of squared relative errors smallest: with so few columns the
+    best of all subsets."""
+    wanted = np.array(seconds)
+    weight = 1 / np.maximum(wanted, 0.01 * wanted.max())
+    matrix = np.array(rows) * weight[:, None]
+    scale = np.abs(matrix).max(axis=0)  # columns differ by orders of magnitude
+    best, least = np.zeros(matrix.shape[1]), float("inf")
+    for count in range(1, matrix.shape[1] + 1):
+        for columns in combinations(range(matrix.shape[1]), count):
+            chosen = list(columns)
+            found = np.linalg.lstsq(matrix[:, chosen] / scale[chosen], wanted * weight, rcond=None)[0] / scale[chosen]
+            missed = float(((matrix[:, chosen] @ found - wanted * weight) ** 2).sum())
+            if (found >= 0).all() and missed < least:
+                best, least = np.zeros(matrix.shape[1]), missed
+                best[chosen] = found
+    errors = np.abs(matrix @ best - wanted * weight)
+    return Fit(best.tolist(), float(errors.max()), float(np.median(errors)))

@@ -1,0 +1,30 @@
+"""Small models for measurements: a shape with dummy weights, given to the engine as a folder with a config.json."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire.build import Built, build
+from quire.config import EngineConfig
+from quire.models.configs import named_config
+
+
+@contextmanager
+def built(config: EngineConfig, shape: Mapping[str, Any] | None = None) -> Iterator[Built]:
+    """An engine of `config`; with `shape` (what differs from llama-125m) of that shape, with dummy weights."""
+    if shape is None:
+        made = build(config)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps({**named_config("llama-125m"), **shape}))
+            made = build(replace(config, model=folder, dummy_weights=True, skip_tokenizer_init=True))
+    try:
+        yield made
+    finally:
+        made.engine.close()

@@ -1,0 +1,84 @@
+"""`quire bench preemption`: the fit recovers what made its samples, and the engine reads what the command writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.bench import main
+from quire.bench.calibration import fit
+from quire.bench.preemption import LOADS, POLICIES, _scene
+from quire.bench.shapes import built
+from quire.config import EngineConfig
+from quire.errors import StartupError
+
+SHAPE = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 128,
+}  # fmt: skip
+LENGTHS = [16, 64, 256, 1024, 4096]
+
+
+def preemption(out: Path, *args: str) -> dict[str, Any]:
+    assert main(["preemption", "--repeat", "1", "--out", str(out), *args]) == 0
+    content: dict[str, Any] = json.loads(out.read_text())
+    return content
+
+
+@pytest.mark.parametrize("true", [(1e-3, 2e-5, 3e-8), (0.0, 2e-5, 3e-8), (1e-3, 0.0, 3e-8), (1e-3, 2e-5, 0.0)])
+def test_fit_recovers_the_costs(true: tuple[float, float, float]) -> None:
+    rows = [[1.0, float(n), n * n / 2] for n in LENGTHS]
+    found = fit(rows, [sum(a * b for a, b in zip(true, row)) for row in rows])
+    assert found.coefficients == pytest.approx(list(true), rel=1e-6, abs=1e-12)
+    assert found.worst_error < 1e-6
+
+
+def test_no_cost_is_negative() -> None:
+    """Samples that fall with the length: the best straight line would have a negative slope."""
+    found = fit([[1.0, float(n)] for n in LENGTHS], [5.0, 4.0, 3.0, 2.0, 1.0])
+    assert found.coefficients[0] > 0
+    assert found.coefficients[1] == 0
+    assert found.worst_error > 0.1
+
+
+def test_calibration_is_read_by_the_engine(tmp_path: Path) -> None:
+    content = preemption(tmp_path / "costs.json", "--kv-tokens", "700")
+    (result,) = content["results"]
+    assert content["costs"] == result["costs"]
+    assert result["threads"] == 1
+    assert content["costs"]["swap_byte"] > 0
+    assert content["costs"]["compute_fixed"] + content["costs"]["compute_token"] + content["costs"]["compute_pair"] > 0
+    assert [swap["bytes"] for swap in result["swaps"]] == [512 * swap["tokens"] for swap in result["swaps"]]
+    config = EngineConfig(dtype="float32", device="cpu", kv_tokens=256, calibration=str(tmp_path / "costs.json"))
+    with built(config, SHAPE) as made:
+        assert made.engine.scheduler.costs._asdict() == content["costs"]
+
+
+def test_policies_are_compared_on_the_same_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = "fixed:20:30@6/104"
+    content = preemption(tmp_path / "costs.json", "--compare", "--load", load, "--kv-tokens", "700")
+    _, result = content["results"]
+    assert (result["load"], result["requests"], result["kv_tokens"]) == (load, 6, 104)
+    assert set(result["seconds"]) == set(POLICIES)
+    assert result["preempted"]["swap"]["swap"] > 0
+    assert result["preempted"]["swap"]["recompute"] == 0
+    assert result["preempted"]["recompute"]["recompute"] > 0
+    assert result["preempted"]["recompute"]["swap"] == 0
+    assert result["swapped_bytes"]["swap"] > 0
+    assert result["swapped_bytes"]["recompute"] == 0
+    better = min(result["median_s"]["swap"], result["median_s"]["recompute"])
+    assert result["auto_over_better"] == pytest.approx(result["median_s"]["auto"] / better)
+    assert load in capsys.readouterr().out
+
+
+def test_default_loads_name_real_work() -> None:
+    assert [len(_scene(name).jobs(512, 0)) for name in LOADS] == [6, 40, 23]
+
+
+@pytest.mark.parametrize("name", ["fixed:20:30@6", "fixed:20:30@6/", "fixed:20:30@6/x", "fixed:20@6/100", "/100"])
+def test_bad_loads_are_refused(name: str) -> None:
+    with pytest.raises(StartupError):
+        main(["preemption", "--compare", "--load", name])
