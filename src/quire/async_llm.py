@@ -11,13 +11,15 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from quire.engine import Output
 from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.memory.usage import Sharing, Usage
-from quire.prompts import Prompts, engine_config
+from quire.outputs import Assembly, RequestOutput
+from quire.prompts import INLINE_CHARS, Messages, Prompt, Prompts, engine_config
 from quire.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ T = TypeVar("T")
 class Observer(Protocol):
     """Sees what happens, on the engine's thread: `outputs` of a step, with the requests they belong to."""
 
-    def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None: ...
+    def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None:
+        """Called once a step, also for one without outputs."""
+        ...
 
 
 class Delta:
@@ -67,10 +71,10 @@ class Stream:
     """The outputs of one accepted request, as an async iterator on the loop that asked. A slow reader finds one merged
     Output a branch; a `patient` one is woken at the end only. EngineDead is raised after the outputs before it."""
 
-    def __init__(self, id: str, loop: asyncio.AbstractEventLoop, patient: bool = False) -> None:
-        self.id, self.loop, self.patient = id, loop, patient
+    def __init__(self, id: str, accepted: asyncio.Future[None], patient: bool = False) -> None:
+        self.id, self.accepted, self.patient = id, accepted, patient
+        self.loop = accepted.get_loop()
         self.request: Request | None = None
-        self.accepted: asyncio.Future[None] = loop.create_future()
         self.done = False
         self._finished = False
         self._ready = asyncio.Event()
@@ -171,29 +175,80 @@ class AsyncLLM:
         patient: bool = False,
     ) -> Stream:
         """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't."""
-        self._check_open()
-        stream = Stream(request_id or f"async-{next(self._ids)}", asyncio.get_running_loop(), patient)
-        await self._accepted(stream, lambda: self.engine.add(stream.id, prompt_ids, params, salt=salt))
+        id = request_id or f"async-{next(self._ids)}"
+        [stream] = await self.submit_all([(id, prompt_ids)], params, salt=salt, patient=patient)
         return stream
 
-    async def _accepted(self, stream: Stream, add: Callable[[], None]) -> None:
-        """Have the engine's thread `add` the request of `stream`."""
-        if not self._send(lambda: self._add(stream, add)):
+    async def submit_all(
+        self,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        patient: bool = False,
+    ) -> list[Stream]:
+        """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none."""
+        self._check_open(len(prompts))
+        long = sum(map(len, (*(params.bad_words or ()), *(params.stop or ())))) > INLINE_CHARS
+        resolved = await asyncio.to_thread(self.prompts.resolve, params) if long else self.prompts.resolve(params)
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        streams = [Stream(id, accepted, patient) for id, _ in prompts]
+        await self._accepted(streams, lambda: self.engine.add_all(prompts, resolved, salt=salt))
+        return streams
+
+    async def _accepted(self, streams: list[Stream], add: Callable[[], None]) -> None:
+        """Have the engine's thread `add` the requests of `streams`, which share one answer."""
+        if not self._send(lambda: self._add(streams, add)):
             raise EngineDead(f"the engine stopped: {self.error or 'closed'}")
         try:
-            await stream.accepted
+            await streams[0].accepted
         except asyncio.CancelledError:
-            self.abort(stream.id)
+            for stream in streams:
+                self.abort(stream.id)
             raise
 
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, *, salt: str = ""
-    ) -> AsyncIterator[Output]:
-        """The outputs of a request as they come. Leaving the iterator aborts the request."""
-        stream = await self.submit(prompt_ids, params, request_id, salt=salt)
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt (as LLM.generate takes it): all that there is of it, each time that there is more. Of what
+        came while its reader was away only the last is seen. Leaving the iterator aborts the request."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        long = isinstance(text, str) and len(text) > INLINE_CHARS
+        return self._results(lambda: self.prompts.prompt(prompt), long, sampling_params, request_id, salt)
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        salt: str = "",
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """As `generate`, for the answer to a conversation. `kwargs` are variables of the chat template."""
+        # Templates are programs of unknown cost, so always on another thread.
+        read = partial(self.prompts.chat, messages, add_generation_prompt, **kwargs)
+        return self._results(read, True, sampling_params, request_id, salt)
+
+    async def _results(
+        self, read: Callable[[], Prompt], long: bool, given: SamplingParams | None, request_id: str | None, salt: str
+    ) -> AsyncIterator[RequestOutput]:
+        prompt = await asyncio.to_thread(read) if long else read()
+        params = given if given is not None else self.prompts.params()
+        stream = await self.submit(prompt.ids, params, request_id, salt=salt)
+        assembly = Assembly(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
         try:
             async for output in stream:
-                yield output
+                assembly.push(output)
+                if output.done:
+                    assembly.finish(stream.request, self.engine.clock())
+                yield assembly.snapshot()
         finally:
             if not stream.done:
                 self.abort(stream.id)
@@ -207,8 +262,8 @@ class AsyncLLM:
         PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead otherwise. Leaving early ends it."""
         self._check_open()
         tokens = self.prompts.prefix(name, prefix)
-        stream = Stream(f"prefix:{name}", asyncio.get_running_loop())
-        await self._accepted(stream, lambda: self.engine.register_prefix(name, tokens))
+        stream = Stream(f"prefix:{name}", asyncio.get_running_loop().create_future())
+        await self._accepted([stream], lambda: self.engine.register_prefix(name, tokens))
         last = None
         try:
             async for output in stream:
@@ -282,13 +337,13 @@ class AsyncLLM:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _check_open(self) -> None:
+    def _check_open(self, more: int = 1) -> None:
         if self.error is not None:
             raise EngineDead(f"the engine stopped: {self.error}")
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
         # Refused at once: the engine's own check would come after the step under way.
-        if self.queued >= self.engine.limits.max_queued:
+        if self.queued and self.queued + more > self.engine.limits.max_queued:
             self.rejected += 1
             raise Overloaded(f"the queue is full: {self.queued} requests are waiting", RETRY_AFTER)
 
@@ -358,20 +413,23 @@ class AsyncLLM:
         memory = self.engine.scheduler.memory
         self.usage, self.sharing, self._looked = memory.usage(), memory.sharing(), now
 
-    def _add(self, stream: Stream, add: Callable[[], None]) -> None:
+    def _add(self, streams: list[Stream], add: Callable[[], None]) -> None:
+        first = streams[0]
         try:
             if self.error is not None:
                 raise EngineDead(f"the engine stopped: {self.error}")
-            if stream.id in self._live:  # also one that ended, but whose end isn't told yet
-                raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
+            for stream in streams:
+                if stream.id in self._live:  # also one that ended, but whose end isn't told yet
+                    raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
             add()
         except Exception as error:
             self.rejected += isinstance(error, Overloaded)
-            self._call(stream.loop, stream.fail, error)
+            self._call(first.loop, first.fail, error)
             return
-        stream.request = self.engine.requests[stream.id]
-        self._live[stream.id] = stream
-        self._call(stream.loop, stream.accept)
+        for stream in streams:
+            stream.request = self.engine.requests[stream.id]
+            self._live[stream.id] = stream
+        self._call(first.loop, first.accept)
 
     def _abort(self, id: str) -> None:
         if id in self._live:
@@ -396,7 +454,7 @@ class AsyncLLM:
                 del self._live[output.request]
         for loop, batch in loops.items():
             self._call(loop, _deliver, batch)
-        if self.observer is not None and seen:
+        if self.observer is not None:
             self.observer.stepped(seen, self.engine.clock())
 
     def _call(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:

@@ -6,9 +6,11 @@ come in through protocols, so that a simulator is this engine with another runne
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from quire.decoding import branch_seed, method_of
@@ -18,7 +20,7 @@ from quire.request import Request, SamplingParams, Sequence, Status
 from quire.scheduler import Event, Scheduler
 from quire.specs import Geometry
 
-MAX_SALT = 256
+MAX_SALT = 1024
 
 
 class Runner(Protocol):
@@ -88,11 +90,12 @@ class Stats:
     """Counters since the start; plain numbers that a server exports."""
 
     __slots__ = (
-        "finished", "generated_tokens", "prompt_tokens", "rows", "step_seconds", "steps",
+        "computed_tokens", "finished", "generated_tokens", "prompt_tokens", "rows", "step_seconds", "steps",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.steps = self.rows = self.prompt_tokens = self.generated_tokens = 0
+        self.computed_tokens = 0  # of prompts and outputs, in steps that were collected
         self.step_seconds = 0.0
         self.finished: dict[str, int] = {}
 
@@ -128,16 +131,39 @@ class Engine:
         self, id: str, prompt: Seq[int], params: SamplingParams, *, salt: str = "", prefix: str | None = None
     ) -> None:
         """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed."""
-        if id in self.requests:
-            raise InputError(f"request id {id!r} is in use", "request_id")
-        if len(self.scheduler.waiting) >= self.limits.max_queued:
-            raise Overloaded(f"the queue is full: {self.limits.max_queued} requests are waiting")
+        self.add_all([(id, prompt)], params, salt=salt, prefix=prefix)
+
+    def add_all(
+        self,
+        prompts: Seq[tuple[str, Seq[int]]],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        prefix: str | None = None,
+    ) -> None:
+        """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` should be resolved already (see
+        Text.resolve): that takes time, and this is the thread that steps."""
+        limit, waiting = self.limits.max_queued, len(self.scheduler.waiting)
+        if len(prompts) > limit:
+            raise InputError(f"there are {len(prompts)} prompts, but at most {limit} requests may wait", "prompt")
+        if waiting + len(prompts) > limit:
+            raise Overloaded(f"the queue is full: {waiting} of {limit} requests are waiting")
         _check_salt(salt)
-        tokens = self._checked(prompt)
         params.check_vocabulary(self.limits.vocab_size)
         if self.text is not None:
             params = self.text.resolve(params)
-        max_tokens = self._max_tokens(len(tokens), params)
+        checked: dict[str, tuple[list[int], int]] = {}
+        for id, prompt in prompts:
+            if id in self.requests or id in checked:
+                raise InputError(f"request id {id[:80]!r} is in use", "request_id")
+            tokens = self._checked(prompt)
+            checked[id] = tokens, self._max_tokens(len(tokens), params)
+        for id, (tokens, max_tokens) in checked.items():
+            self._queue(id, tokens, params, max_tokens, salt, prefix)
+
+    def _queue(
+        self, id: str, tokens: list[int], params: SamplingParams, max_tokens: int, salt: str, prefix: str | None
+    ) -> None:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), tokens, seed=seed, salt=salt)
@@ -168,7 +194,8 @@ class Engine:
         return list(prompt)
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens that the request may generate: what it asks for, cut to the model's length."""
+        """Tokens that the request may generate: what it asks for, cut to the model's length; if it doesn't ask, cut to
+        what the memory holds too."""
         room = self.limits.max_len - prompt_len
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
         method = method_of(params)
@@ -176,13 +203,19 @@ class Engine:
         if width > self.scheduler.max_seqs:
             name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
             raise InputError(f"{name} is {width}, but at most {self.scheduler.max_seqs} sequences run at once", name)
-        if not self.scheduler.memory.fits([prompt_len + wanted] * width, prompt_len):
+        fits = partial(self._fits, prompt_len, width)
+        if params.max_tokens is None and not fits(wanted):
+            wanted = bisect(range(1, wanted + 1), False, key=lambda output: not fits(output))
+        if wanted == 0 or not fits(wanted):
             raise PromptTooLong(
                 f"{width} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
                 "ask for fewer branches or a smaller max_tokens, or start with a larger --kv-gib",
                 "max_tokens",
             )
         return wanted
+
+    def _fits(self, prompt_len: int, width: int, output: int) -> bool:
+        return self.scheduler.memory.fits([prompt_len + output] * width, prompt_len)
 
     def abort(self, id: str) -> None:
         """End a request; its last outputs, with finish_reason "abort", come with the next step. Unknown ids pass."""
@@ -248,6 +281,7 @@ class Engine:
             plan, ticket = self.flight.popleft()
             result = self.runner.collect(ticket)
             self.stats.step_seconds += result.seconds
+            self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
             outputs += self._publish(self.scheduler.update(plan, result))
         elif self.scheduler.unfinished and not outputs:
             raise EngineDead(f"no progress: {len(self.scheduler.waiting)} requests wait and nothing can be planned")

@@ -1,4 +1,4 @@
-"""Offline use: `LLM(model).generate(prompts, params)`. One engine, driven by the caller's thread."""
+"""Offline use: `LLM(model).generate(prompts, sampling_params)`. One engine, driven by the caller's thread."""
 
 from __future__ import annotations
 
@@ -93,20 +93,20 @@ class LLM:
     def generate(
         self,
         prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt; results in the order of the prompts. `params`: one for all, or one for each, or None
-        for the model's own defaults. InputError for a bad prompt or parameter, before anything is computed."""
+        """Continue each prompt; results in the order of the prompts. `sampling_params`: one for all, or one for each,
+        or None for the model's own defaults. InputError for a bad prompt or parameter, before anything is computed."""
         single = isinstance(prompts, str | Mapping) or (bool(prompts) and type(prompts[0]) is int)
         given = [prompts] if single else list(prompts)
-        return self._run([self.prompts.prompt(item) for item in given], params, use_tqdm)
+        return self._run([self.prompts.prompt(item) for item in given], sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
         use_tqdm: bool = True,
@@ -116,7 +116,7 @@ class LLM:
         single = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if single else messages
         rendered = [self.prompts.chat(item, add_generation_prompt, **kwargs) for item in conversations]  # type: ignore[arg-type]
-        return self._run(rendered, params, use_tqdm)
+        return self._run(rendered, sampling_params, use_tqdm)
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """The most likely continuations of each prompt that beam search finds, best first."""
@@ -242,20 +242,22 @@ class LLM:
             return [params or self.prompts.params()] * number
         each = list(params)
         if len(each) != number:
-            raise InputError(f"there are {number} prompts, but {len(each)} params", "params")
+            raise InputError(f"there are {number} prompts, but {len(each)} sampling_params", "sampling_params")
         if not all(isinstance(item, SamplingParams) for item in each):
-            raise InputError("params must be SamplingParams, or a list of them", "params")
+            raise InputError("sampling_params must be SamplingParams, or a list of them", "sampling_params")
         return each
 
     def _queue(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Job]:
         """Add all requests to the engine, or none."""
         self._check_idle()
         jobs: list[Job] = []
+        distinct = {id(each): each for each in params}
+        resolved = {key: self.prompts.resolve(each) for key, each in distinct.items()}
         try:
             for prompt, each in zip(prompts, params):
-                job = Job(f"offline-{next(self._ids)}", prompt, each)
+                job = Job(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
-                self.engine.add(job.id, prompt.ids, each)
+                self.engine.add(job.id, prompt.ids, job.params)
         except BaseException:
             self._abandon(jobs)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire.engine import Output
@@ -132,6 +132,15 @@ class Assembly:
             self.result.prompt_logprobs = [None, *scored]
         self.result.num_cached_tokens = output.cached_tokens
         self.result.finished = output.done
+
+    def snapshot(self) -> RequestOutput:
+        """All that came so far, in lists of its own."""
+        outputs = []
+        for completion, texts in zip(self.result.outputs, self._texts):
+            texts[:] = ["".join(texts)]
+            logprobs = None if completion.logprobs is None else list(completion.logprobs)
+            outputs.append(replace(completion, text=texts[0], token_ids=list(completion.token_ids), logprobs=logprobs))
+        return replace(self.result, outputs=outputs)
 
     def finish(self, request: Request | None = None, now: float | None = None) -> RequestOutput:
         """The result. Branches that never came to life (an abort before they were forked) end as aborted."""

@@ -17,6 +17,7 @@ from quire.request import SamplingParams
 if TYPE_CHECKING:
     from quire.build import Built
 
+INLINE_CHARS = 4096  # text longer than this is worth another thread, where an event loop would wait
 CHARS_PER_TOKEN = 32  # text longer than so many characters for each token that fits is refused before tokenising
 PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -40,6 +41,7 @@ class Prompts:
 
     def __init__(self, built: Built) -> None:
         self.tokenizer, self.chat_template = built.tokenizer, built.chat
+        self._text = built.engine.text
         self.max_len = built.engine.limits.max_len
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in built.defaults.items() if name in names}
@@ -87,6 +89,11 @@ class Prompts:
                 f"a prefix's name has 1 to 64 letters, digits, '.', '_' or '-', got {str(name)[:60]!r}", "name"
             )
         return self.prompt(given).ids
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        """`params` as the engine needs them: bad words as token ids, stop strings compiled. It costs what they are
+        long, so it is done here and not on the engine's thread. InputError for words that can't be banned."""
+        return params if self._text is None else self._text.resolve(params)
 
     def params(self, **given: Any) -> SamplingParams:
         """Parameters: what is `given`, else the model's defaults (generation_config.json), else SamplingParams'."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import pairwise
+from typing import Any
 
 import echo_service
 import pytest
@@ -12,16 +14,21 @@ from echo_service import VOCAB, Echo
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead, InputError, Overloaded
+from quire.llm import LLM
+from quire.outputs import RequestOutput
 from quire.request import SamplingParams
 from quire.sim.echo import expected
+from quire.text.stream import TokenText
 
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
 
+PROMPTS: list[Any] = ["once upon a time", [1, 2, 3], {"prompt": "a quire"}, {"prompt_token_ids": [4, 5]}]
 
-def run(work: object, **options: object) -> AsyncLLM:
+
+def run(work: object, settings: dict[str, Any] | None = None, **options: object) -> AsyncLLM:
     """Run a coroutine function with an AsyncLLM, then close that."""
     assert callable(work)
-    llm = AsyncLLM.of(echo_service.built(Echo(**options)))  # type: ignore[arg-type]
+    llm = AsyncLLM.of(echo_service.built(Echo(**options), **(settings or {})))  # type: ignore[arg-type]
     try:
         asyncio.run(work(llm))
     finally:
@@ -32,7 +39,7 @@ def run(work: object, **options: object) -> AsyncLLM:
 
 def test_tokens_and_done() -> None:
     async def work(llm: AsyncLLM) -> None:
-        outputs = [output async for output in llm.generate([1, 2, 3], LONG)]
+        outputs = [output async for output in await llm.submit([1, 2, 3], LONG)]
         tokens = [token for output in outputs for token in output.tokens]
         assert tokens == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
         assert [output.done for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -51,6 +58,85 @@ def test_a_reader_that_sleeps_finds_one_output() -> None:
         assert outputs[0].done
         assert list(outputs[0].tokens) == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
         assert outputs[0].text
+
+    run(work)
+
+
+def test_results_are_those_of_the_offline_twin() -> None:
+    params = SamplingParams(n=2, max_tokens=12, seed=3, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    talk = [{"role": "user", "content": "a quire of pages"}]
+    with LLM.of(echo_service.built()) as offline:  # type: ignore[arg-type]
+        wanted = [offline.generate(prompt, sampling_params=params, use_tqdm=False)[0] for prompt in PROMPTS]
+        wanted += offline.chat(talk, sampling_params=params, use_tqdm=False)
+
+    async def work(llm: AsyncLLM) -> None:
+        calls = [llm.generate(prompt, sampling_params=params) for prompt in PROMPTS]
+        for call, twin in zip([*calls, llm.chat(talk, sampling_params=params)], wanted):
+            results = [result async for result in call]
+            assert [result.finished for result in results] == [False] * (len(results) - 1) + [True]
+            last = results[-1]
+            assert (last.prompt, last.prompt_token_ids) == (twin.prompt, twin.prompt_token_ids)
+            assert (last.outputs, last.prompt_logprobs) == (twin.outputs, twin.prompt_logprobs)
+            assert last.metrics is not None
+            for before, after in pairwise(results):  # cumulative, and what was yielded stays as it was
+                for old, new in zip(before.outputs, after.outputs):
+                    assert new.text.startswith(old.text)
+                    assert new.token_ids[: len(old.token_ids)] == old.token_ids
+            assert any(len(r.outputs[0].token_ids) < 12 for r in results)
+
+    run(work, pause=0.002)
+
+
+def test_many_are_taken_in_one_step_or_none() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        await llm.submit([1], LONG)
+        steps = llm.engine.stats.steps
+        named = [(f"many-{i}", [i + 1]) for i in range(14)]
+        streams = await llm.submit_all(named, SamplingParams(max_tokens=2, ignore_eos=True))
+        assert llm.engine.stats.steps - steps < 6
+        assert [[output.done async for output in stream][-1] for stream in streams] == [True] * 14
+        assert not any(stream.id in llm.engine.requests for stream in streams)
+        for bad, error in (("many-5", [VOCAB]), ("many-3", [7]), ("late", [])):
+            with pytest.raises(InputError):
+                await llm.submit_all([*named, (bad, error)], LONG)
+        with pytest.raises(InputError, match="40 requests may wait"):
+            await llm.submit_all([(str(i), [1]) for i in range(41)], LONG)
+        blocking = await llm.submit_all([(f"wait-{i}", [1]) for i in range(30)], LONG)
+        with pytest.raises(Overloaded):
+            await llm.submit_all([(str(i), [1]) for i in range(40)], LONG)
+        assert llm.active == 1 + len(blocking)
+        assert llm.rejected == 1
+
+    run(work, {"max_num_queued_reqs": 40}, pause=0.01)
+
+
+def test_words_are_resolved_off_the_engines_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    variants = TokenText._variants
+
+    def noted(self: TokenText, word: str) -> list[tuple[int, ...]]:
+        threads.append(threading.current_thread().name)
+        return variants(self, word)
+
+    monkeypatch.setattr(TokenText, "_variants", noted)
+
+    async def work(llm: AsyncLLM) -> None:
+        for words in (["upon"], [f"{i}" + "upon" * 60 for i in range(60)]):
+            stream = await llm.submit([1], SamplingParams(max_tokens=1, bad_words=words))
+            assert [output.done async for output in stream] == [True]
+
+    with pytest.raises(InputError, match="1024 tokens in all"):
+        run(work)
+    assert threads
+    assert "quire-engine" not in threads
+
+
+def test_a_salt_that_is_no_text_is_refused() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        for salt in ("\ud800", "x" * 1025, 5):
+            with pytest.raises(InputError, match="cache_salt"):
+                await llm.submit([1], LONG, salt=salt)  # type: ignore[arg-type]
+        assert [output.done async for output in await llm.submit([1], LONG, salt="x" * 1024)][-1]
 
     run(work)
 
@@ -82,19 +168,19 @@ def test_drain_waits_then_aborts() -> None:
         quick = asyncio.ensure_future(_collect(llm, SamplingParams(max_tokens=5, ignore_eos=True)))
         await asyncio.sleep(0.02)
         assert await llm.drain(5)
-        assert (await quick)[-1].finish_reason == "length"
+        assert (await quick)[-1].outputs[0].finish_reason == "length"
         with pytest.raises(Overloaded, match="shutting down"):
             await llm.submit([1], LONG)
         llm.accepting = True
         slow = asyncio.ensure_future(_collect(llm, LONG))
         await asyncio.sleep(0.02)
         assert not await llm.drain(0.05)
-        assert (await slow)[-1].finish_reason == "abort"
+        assert (await slow)[-1].outputs[0].finish_reason == "abort"
 
     run(work, pause=0.01)
 
 
-async def _collect(llm: AsyncLLM, params: SamplingParams) -> list[object]:
+async def _collect(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:
     return [output async for output in llm.generate([1, 2], params)]
 
 

@@ -155,7 +155,7 @@ COMPLETIONS = {
     "early_stopping sometimes": '{"prompt": "a", "beam_width": 2, "early_stopping": "sometimes"}',
     "early_stopping 1": '{"prompt": "a", "beam_width": 2, "early_stopping": 1}',
     "empty salt": '{"prompt": "a", "cache_salt": ""}',
-    "long salt": json.dumps({"prompt": "a", "cache_salt": "x" * 257}),
+    "long salt": json.dumps({"prompt": "a", "cache_salt": "x" * 1025}),
     "salt is a number": '{"prompt": "a", "cache_salt": 1}',
     "salt is a list": '{"prompt": "a", "cache_salt": ["x"]}',
     "salt is a lone surrogate": '{"prompt": "a", "cache_salt": "\\ud800"}',

@@ -185,7 +185,7 @@ def test_the_bundled_models_beams_stream_as_they_are() -> None:
             params = completion_params(body, prompts.defaults)
             texts = ["", ""]
             pieces = 0
-            async for output in llm.generate(prompts.encode("The little dog"), params):
+            async for output in await llm.submit(prompts.encode("The little dog"), params):
                 texts[output.branch] += output.text
                 pieces += bool(output.text)
             assert pieces > 2

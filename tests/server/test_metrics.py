@@ -36,7 +36,9 @@ def test_counts_after_three_requests() -> None:
         found = samples(running.url)
         assert found["quire_prompt_tokens_total"] == 40
         assert found["quire_generation_tokens_total"] == 3 * 8 + 2 * 4
-        assert found["quire_iteration_tokens_total_sum"] == 40 + 32
+        # Prompts less what was cached, and every output token but each branch's last, which no step takes in.
+        assert found["quire_iteration_tokens_total_sum"] == 40 - 8 + 3 * 7 + 2 * 3
+        assert found["quire_iteration_tokens_total_count"] == found["quire_engine_steps_total"]
         assert found["quire_request_success_total:length"] == 4
         assert found["quire_request_prompt_tokens_sum"] == 40
         assert found["quire_request_generation_tokens_sum"] == 32

@@ -7,13 +7,29 @@ those of vLLM (repetition: CTRL, Keskar et al. 2019, §4.1; frequency and presen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ANY = -1
-"""In the prefix of a bad word: every token matches, and none as well."""
+
+class Phrases(NamedTuple):
+    """Token sequences, `count` of them, laid end to end, so that what they cost is the number of their tokens."""
+
+    tokens: np.ndarray  # [T]
+    back: np.ndarray  # [T]: places from the phrase's end, 1 for its last token
+    phrase: np.ndarray  # [T]: which phrase the token is in
+    count: int
+
+    @classmethod
+    def of(cls, phrases: Sequence[Sequence[int]]) -> Phrases:
+        return cls(
+            np.array([token for phrase in phrases for token in phrase], dtype=np.int64),
+            np.array([place for phrase in phrases for place in range(len(phrase), 0, -1)], dtype=np.int64),
+            np.repeat(np.arange(len(phrases)), [len(phrase) for phrase in phrases]),
+            len(phrases),
+        )
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
@@ -86,13 +102,18 @@ class TokenStatistics:
         changed = changed - counts.clamp(max=1) * presence
         return logits.scatter(1, seen, changed)
 
-    def ends_with(self, slots: Sequence[int], prefixes: np.ndarray) -> Tensor:
-        """[N] bool: are prefixes[i] the latest tokens of slots[i]? prefixes [N, width] may start with `ANY`."""
-        width = prefixes.shape[1]
-        places = np.array([self._lengths[slot] for slot in slots])[:, None] - width + np.arange(width)
-        latest = self.tokens[self._rows(slots)[:, None], upload(places.clip(min=0), self.device)]
-        equal = (latest == upload(prefixes, self.device)) & upload(places >= 0, self.device)
-        return (equal | upload(prefixes == ANY, self.device)).all(-1)
+    def ends_with(self, slots: Sequence[int], phrases: Sequence[Phrases]) -> Tensor:
+        """[sum of counts] bool, slot by slot: is this phrase of phrases[i] the latest tokens of slots[i]?"""
+        sizes, counts = [len(some.tokens) for some in phrases], np.array([some.count for some in phrases])
+        rows = np.repeat([self._row[slot] for slot in slots], sizes)
+        places = np.repeat([self._lengths[slot] for slot in slots], sizes) - np.concatenate([p.back for p in phrases])
+        owners = np.concatenate([p.phrase for p in phrases]) + np.repeat(counts.cumsum() - counts, sizes)
+        wanted = np.concatenate([some.tokens for some in phrases])
+        wanted[places < 0] = -1  # which no token is: the text is shorter than the phrase
+        latest = self.tokens[upload(rows, self.device), upload(places.clip(min=0), self.device)]
+        wrong = (latest != upload(wanted, self.device)).to(torch.int32)
+        missed = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self.device)
+        return missed.index_add_(0, upload(owners, self.device), wrong) == 0
 
     def _rows(self, slots: Sequence[int]) -> Tensor:
         return upload(np.array([self._row[slot] for slot in slots], dtype=np.int64), self.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.decoding import branch_seed, split_mix
 from quire.plan import Birth, Sampled, Top
 from quire.request import MAX_LOGPROBS, SamplingParams
-from quire.runner.penalties import ANY, TokenStatistics, upload
+from quire.runner.penalties import Phrases, TokenStatistics, upload
 
 SCALE = 2.0**32
 """The weight of the most likely token. Weights are integers, and at most MAX_VOCAB of them: sums below 2**53."""
@@ -56,7 +56,7 @@ class Rules:
     ends: np.ndarray  # token ids masked below min_tokens
     allowed: Tensor | None  # [vocab] bool, on the device
     candidates: bool  # a method chooses: no token is drawn
-    prefixes: tuple[tuple[int, ...], ...]  # of bad words of several tokens, and the token that would complete each
+    openings: Phrases  # of bad words of several tokens, and the token that would complete each
     lasts: np.ndarray
 
     @property
@@ -83,7 +83,7 @@ class Rules:
             np.array(sorted(ends), dtype=np.int64),
             allowed,
             params.beam_width is not None or params.method is not None,
-            tuple(word[:-1] for word in longer),
+            Phrases.of([word[:-1] for word in longer]),
             np.array([word[-1] for word in longer], dtype=np.int64),
         )
 
@@ -230,7 +230,7 @@ class Sampler:
         """What is added to single logits, as flat indices into [R, V] and numbers; -inf bans. None if nothing is."""
         ids: list[np.ndarray] = []
         numbers: list[np.ndarray] = []
-        words: list[tuple[int, tuple[int, ...]]] = []  # slot and prefix of each bad word of several tokens
+        barred: list[int] = []  # slots with bad words of several tokens
         completing: list[np.ndarray] = []
         for i, (slot, position, _) in enumerate(rows):
             rules, offset = self._rules[slot], i * self.vocab_size
@@ -240,17 +240,15 @@ class Sampler:
             if len(rules.ends) and position - self._prompt_len[slot] < rules.params.min_tokens:
                 ids.append(rules.ends + offset)
                 numbers.append(np.full(len(rules.ends), -np.inf, dtype=np.float32))
-            if rules.prefixes:
-                words.extend((slot, prefix) for prefix in rules.prefixes)
+            if len(rules.lasts):
+                barred.append(slot)
                 completing.append(rules.lasts + offset)
-        if not ids and not words:
+        if not ids and not barred:
             return None, None
         cells = upload(np.concatenate(ids + completing), self.device)
         shifts = upload(np.concatenate([*numbers, np.zeros(0, dtype=np.float32)]), self.device)
-        if words:
-            width = max(len(prefix) for _, prefix in words)
-            prefixes = np.array([(ANY,) * (width - len(prefix)) + prefix for _, prefix in words], dtype=np.int64)
-            said = self._statistics.ends_with([slot for slot, _ in words], prefixes)
+        if barred:
+            said = self._statistics.ends_with(barred, [self._rules[slot].openings for slot in barred])
             shifts = torch.cat((shifts, torch.where(said, -torch.inf, 0.0)))
         return cells, shifts
 

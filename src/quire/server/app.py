@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import quire
 from quire.async_llm import AsyncLLM
 from quire.errors import InputError
-from quire.prompts import Prompt
+from quire.prompts import INLINE_CHARS, Prompt
 from quire.request import SamplingParams
 from quire.server.errors import UnknownModel, add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
@@ -33,8 +33,6 @@ from quire.server.protocol import (
 )
 from quire.server.render import ChatRenderer, CompletionRenderer, Json, Renderer
 from quire.server.stream import Call, EventStream, respond
-
-INLINE_CHARS = 4096  # text longer than this is tokenised on another thread
 
 
 class Service:

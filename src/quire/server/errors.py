@@ -16,6 +16,7 @@ from quire.server.metrics import Metrics
 from quire.server.protocol import wrong_type
 
 MAX_MESSAGE = 1000
+MAX_PARAM = 100
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -42,12 +43,18 @@ class Failure(NamedTuple):
     def body(self) -> dict[str, Any]:
         """The JSON of the error."""
         kind = TYPES.get(self.code, "BadRequestError" if self.code < 500 else "InternalServerError")
-        message = self.message.encode("utf-8", "replace").decode()[:MAX_MESSAGE]
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _shown(self.param, MAX_PARAM)
+        message = _shown(self.message, MAX_MESSAGE)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The whole response."""
         return JSONResponse(self.body(), self.code, self.headers)
+
+
+def _shown(text: str, limit: int) -> str:
+    """What a client may be sent of a text that may be the client's own: no lone surrogates, and bounded."""
+    return text.encode("utf-8", "replace").decode()[:limit]
 
 
 class UnknownModel(InputError):

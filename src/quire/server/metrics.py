@@ -27,7 +27,7 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": ("From the first step to the first token", LONG),
     "request_decode_time_seconds": ("From the first token to the end", LONG),
     "request_inference_time_seconds": ("From the first step to the end", LONG),
-    "iteration_tokens_total": ("Prompt and output tokens of a step", COUNTS),
+    "iteration_tokens_total": ("Prompt and output tokens computed in a step", COUNTS),
     "request_prompt_tokens": ("Prompt tokens of a request", COUNTS),
     "request_generation_tokens": ("Output tokens of a request", COUNTS),
     "request_params_n": ("n of a request", (1, 2, 5, 10, 20, 50, 100)),
@@ -96,8 +96,7 @@ class Metrics:
         for gap, times in gaps.items():
             self._observe("inter_token_latency_seconds", gap, times)
         assert self.llm is not None, "observed before watching"
-        stats = self.llm.engine.stats
-        tokens = stats.prompt_tokens + stats.generated_tokens
+        tokens = self.llm.engine.stats.computed_tokens
         if tokens > self._tokens:
             self._observe("iteration_tokens_total", tokens - self._tokens)
             self._tokens = tokens

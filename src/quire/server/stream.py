@@ -40,14 +40,9 @@ class Call:
         self.streams: list[Stream] = []
 
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, patient: bool) -> None:
-        """Queue all prompts. If one is refused, those before it are aborted."""
-        try:
-            for at, prompt in enumerate(prompts):
-                id = f"{self.id}-{at}"
-                self.streams.append(await self.llm.submit(prompt.ids, params, id, salt=salt, patient=patient))
-        except BaseException:
-            self.close()
-            raise
+        """Queue all prompts, or none."""
+        named = [(f"{self.id}-{at}", prompt.ids) for at, prompt in enumerate(prompts)]
+        self.streams = await self.llm.submit_all(named, params, salt=salt, patient=patient)
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """(prompt index, Output) as they come. A prompt whose reader is slow is merged, not queued."""
@@ -120,13 +115,14 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def chunks(call: Call, renderer: Renderer, include_usage: bool) -> AsyncIterator[Json]:
-    """The payloads of a stream, without [DONE]."""
+    """The payloads of a stream, without [DONE]. With `include_usage` all have a usage, null but for the last one's."""
+    usage: Json = {"usage": None} if include_usage else {}
     for choice in renderer.opening():
-        yield envelope(renderer, [choice], whole=False)
+        yield {**envelope(renderer, [choice], whole=False), **usage}
     async for at, output in call.outputs():
         choice_or_none = renderer.choice(at, output, whole=False)
         if choice_or_none is not None:
-            yield envelope(renderer, [choice_or_none], whole=False)
+            yield {**envelope(renderer, [choice_or_none], whole=False), **usage}
     if include_usage:
         yield {**envelope(renderer, [], whole=False), "usage": renderer.usage.json()}
 

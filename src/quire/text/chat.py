@@ -61,7 +61,10 @@ class ChatTemplate:
         for name in kwargs:
             if name not in self.variables:
                 known = ", ".join(sorted(self.variables)) or "none"
-                raise InputError(f"the chat template has no variable {name[:60]!r} to set; it has: {known[:200]}", name)
+                raise InputError(
+                    f"the chat template has no variable {name[:60]!r} to set; it has: {known[:200]}",
+                    "chat_template_kwargs",
+                )
         values = dict(zip(kwargs, _plain(list(kwargs.values()))))
         variables = {**self.special, **values, "messages": checked, "tools": None, "documents": None}
         with self._lock:
@@ -127,14 +130,15 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 def _message(at: str, message: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(message, Mapping):
         raise InputError(f"{at} must be an object, got {type(message).__name__}", "messages")
-    if unknown := [str(name) for name in message if name not in FIELDS]:
+    said = {name: value for name, value in message.items() if value is not None and value not in ([], ())}
+    if unknown := [str(name) for name in said if name not in FIELDS]:
         raise InputError(f"{at} has an unsupported field {unknown[0][:60]!r}", "messages")
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InputError(f"{at}.role must be a word of 1 to 64 letters, digits, - or _", "messages")
     checked = {"role": role, "content": _content(f"{at}.content", message.get("content"))}
     for name in FIELDS[2:]:
-        value = message.get(name)
+        value = said.get(name)
         if value is not None and not isinstance(value, str):
             raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
         if value is not None:
@@ -171,7 +175,9 @@ def _plain(values: list[Any]) -> list[Any]:
         nonlocal left
         left -= 1
         if left < 0 or depth > 16:
-            raise InputError(f"chat template variables may hold {MAX_VALUES} values, 16 levels deep", "kwargs")
+            raise InputError(
+                f"chat template variables may hold {MAX_VALUES} values, 16 levels deep", "chat_template_kwargs"
+            )
         if value is None or type(value) in (str, bool, int):
             return value
         if type(value) is float and math.isfinite(value):
@@ -180,6 +186,8 @@ def _plain(values: list[Any]) -> list[Any]:
             return [copy(item, depth + 1) for item in value]
         if type(value) is dict and all(type(key) is str for key in value):
             return {key: copy(item, depth + 1) for key, item in value.items()}
-        raise InputError(f"chat template variables must be JSON values, got {type(value).__name__}", "kwargs")
+        raise InputError(
+            f"chat template variables must be JSON values, got {type(value).__name__}", "chat_template_kwargs"
+        )
 
     return [copy(value, 0) for value in values]

@@ -1,6 +1,7 @@
 """Stop strings, found in text that arrives in pieces and never leaked.
 
-An Aho-Corasick automaton (Aho and Corasick, CACM 1975): one transition a character, however many stops there are.
+An Aho-Corasick automaton (Aho and Corasick, CACM 1975): one transition a character, however many stops there are. It is
+built once for a request's parameters; its branches share it and keep only where they are in it.
 """
 
 from __future__ import annotations
@@ -10,23 +11,19 @@ from collections import deque
 from quire.errors import InputError
 
 
-class StopStrings:
-    """Watches one output for `stops`. The match that completes first counts, and of those that complete together the
-    longest: so the result doesn't depend on how the text was cut. `include` leaves the stop string in the text."""
+class Automaton:
+    """The trie of `stops` and its failure links; nothing changes once it is built. Node 0 is the empty text."""
 
-    __slots__ = ("_depth", "_fail", "_firsts", "_found", "_held", "_include", "_match", "_next", "_state")
+    __slots__ = ("_fail", "_next", "depth", "firsts", "match", "stops")
 
-    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+    def __init__(self, stops: tuple[str, ...]) -> None:
         if not all(stops):
             raise InputError("a stop string must not be empty", "stop")
-        self._include = include
-        self._held = ""  # a suffix of the text that begins some stop: never longer than the longest stop - 1
-        self._found: str | None = None
-        self._state = 0  # the node that spells `held`
-        self._firsts = frozenset(stop[0] for stop in stops)
+        self.stops = stops
+        self.firsts = frozenset(stop[0] for stop in stops)
+        self.match: list[str | None] = [None]  # the longest stop that the text of a node ends with
+        self.depth = [0]  # its length
         self._next: list[dict[str, int]] = [{}]
-        self._match: list[str | None] = [None]
-        self._depth = [0]
         self._fail = [0]
         for stop in stops:
             self._insert(stop)
@@ -38,11 +35,11 @@ class StopStrings:
             if character not in self._next[node]:
                 self._next[node][character] = len(self._next)
                 self._next.append({})
-                self._match.append(None)
-                self._depth.append(self._depth[node] + 1)
+                self.match.append(None)
+                self.depth.append(self.depth[node] + 1)
                 self._fail.append(0)
             node = self._next[node][character]
-        self._match[node] = stop
+        self.match[node] = stop
 
     def _link(self) -> None:
         """Failure links, breadth first: the longest proper suffix of a node that is a node too."""
@@ -50,30 +47,47 @@ class StopStrings:
         while queue:
             node = queue.popleft()
             for character, child in self._next[node].items():
-                self._fail[child] = self._step(self._fail[node], character)
+                self._fail[child] = self.step(self._fail[node], character)
                 queue.append(child)
-            if self._match[node] is None:
-                self._match[node] = self._match[self._fail[node]]
+            if self.match[node] is None:
+                self.match[node] = self.match[self._fail[node]]
 
-    def _step(self, node: int, character: str) -> int:
+    def step(self, node: int, character: str) -> int:
+        """The node of the longest suffix of `node`'s text and `character` that begins some stop."""
         while node and character not in self._next[node]:
             node = self._fail[node]
         return self._next[node].get(character, 0)
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string once one is found; what comes after it is dropped."""
+
+class StopStrings:
+    """Watches one output for an automaton's stops. The match that completes first counts, and of those that complete
+    together the longest: so the result doesn't depend on how the text was cut. `include` leaves the stop in the text.
+    """
+
+    __slots__ = ("_automaton", "_found", "_held", "_include", "_state")
+
+    def __init__(self, automaton: Automaton, include: bool = False) -> None:
+        self._automaton, self._include = automaton, include
+        self._held = ""  # a suffix of the text that begins some stop: never longer than the longest stop
+        self._found: str | None = None
+        self._state = 0  # the node that spells `held`
+
+    def push(self, text: str, counts: bool = True) -> tuple[str, str | None]:
+        """The text that may be shown now, and the stop string once one is found; what comes after it is dropped. Unless
+        it `counts`, no stop ends in `text`; but one that begins there may end in what follows."""
         if self._found is not None:
             return "", self._found
-        if not self._state and self._firsts.isdisjoint(text):
+        automaton, state = self._automaton, self._state
+        if not state and automaton.firsts.isdisjoint(text):
             return text, None
-        whole, state = self._held + text, self._state
+        whole = self._held + text
         for end, character in enumerate(text, len(self._held) + 1):
-            state = self._step(state, character)
-            stop = self._match[state]
+            state = automaton.step(state, character)
+            stop = automaton.match[state] if counts else None
             if stop is not None:
                 self._found, self._held = stop, ""
                 return whole[: end if self._include else end - len(stop)], stop
-        shown = len(whole) - self._depth[state]
+        shown = len(whole) - automaton.depth[state]
         self._state, self._held = state, whole[shown:]
         return whole[:shown], None
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.errors import InputError
-from quire.request import SamplingParams
+from quire.request import MAX_BAD_WORD_IDS, SamplingParams
 from quire.text.detokenize import Detokenizer
-from quire.text.stop import StopStrings
+from quire.text.stop import Automaton, StopStrings
 from quire.text.tokenizer import Tokenizer
 
 PROMPT_TAIL = 16  # tokens of the prompt that the detokenizer must have seen
@@ -28,11 +28,20 @@ class TokenText:
         return TextFlow(self.tokenizer, prompt[-PROMPT_TAIL:], params)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
-        """`params` with `bad_word_ids` filled in. InputError for a word that has no tokens."""
-        if not params.bad_words:
+        """`params` with its bad words as `bad_word_ids` and its stop strings compiled: once for all branches, and for
+        all requests that are given the result. InputError for a word without tokens, or for too many tokens."""
+        automaton = compiled(params)
+        if not params.bad_words and automaton is params.stop_automaton:
             return params
-        ids = [variant for word in params.bad_words for variant in self._variants(word)]
-        return replace(params, bad_word_ids=(*params.bad_word_ids, *dict.fromkeys(ids)))
+        ids = dict.fromkeys(params.bad_word_ids)
+        left = MAX_BAD_WORD_IDS - sum(map(len, ids))
+        for word in params.bad_words or ():
+            new = [variant for variant in self._variants(word) if variant not in ids]
+            ids.update(dict.fromkeys(new))
+            left -= sum(map(len, new))
+            if left < 0:
+                raise InputError(f"bad_words may have at most {MAX_BAD_WORD_IDS} tokens in all", "bad_words")
+        return replace(params, bad_words=(), bad_word_ids=tuple(ids), stop_automaton=automaton)
 
     def _variants(self, word: str) -> list[tuple[int, ...]]:
         """A word at the start of a text, and inside one where its leading space belongs to its first token."""
@@ -45,27 +54,34 @@ class TokenText:
         return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
 
 
-class TextFlow:
-    """One sequence's text. Stop strings count once more than `min_tokens` tokens are out."""
+def compiled(params: SamplingParams) -> Automaton | None:
+    """The automaton of the stop strings: the one that is there already, if it is theirs."""
+    stops, known = tuple(params.stop or ()), params.stop_automaton
+    if not stops or (isinstance(known, Automaton) and known.stops == stops):
+        return known if stops else None
+    return Automaton(stops)
 
-    __slots__ = ("_count", "_detokenizer", "_min_tokens", "_stops")
+
+class TextFlow:
+    """One sequence's text. Stop strings count where they end in the text of a token after the first `min_tokens`."""
+
+    __slots__ = ("_detokenizer", "_early", "_stops")
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_tail, params.skip_special_tokens)
-        stops = tuple(params.stop or ())
-        self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
-        self._min_tokens = params.min_tokens
-        self._count = 0
+        automaton = compiled(params)
+        self._stops = StopStrings(automaton, params.include_stop_str_in_output) if automaton is not None else None
+        self._early = params.min_tokens  # tokens to come in whose text no stop string may end
 
     def push(self, tokens: Sequence[int], last: bool) -> tuple[str, str | None]:
         """Text that is safe to show now, and the stop string that ends the sequence, if one was found."""
-        self._count += len(tokens)
-        text = self._detokenizer.push(tokens)
-        if last:
-            text += self._detokenizer.flush()
-        if self._stops is None or self._count <= self._min_tokens:
-            return text, None
-        shown, stop = self._stops.push(text)
+        early, self._early = tokens[: self._early], max(self._early - len(tokens), 0)
+        before = self._detokenizer.push(early) if early else ""
+        text = self._detokenizer.push(tokens[len(early) :]) + (self._detokenizer.flush() if last else "")
+        if self._stops is None:
+            return before + text, None
+        opening, _ = self._stops.push(before, counts=False)
+        shown, stop = self._stops.push(text, counts=not self._early)
         if last and stop is None:
             shown += self._stops.flush()
-        return shown, stop
+        return opening + shown, stop

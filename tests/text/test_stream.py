@@ -1,0 +1,81 @@
+"""TokenText: stop strings across min_tokens, compiled once; bad words resolved once, and not too many of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import echo_service
+import pytest
+from echo_service import tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import InputError
+from quire.llm import LLM
+from quire.request import MAX_BAD_WORD_IDS, SamplingParams
+from quire.text import stream
+from quire.text.stop import Automaton
+from quire.text.stream import TokenText
+
+TEXT = TokenText(tokenizer())
+words = st.text("ab", min_size=1, max_size=5)
+
+
+def brute(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, str | None]:
+    """The first match that ends in the text of a token after the first `min_tokens`, over the whole text."""
+    text, start = "".join(pieces), len("".join(pieces[:min_tokens]))
+    for end in range(start + 1, len(text) + 1):
+        if ending := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(ending, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(st.text("abc", max_size=20), st.lists(words, max_size=4), st.integers(0, 12), st.lists(st.integers(0, 20)))
+def test_min_tokens_ignores_what_ends_before_it_and_nothing_else(
+    text: str, stops: list[str], min_tokens: int, cuts: list[int]
+) -> None:
+    ids = tokenizer().encode(text)
+    pieces = [tokenizer().convert_id(id) for id in ids]
+    wanted, stop = brute(pieces, stops, min_tokens)
+    flow = TEXT.stream([], TEXT.resolve(SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=None)))
+    shown, found = "", None
+    for start, end in pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
+        if found is None:
+            piece, found = flow.push(ids[start:end], False)
+            shown += piece
+    if found is None:
+        piece, found = flow.push([], True)
+        shown += piece
+    assert (shown, found) == (wanted, stop)
+
+
+def test_stops_are_compiled_once_for_all_branches_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Counted(Automaton):
+        def __init__(self, stops: tuple[str, ...]) -> None:
+            made.append(stops)
+            super().__init__(stops)
+
+    monkeypatch.setattr(stream, "Automaton", Counted)
+    params = SamplingParams(n=4, max_tokens=4, stop=["upon a", "x" * 200], ignore_eos=True)
+    with LLM.of(echo_service.built()) as llm:  # type: ignore[arg-type]
+        results = llm.generate([[1], [2], [3]], params, use_tqdm=False)
+    assert sum(len(result.outputs) for result in results) == 12
+    assert made == [("upon a", "x" * 200)]
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    params = TEXT.resolve(SamplingParams(stop=["a", "b"], bad_words=["upon", "quire of"]))
+    assert params.bad_word_ids
+    assert TEXT.resolve(params) is params
+
+
+def test_bad_words_are_bounded_in_all() -> None:
+    words = ["xyz" * 80 + str(i) for i in range(128)]
+    with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens") as refused:
+        TEXT.resolve(SamplingParams(bad_words=words))
+    assert refused.value.param == "bad_words"
+    with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens"):
+        SamplingParams(bad_word_ids=((1,) * 600, (2,) * 600))
