@@ -31,7 +31,7 @@ class Placement(NamedTuple):
 class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
-    __slots__ = ("capacity", "committed", "first", "forked", "held", "slot", "tables")
+    __slots__ = ("capacity", "coming", "committed", "first", "forked", "held", "slot", "tables")
 
     def __init__(self, slot: int, groups: int) -> None:
         self.slot = slot
@@ -40,6 +40,7 @@ class Resident:
         self.committed = 0  # pages published or looked at by `commit`
         self.capacity = 0  # tokens that the tables have room for
         self.held = 0  # tokens that are or will be written, as far as asked for
+        self.coming = (0, 0)  # prompt pages that others may wait for
         self.forked = False  # the page under `planned` may be shared
 
 
@@ -142,6 +143,8 @@ class PagedMemory:
         if self.windowed:
             budget = min(budget, self.chunk)  # pages that drop out of the window are never all held at once
         reuse = self._reuse(seq, sibling)
+        if self.caching and sibling is None and self.prefixes.is_coming(seq, reuse):
+            return None  # the same prompt is being computed: a step later its pages can be shared
         size, length = self.page_tokens, len(seq.tokens)
         held, logical = -(-reuse.tokens // size), -(-min(length, reuse.tokens + budget) // size)
         whole = sum(
@@ -165,6 +168,8 @@ class PagedMemory:
         resident.committed = reuse.tokens // size
         resident.capacity = held * size
         resident.forked = reuse.tokens % size > 0
+        if self.caching:
+            resident.coming = (resident.committed, self.prefixes.expect(seq, resident.committed))
         extended = self._extend(seq, resident, min(length, reuse.tokens + budget), reuse.tokens)
         assert extended, "pages counted for an admission were not there"
         return reuse.tokens
@@ -254,12 +259,19 @@ class PagedMemory:
         if full > resident.committed:
             if self.caching:
                 self.prefixes.chain(seq, full)
+                self._arrived(seq, resident, full)
                 for g, table in enumerate(resident.tables):
                     for i in range(max(resident.committed, resident.first[g]), full):
                         self.pages.publish(g, table[i], seq.keys[i])
             resident.committed = full
         if self.windowed:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
+
+    def _arrived(self, seq: Sequence, resident: Resident, full: int) -> None:
+        start, end = resident.coming
+        if start < end:
+            self.prefixes.arrived(seq, start, min(full, end))
+            resident.coming = (min(full, end), end)
 
     def _drop(self, seq: Sequence, resident: Resident) -> None:
         """Release the pages that no token to come can see."""
@@ -291,6 +303,7 @@ class PagedMemory:
     def free(self, seq: Sequence) -> None:
         assert seq.quiet, f"sequence {seq.id} is freed while in flight"
         resident = self.residents.pop(seq.id)
+        self._arrived(seq, resident, resident.coming[1])
         for table in resident.tables:
             self._release(table)
         self.slots.append(resident.slot)

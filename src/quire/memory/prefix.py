@@ -41,6 +41,7 @@ class Prefixes:
         self.pages, self.policies, self.page_tokens = pages, policies, page_tokens
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
         self.registered: dict[str, Registered] = {}
+        self.coming: Counter[bytes] = Counter()  # keys of whole prompt pages that residents are computing
 
     def chain(self, seq: Sequence, count: int) -> None:
         """Fill seq.keys up to `count` keys."""
@@ -75,6 +76,24 @@ class Prefixes:
     def _first(self, group: int, hit: int) -> int:
         """The first page that group needs of a prefix of `hit` pages."""
         return min(self.policies[group].live(hit * self.page_tokens, hit * self.page_tokens + 1).start, hit)
+
+    def is_coming(self, seq: Sequence, reuse: Reuse) -> bool:
+        """The page that follows what can be reused is being computed for another sequence: worth waiting for."""
+        page = reuse.tokens // self.page_tokens
+        return (page + 1) * self.page_tokens < min(seq.reusable + 1, len(seq.tokens)) and seq.keys[page] in self.coming
+
+    def expect(self, seq: Sequence, start: int) -> int:
+        """`seq` will compute its whole prompt pages from `start` on. Returns where they end."""
+        end = max(start, len(seq.keys))
+        self.coming.update(seq.keys[start:end])
+        return end
+
+    def arrived(self, seq: Sequence, start: int, end: int) -> None:
+        """Pages [start, end) of `seq` are computed, or won't be."""
+        for key in seq.keys[start:end]:
+            self.coming[key] -= 1
+            if not self.coming[key]:
+                del self.coming[key]
 
     def pinned(self, seq: Sequence) -> Reuse:
         """The longest part of a registered prefix that the sequence begins with: all of it, or whole pages."""
