@@ -29,6 +29,7 @@ def _llama(
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "dtype": "bfloat16",
         **more,
     }
 
@@ -49,10 +50,11 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "bos_token_id": 2,
         "eos_token_id": 2,
+        "dtype": "float16",
     }
 
 
-def _gpt2(hidden: int, layers: int, heads: int, length: int) -> dict[str, Any]:
+def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float32") -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -66,6 +68,7 @@ def _gpt2(hidden: int, layers: int, heads: int, length: int) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "bos_token_id": 50256,
         "eos_token_id": 50256,
+        "dtype": dtype,
     }
 
 
@@ -96,11 +99,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt-175b": _opt(12288, 96, 96),
     "gpt2": _gpt2(768, 12, 12, 1024),
     "gpt2-xl": _gpt2(1600, 48, 25, 1024),
-    "gpt3-175b": _gpt2(12288, 96, 96, 2048),
+    "gpt3-175b": _gpt2(12288, 96, 96, 2048, "float16"),
     "llama-125m": _llama(768, 12, 12, 4, 2048, 32000, 4096),
-    "llama-7b": _llama(4096, 32, 32, 32, 11008, 32000, 2048, rms_norm_eps=1e-6),
-    "llama-13b": _llama(5120, 40, 40, 40, 13824, 32000, 2048, rms_norm_eps=1e-6),
-    "llama2-7b": _llama(4096, 32, 32, 32, 11008, 32000, 4096),
+    "llama-7b": _llama(4096, 32, 32, 32, 11008, 32000, 2048, rms_norm_eps=1e-6, dtype="float16"),
+    "llama-13b": _llama(5120, 40, 40, 40, 13824, 32000, 2048, rms_norm_eps=1e-6, dtype="float16"),
+    "llama2-7b": _llama(4096, 32, 32, 32, 11008, 32000, 4096, dtype="float16"),
     "llama3-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3),
     "llama3.1-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_LLAMA3, rope_scaling=_LLAMA31_ROPE),
     "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3),
