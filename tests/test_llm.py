@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -66,6 +67,17 @@ def test_results_come_in_the_order_of_prompts(llm: LLM) -> None:
     assert [result.prompt_token_ids for result in results] == prompts
     assert [r.outputs[0].token_ids for r in results] == [wanted(p, s, s.seed or 0) for p, s in zip(prompts, params)]
     assert llm.generate([], PARAMS) == []
+
+
+@pytest.mark.parametrize(("terminal", "asked"), [(True, True), (True, False), (False, True)])
+def test_a_progress_bar_on_terminals_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, terminal: bool, asked: bool
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    llm.generate([[1]], PARAMS, use_tqdm=asked)
+    assert ("prompts" in stream.getvalue()) == (terminal and asked)
 
 
 def test_more_prompts_than_the_queue_holds() -> None:

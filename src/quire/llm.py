@@ -323,4 +323,4 @@ class _Interrupts:
 def _progress(total: int, shown: bool) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="prompts", unit="req", disable=not shown, dynamic_ncols=True)
+    return tqdm(total=total, desc="prompts", unit="req", disable=None if shown else True, dynamic_ncols=True)
