@@ -75,7 +75,7 @@ def test_policies_are_compared_on_the_same_work(tmp_path: Path, capsys: pytest.C
 
 
 def test_default_loads_name_real_work() -> None:
-    assert [len(_scene(name).jobs(512, 0)) for name in LOADS] == [6, 40, 23]
+    assert [len(_scene(name).jobs(512, 0)) for name in LOADS] == [6, 40, 20]
 
 
 @pytest.mark.parametrize("name", ["fixed:20:30@6", "fixed:20:30@6/", "fixed:20:30@6/x", "fixed:20@6/100", "/100"])
