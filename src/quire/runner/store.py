@@ -71,10 +71,10 @@ class Store:
             self._apply[kind](list(entries))
 
     def _copy(self, entries: list[Copy]) -> None:
-        """Copies that don't depend on each other are made at once: sources are read, then destinations written."""
+        """Copies of which none reads what another wrote are made at once: sources are read, then destinations written."""
         at_once: dict[int, int] = {}  # destination -> source
         for _, src, dst in entries:
-            if dst in at_once or src in at_once:
+            if src in at_once:
                 self._copy_at_once(at_once)
                 at_once = {}
             at_once[dst] = src
