@@ -79,6 +79,8 @@ def test_flags_become_settings(command: str) -> None:
     assert config_from(parse([command, "--block-size", "8"])).page_size == 8
     assert config_from(parse([command, "--kv-gib", "1.5"])).kv_gib == 1.5
     assert config_from(parse([command, "--swap-space", "2"])).swap_gib == 2
+    for said, meant in (("half", "float16"), ("float", "float32")):
+        assert config_from(parse([command, "--dtype", said])) == EngineConfig(dtype=meant)
 
 
 def test_sampling_flags() -> None:

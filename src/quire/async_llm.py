@@ -343,7 +343,8 @@ class AsyncLLM:
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
         # Refused at once: the engine's own check would come after the step under way.
-        if self.queued and self.queued + more > self.engine.limits.max_queued:
+        limit = self.engine.limits.max_queued
+        if more <= limit < self.queued + more:
             self.rejected += 1
             raise Overloaded(f"the queue is full: {self.queued} requests are waiting", RETRY_AFTER)
 

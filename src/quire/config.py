@@ -10,6 +10,7 @@ MEMORIES = ("paged",)
 PREEMPTIONS = ("recompute", "swap", "auto")
 ATTENTIONS = ("auto", "reference", "sdpa")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 MAX_PAGE_SIZE = 1024
@@ -58,6 +59,7 @@ class EngineConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here
         for name, allowed in (
             ("memory", MEMORIES),
             ("attention", ATTENTIONS),

@@ -325,8 +325,8 @@ class Request:
 
     __slots__ = (
         "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
-        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "scheduled", "seed", "settled",
-        "status", "stop_ids",
+        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "scheduled", "seed",
+        "settled", "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(self, id: str, first: Sequence, params: SamplingParams, *, arrival: float, max_tokens: int) -> None:

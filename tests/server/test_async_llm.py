@@ -28,12 +28,13 @@ PROMPTS: list[Any] = ["once upon a time", [1, 2, 3], {"prompt": "a quire"}, {"pr
 def run(work: object, settings: dict[str, Any] | None = None, **options: object) -> AsyncLLM:
     """Run a coroutine function with an AsyncLLM, then close that."""
     assert callable(work)
+    before = set(threading.enumerate())
     llm = AsyncLLM.of(echo_service.built(Echo(**options), **(settings or {})))  # type: ignore[arg-type]
     try:
         asyncio.run(work(llm))
     finally:
         llm.close()
-    assert not any(thread.name == "quire-engine" for thread in threading.enumerate())
+    assert not any(thread.name == "quire-engine" for thread in set(threading.enumerate()) - before)
     return llm
 
 

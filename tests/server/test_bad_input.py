@@ -10,6 +10,8 @@ import httpx
 import pytest
 from echo_service import Running
 
+from quire.server.errors import Failure
+
 NUMERIC = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "best_of",
@@ -183,6 +185,7 @@ CHATS = {
     "self as a template variable": TALK + '"chat_template_kwargs": {"self": 1}}',
     "deep template variable": TALK + '"chat_template_kwargs": {"shout": '
     + "[" * 500 + "]" * 500 + "}}",
+    "template variable that is a lone surrogate": TALK + '"chat_template_kwargs": {"\\ud800": 1}}',
     "tools": TALK + '"tools": [{}]}',
     "tool_choice": TALK + '"tool_choice": "required"}',
     "json mode": TALK + '"response_format": {"type": "json_object"}}',
@@ -231,6 +234,15 @@ def test_a_body_without_its_content_type_is_told_so(http: httpx.Client) -> None:
         assert "a JSON object, sent with Content-Type: application/json" in answer.json()["error"]["message"]
     nested = http.post("/v1/completions", json={"prompt": "a", "stream_options": 5})
     assert nested.json()["error"]["param"] == "stream_options"
+
+
+def test_a_clients_own_names_are_no_param(http: httpx.Client) -> None:
+    for name in ("\\ud800", "x" * 5000):
+        answer = post(http, "/v1/chat/completions", TALK + f'"chat_template_kwargs": {{"{name}": 1}}}}')
+        refused(answer)
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
+    body = Failure(400, "\ud800" * 2000, "\ud800" * 200).body()["error"]
+    assert (body["message"], body["param"]) == ("?" * 1000, "?" * 100)
 
 
 def test_errors_show_little_of_what_was_sent(http: httpx.Client) -> None:

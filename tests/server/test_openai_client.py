@@ -213,6 +213,17 @@ def test_unknown_fields_are_ignored(client: OpenAI) -> None:
     assert done.usage.completion_tokens == 1
 
 
+def test_usage_is_null_until_the_last_chunk(echo: Running) -> None:
+    for options, known in ({"include_usage": True}, True), ({}, False):
+        body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": options}
+        lines = httpx.post(f"{echo.url}/v1/completions", json=body).text.split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert len(chunks) > 1
+        assert ["usage" in chunk for chunk in chunks] == [known] * len(chunks)
+        if known:
+            assert [chunk["usage"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+
+
 def test_bytes_of_a_stream(echo: Running) -> None:
     """Every event is `data: JSON`, there is one [DONE], and it is the last."""
     body = {"prompt": "once", "max_tokens": 5, "stream": True}

@@ -43,8 +43,17 @@ def test_full_queue_answers_503_at_once() -> None:
 def test_a_list_of_prompts_is_queued_whole_or_not_at_all() -> None:
     model = echo_service.built(Echo(pause=0.02), max_num_seqs=1, max_num_queued_reqs=4)
     with echo_service.serving(model) as running:
-        answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": ["a"] * 200, "max_tokens": 5}, timeout=20)
-        assert answer.status_code == 503
+        url, body = f"{running.url}/v1/completions", {"prompt": ["a"] * 200, "max_tokens": 5}
+        answer = httpx.post(url, json=body, timeout=20)
+        assert answer.status_code == 400
+        assert "at most 4 requests may wait" in answer.json()["error"]["message"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            first = pool.submit(httpx.post, url, json={"prompt": ["a"] * 4, "max_tokens": 20, "ignore_eos": True})
+            while running.metric("quire_num_requests_waiting") != 3:
+                time.sleep(0.005)
+            assert httpx.post(url, json=body | {"prompt": ["a"] * 3}).status_code == 503
+            assert running.metric("quire_num_requests_waiting") + running.metric("quire_num_requests_running") <= 4
+            assert len(first.result().json()["choices"]) == 4
         assert running.idle()
 
 

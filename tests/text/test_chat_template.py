@@ -177,11 +177,21 @@ def test_what_a_template_raises_is_shown_cut_short() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "text must be a string, got int"),
         ([{"role": "user", "content": "a", "name": 5}], "name must be a string"),
         ([{"role": "user", "content": "a", "audio": {}}], "unsupported field 'audio'"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "unsupported field 'tool_calls'"),
+        ([{"role": "assistant", "content": "a", "refusal": ""}], "unsupported field 'refusal'"),
     ],
 )
 def test_bad_messages_are_named(messages: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         ChatTemplate(CHATML, SPECIAL).render(messages)
+
+
+def test_fields_that_say_nothing_are_dropped() -> None:
+    """As clients send back what a server answered."""
+    template = ChatTemplate("{{ messages }}", {})
+    said = {"role": "assistant", "content": "a", "name": "b"}
+    empty = {"refusal": None, "tool_calls": [], "function_call": None, "audio": None, "reasoning_content": None}
+    assert template.render([{**said, **empty}]) == template.render([said])
 
 
 def test_text_parts_are_joined_by_newlines() -> None:

@@ -65,9 +65,9 @@ def test_adversarial_text_costs_linear_time() -> None:
     stops = tuple("a" * 255 + end for end in "bcdefghijklmnopq")
     times = []
     for count in (10_000, 80_000):
-        watch, start = StopStrings(Automaton(stops)), time.perf_counter()
+        watch, start = StopStrings(Automaton(stops)), time.process_time()
         for _ in range(count):
             watch.push("a")
-        times.append((time.perf_counter() - start) / count)
+        times.append((time.process_time() - start) / count)
     assert times[1] < 3 * times[0]
     assert times[1] < 100e-6

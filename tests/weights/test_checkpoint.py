@@ -12,6 +12,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from quire.errors import StartupError
 from quire.weights import checkpoint
@@ -51,6 +52,11 @@ def test_the_hub_is_asked_for_safe_files_only(tmp_path: Path, monkeypatch: pytes
     assert locate("owner/name") == tmp_path
     assert asked["model"] == "owner/name"
     assert asked["allow_patterns"] == WANTED
+    there = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model"]
+    twice = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/params.json",
+             "onnx/model.safetensors", "vae/config.json"]  # fmt: skip
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*there, *twice, "pytorch_model.bin"], **patterns)) == there
     assert not asked["local_files_only"]
     locate("owner/name", weights=False)
     assert asked["allow_patterns"] == [pattern for pattern in WANTED if "safetensors" not in pattern]

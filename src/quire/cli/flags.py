@@ -9,7 +9,7 @@ import argparse
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from quire.config import ATTENTIONS, DEVICES, DTYPES, MEMORIES, PREEMPTIONS, TABLE_SCOPES, EngineConfig
+from quire.config import ATTENTIONS, DEVICES, DTYPE_ALIASES, DTYPES, MEMORIES, PREEMPTIONS, TABLE_SCOPES, EngineConfig
 from quire.errors import InputError
 
 
@@ -34,7 +34,7 @@ ENGINE = (
     Flag("memory", str, "how the KV memory is managed", MEMORIES),
     Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
     Flag("attention", str, "the attention backend", ATTENTIONS),
-    Flag("dtype", str, "number format of weights and KV", DTYPES),
+    Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),
     Flag("device", str, "where to compute", DEVICES),
     Flag("threads", int, "CPU threads", metavar="N"),
     Flag("model_config", str, "a named shape instead of a model, with --dummy-weights", metavar="NAME"),

@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 class Phrases(NamedTuple):
-    """Token sequences, `count` of them, laid end to end, so that what they cost is the number of their tokens."""
+    """Token sequences, `number` of them, laid end to end, so that what they cost is the number of their tokens."""
 
     tokens: np.ndarray  # [T]
     back: np.ndarray  # [T]: places from the phrase's end, 1 for its last token
     phrase: np.ndarray  # [T]: which phrase the token is in
-    count: int
+    number: int
 
     @classmethod
     def of(cls, phrases: Sequence[Sequence[int]]) -> Phrases:
@@ -103,16 +103,16 @@ class TokenStatistics:
         return logits.scatter(1, seen, changed)
 
     def ends_with(self, slots: Sequence[int], phrases: Sequence[Phrases]) -> Tensor:
-        """[sum of counts] bool, slot by slot: is this phrase of phrases[i] the latest tokens of slots[i]?"""
-        sizes, counts = [len(some.tokens) for some in phrases], np.array([some.count for some in phrases])
+        """[sum of numbers] bool, slot by slot: is this phrase of phrases[i] the latest tokens of slots[i]?"""
+        sizes, numbers = [len(some.tokens) for some in phrases], np.array([some.number for some in phrases])
         rows = np.repeat([self._row[slot] for slot in slots], sizes)
         places = np.repeat([self._lengths[slot] for slot in slots], sizes) - np.concatenate([p.back for p in phrases])
-        owners = np.concatenate([p.phrase for p in phrases]) + np.repeat(counts.cumsum() - counts, sizes)
+        owners = np.concatenate([p.phrase for p in phrases]) + np.repeat(numbers.cumsum() - numbers, sizes)
         wanted = np.concatenate([some.tokens for some in phrases])
         wanted[places < 0] = -1  # which no token is: the text is shorter than the phrase
         latest = self.tokens[upload(rows, self.device), upload(places.clip(min=0), self.device)]
         wrong = (latest != upload(wanted, self.device)).to(torch.int32)
-        missed = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self.device)
+        missed = torch.zeros(int(numbers.sum()), dtype=torch.int32, device=self.device)
         return missed.index_add_(0, upload(owners, self.device), wrong) == 0
 
     def _rows(self, slots: Sequence[int]) -> Tensor:

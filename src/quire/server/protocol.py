@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from annotated_types import MaxLen
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from quire.errors import InputError
 from quire.request import MAX_BEAM_WIDTH, SamplingParams
@@ -28,7 +27,7 @@ class First(FailFast):
 Strings = Annotated[list[str], First()]
 Ids = Annotated[list[int], First()]
 Objects = Annotated[list[dict[str, Any]], First()]
-PromptField = str | Ids | Strings | Annotated[list[Ids], First(), MaxLen(MAX_PROMPTS)]
+PromptField = str | Ids | Strings | Annotated[list[Ids], First(), Field(max_length=MAX_PROMPTS)]
 
 # Fields that change the output in ways not offered: ignoring them would be worse than saying so.
 UNSUPPORTED = (

@@ -15,6 +15,7 @@ from quire.errors import StartupError
 
 SMALL = ["*.json", "*.model", "*.jinja", "*.txt"]
 WANTED = ["*.safetensors", *SMALL]
+UNWANTED = ["*/*", "consolidated*"]  # the same weights once more: in subfolders, and in Mistral's own format
 HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -45,7 +46,7 @@ def _snapshot(model: str, patterns: list[str]) -> Path:
     try:
         cached = offline or not _hub_answers()
         options = {"etag_timeout": HUB_TIMEOUT, "local_files_only": cached}
-        return Path(snapshot_download(model, allow_patterns=patterns, **options))
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=UNWANTED, **options))
     except GatedRepoError as error:
         raise StartupError(
             f"the hub refuses access to {model!r}", "Accept its licence there and set HF_TOKEN"
