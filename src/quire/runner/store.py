@@ -71,7 +71,7 @@ class Store:
             self._apply[kind](list(entries))
 
     def _copy(self, entries: list[Copy]) -> None:
-        """Copies of which none reads what another wrote are made at once: all sources are read before any is written."""
+        """Copies of which none reads what another wrote are made at once: sources are read before any is written."""
         at_once: dict[int, int] = {}  # destination -> source
         for _, src, dst in entries:
             if src in at_once:
