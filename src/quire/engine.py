@@ -144,7 +144,7 @@ class Engine:
         """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` should be resolved already (see
         Text.resolve): that takes time, and this is the thread that steps."""
         limit, waiting = self.limits.max_queued, len(self.scheduler.waiting)
-        if len(prompts) > limit:
+        if 1 < len(prompts) > limit:
             raise InputError(f"there are {len(prompts)} prompts, but at most {limit} requests may wait", "prompt")
         if waiting + len(prompts) > limit:
             raise Overloaded(f"the queue is full: {waiting} of {limit} requests are waiting")
