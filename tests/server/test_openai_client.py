@@ -215,8 +215,8 @@ def test_unknown_fields_are_ignored(client: OpenAI) -> None:
 
 def test_usage_is_null_until_the_last_chunk(echo: Running) -> None:
     for options, known in ({"include_usage": True}, True), ({}, False):
-        body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": options}
-        lines = httpx.post(f"{echo.url}/v1/completions", json=body).text.split("\n\n")
+        body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "stream_options": options}
+        lines = httpx.post(f"{echo.url}/v1/chat/completions", json=body).text.split("\n\n")
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         assert len(chunks) > 1
         assert ["usage" in chunk for chunk in chunks] == [known] * len(chunks)
