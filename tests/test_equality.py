@@ -374,7 +374,7 @@ class Forced:
 def test_a_group_preempted_at_any_step_goes_on_as_before(oracle, plenty, family: str, policy: str, kind: str) -> None:
     model = oracle(family)
     for step in (2, 3, 5, 8):
-        engine = engine_of(model, page_size=4, preemption=policy, enable_prefix_caching=step % 2 == 0)
+        engine = engine_of(model, page_size=4, preemption=policy, enable_prefix_caching=step % 2 == 0, depth=1)
         Forced(engine, {step})
         ran = run_all(engine, model, [(0, kind)])
         assert engine.scheduler.preempted[policy] == 1
