@@ -261,7 +261,10 @@ class AsyncLLM:
         """Compute a text or token ids and pin them as the prefix `name`; returns their number once requests find them.
         PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead otherwise. Leaving early ends it."""
         self._check_open()
-        tokens = self.prompts.prefix(name, prefix)
+        if isinstance(prefix, str) and len(prefix) > INLINE_CHARS:
+            tokens = await asyncio.to_thread(self.prompts.prefix, name, prefix)
+        else:
+            tokens = self.prompts.prefix(name, prefix)
         stream = Stream(f"prefix:{name}", asyncio.get_running_loop().create_future())
         await self._accepted([stream], lambda: self.engine.register_prefix(name, tokens))
         last = None

@@ -256,10 +256,13 @@ class Engine:
 
     def release_prefix(self, name: str) -> bool:
         """Let go of a prefix. False if there is none of that name."""
-        known = self.prefixes.pop(name, None) is not None
-        self.abort(f"prefix:{name}")
+        if self.prefixes.pop(name, None) is None:
+            return False
+        request = self.requests.get(f"prefix:{name}")
+        if request is not None and request.prefix == name:
+            self.abort(request.id)
         self.scheduler.memory.unpin(name)
-        return known
+        return True
 
     # Step
 
@@ -370,7 +373,7 @@ class Engine:
 
     def _ranked(self, request: Request) -> list[Output]:
         """best_of: the n branches of the highest cumulative log-probability, best first."""
-        best = sorted(request.done, key=lambda seq: (-seq.cumulative_logprob, seq.index))[: request.params.n]
+        best = sorted(request.done, key=_rank)[: request.params.n]
         return [
             self._branch(request, branch, seq, seq.prompt_len, len(seq.tokens), branch == len(best) - 1)
             for branch, seq in enumerate(best)
@@ -430,3 +433,8 @@ def _check_salt(salt: str) -> None:
         salt.encode()
     except UnicodeEncodeError as error:
         raise InputError("cache_salt has half of a surrogate pair, which is no character", "cache_salt") from error
+
+
+def _rank(seq: Sequence) -> tuple[bool, float, int]:
+    """The order of best_of's branches: one that failed comes last, whatever its log-probability."""
+    return seq.finish == "error", -seq.cumulative_logprob, seq.index

@@ -253,6 +253,21 @@ class SamplingParams:
                     raise InputError(f"{name} holds token {token}, but the vocabulary has {vocab_size}", name)
 
 
+def common_prefix(a: list[int], b: list[int], limit: int) -> int:
+    """The length of the longest common prefix, at most `limit`; found by halving, a slice at a time."""
+    high = min(limit, len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class Status(Enum):
     """Where a request is. All its live sequences are in memory together, or swapped together, or absent together."""
 

@@ -15,7 +15,7 @@ from quire.decoding import append, branch_seed, context_of
 from quire.memory import KVMemory
 from quire.method import Branch
 from quire.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Top
-from quire.request import Request, Sequence, Status
+from quire.request import Request, Sequence, Status, common_prefix
 
 
 class Event(NamedTuple):
@@ -458,10 +458,7 @@ def _closest(seq: Sequence, others: list[Sequence]) -> tuple[Sequence | None, in
     """The one of `others` with the longest common prefix, and its length."""
     best, length = None, 0
     for other in others:
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(seq.tokens, other.tokens)) if a != b),
-            min(len(seq.tokens), len(other.tokens)),
-        )
+        shared = common_prefix(seq.tokens, other.tokens, len(seq.tokens))
         if shared > length:
             best, length = other, shared
     return best, length

@@ -76,6 +76,9 @@ class Branch:
                 f"{len(tokens)} more tokens exceed the session's max_tokens by {len(tokens) - room}", "token"
             )
         if tokens:
+            while self._seq.pending or not self._seq.quiet:
+                self._step()  # a step in flight still draws for what was appended before
+                self._check()
             self._request.candidates.pop(self._seq.id, None)
             self._seq.tokens += tokens
 
@@ -97,6 +100,8 @@ class Branch:
     def free(self) -> None:
         """End this branch; its descendants go on. Freeing twice is fine."""
         if self._seq.finish is None:
+            if any(other.sibling is self._seq for other in self._request.live):
+                self._computed()  # others wait for what this one computes for them
             self._request.candidates.pop(self._seq.id, None)
             self._engine.scheduler.finish(self._request, self._seq, "stop")
 

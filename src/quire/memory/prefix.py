@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from quire.memory.pages import SCRATCH, Pages
 from quire.memory.policies import LayerPolicy
-from quire.request import Sequence
+from quire.request import Sequence, common_prefix
 
 MAX_PREFIXES = 1024
 
@@ -108,7 +108,7 @@ class Prefixes:
     def of(self, seq: Sequence, tokens: list[int], tables: list[list[int]], limit: int, written: int) -> Reuse:
         """What `seq` can reuse of pages that hold the first `written` of `tokens`: at most `limit` tokens."""
         size = self.page_tokens
-        shared = _common(seq.tokens, tokens, min(limit, written))
+        shared = common_prefix(seq.tokens, tokens, min(limit, written))
         if shared < written:
             shared = shared // size * size
         if shared == 0:
@@ -152,11 +152,3 @@ class Prefixes:
     def pinned_pages(self) -> int:
         """Pages that registered prefixes hold, a page shared by several counted once."""
         return len(self.pins())
-
-
-def _common(a: list[int], b: list[int], limit: int) -> int:
-    """The length of the longest common prefix, at most `limit`."""
-    limit = min(limit, len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    return next(i for i in range(limit) if a[i] != b[i])

@@ -1,0 +1,105 @@
+"""Branches in awkward moments: appended to while a step is in flight, freed while another waits for them, failed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from memories import MEMORIES, Build
+
+from quire.engine import Engine, Limits
+from quire.plan import StepResult
+from quire.request import SamplingParams, common_prefix
+from quire.scheduler import Scheduler
+from quire.session import Branch, session_params
+from quire.sim.echo import EchoRunner, fake_top, states
+
+VOCAB = 64
+
+
+def engine_of(runner: EchoRunner, budget: int = 64) -> Engine:
+    memory = MEMORIES["paged-4"](Build(256, budget, 8))
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(memory, budget=budget, max_seqs=8, max_len=48)
+    return Engine(scheduler, runner, Limits(VOCAB, 48, 8), clock=time.monotonic)
+
+
+def session_of(engine: Engine, prompt: list[int]) -> Branch:
+    engine.add("session", prompt, session_params(3, 20, 5))
+    request = engine.requests["session"]
+    return Branch(engine, engine.step, request, request.live[0])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_step_in_flight_does_not_answer_for_tokens_appended_since(depth: int) -> None:
+    engine = engine_of(EchoRunner(depth, vocab_size=VOCAB), budget=4)
+    first = session_of(engine, [1, 2, 3])
+    first.next(1)
+    second = first.fork()
+    first.append(5, 6, 7, 8)
+    second.append(9)
+    first.next(1)
+    second.append(10)
+    state = states([1, 2, 3, 9, 10], [None])[-1]
+    assert second.next(5).ids == fake_top(state, 0, 5, VOCAB).ids
+
+
+def test_a_branch_that_others_wait_for_is_computed_before_it_is_freed() -> None:
+    engine = engine_of(EchoRunner(1, vocab_size=VOCAB), budget=4)
+    first = session_of(engine, list(range(1, 13)))
+    first.next(1)
+    second = first.fork()
+    first.append(20)
+    second.append(21)
+    engine.scheduler._drop(next(iter(engine.scheduler.running)))
+    engine.step()
+    first.free()
+    state = states([*range(1, 13), 21], [None])[-1]
+    assert second.next(5).ids == fake_top(state, 0, 5, VOCAB).ids
+    engine.scheduler.memory.check()
+
+
+class Faulty(EchoRunner):
+    """The second row of the third step has faulty logits."""
+
+    steps = 0
+
+    def collect(self, ticket: int) -> StepResult:
+        result = super().collect(ticket)
+        self.steps += 1
+        if self.steps != 3:
+            return result
+        samples = list(result.samples)
+        samples[1] = samples[1]._replace(tokens=(0,), tops=(), error="faulty")
+        return result._replace(samples=tuple(samples))
+
+
+def test_best_of_returns_a_failed_branch_last() -> None:
+    engine = engine_of(Faulty(1, vocab_size=VOCAB))
+    engine.add("best", [1, 2, 3], SamplingParams(n=1, best_of=4, max_tokens=8, ignore_eos=True))
+    outputs = []
+    while engine.unfinished:
+        outputs += engine.step()
+    assert [(len(output.tokens), output.finish_reason, output.done) for output in outputs] == [(8, "length", True)]
+
+
+def test_releasing_an_unknown_prefix_leaves_a_request_of_that_name_alone() -> None:
+    engine = engine_of(EchoRunner(1, vocab_size=VOCAB))
+    engine.add("prefix:doc", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    assert not engine.release_prefix("doc")
+    outputs = []
+    while engine.unfinished:
+        outputs += engine.step()
+    assert outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("differs", [0, 1, 7, 30, 31, None])
+def test_common_prefixes(differs: int | None) -> None:
+    a, b = list(range(32)), list(range(32))
+    if differs is not None:
+        b[differs] = -1
+    expected = 32 if differs is None else differs
+    assert common_prefix(a, b, 99) == expected
+    assert common_prefix(a, b, 8) == min(expected, 8)
+    assert common_prefix(a, b[:5], 99) == min(expected, 5)
