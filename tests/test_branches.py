@@ -17,8 +17,8 @@ from quire.sim.echo import EchoRunner, fake_top, states
 VOCAB = 64
 
 
-def engine_of(runner: EchoRunner, budget: int = 64) -> Engine:
-    memory = MEMORIES["paged-4"](Build(256, budget, 8))
+def engine_of(runner: EchoRunner, budget: int = 64, name: str = "paged-4") -> Engine:
+    memory = MEMORIES[name](Build(256, budget, 8))
     runner.bind(memory.geometry)
     scheduler = Scheduler(memory, budget=budget, max_seqs=8, max_len=48)
     return Engine(scheduler, runner, Limits(VOCAB, 48, 8), clock=time.monotonic)
@@ -45,7 +45,7 @@ def test_a_step_in_flight_does_not_answer_for_tokens_appended_since(depth: int) 
 
 
 def test_a_branch_that_others_wait_for_is_computed_before_it_is_freed() -> None:
-    engine = engine_of(EchoRunner(1, vocab_size=VOCAB), budget=4)
+    engine = engine_of(EchoRunner(1, vocab_size=VOCAB), budget=4, name="uncached")
     first = session_of(engine, list(range(1, 13)))
     first.next(1)
     second = first.fork()
