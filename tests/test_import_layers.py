@@ -21,7 +21,7 @@ DATA = {"kernels", "layers", "models", "weights"}
 OFFLINE = {"build", "llm", "async_llm", "outputs", "prompts", "session"}
 TEXT = {"text"}
 BELOW = CONTROL | DATA | TEXT | {"sim", "runner"}
-TOP = {"server", "cli", "bench", "reproduce", "__main__"}
+TOP = {"server", "cli", "bench", "reproduce", "collector", "__main__"}
 LAYERS: dict[str, set[str]] = {  # what each part of the package may import, itself aside
     **dict.fromkeys(VOCABULARY, VOCABULARY),
     "memory": VOCABULARY,

@@ -341,7 +341,7 @@ class Request:
     __slots__ = (
         "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
         "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "scheduled", "seed",
-        "settled", "status", "stop_ids",
+        "settled", "status", "stop_ids", "top",
     )  # fmt: skip
 
     def __init__(self, id: str, first: Sequence, params: SamplingParams, *, arrival: float, max_tokens: int) -> None:
@@ -351,6 +351,7 @@ class Request:
         self.max_tokens = max_tokens  # resolved: what params ask for, cut to what model and memory allow
         self.seed = first.seed
         self.stop_ids = frozenset(params.stop_token_ids or ())
+        self.top: int | None = None  # most likely tokens that its rows return, once that is known
         self.prompt_len = first.prompt_len
         self.method: Method | None = None  # how its branches go on, if not each for itself
         self.candidates: dict[int, Top] = {}  # what a method still waits for, by sequence

@@ -261,13 +261,19 @@ class Scheduler:
     def _born(self, request: Request, seq: Sequence, parent: int = -1) -> None:
         params = request.params
         history = tuple(seq.tokens) if params.needs_history else ()
-        top = -1 if params.logprobs is None else params.logprobs
-        if request.method is not None:
-            top = max(top, request.method.top(context_of(request, self.eos_ids)))
-        elif params.ranked:
-            top = max(top, 0)
+        if request.top is None:
+            request.top = self._top(request)
         slot = self.memory.slot(seq)
-        self.births.append(Birth(slot, seq.id, parent, params, seq.seed, seq.prompt_len, history, len(seq.tokens), top))
+        self.births.append(
+            Birth(slot, seq.id, parent, params, seq.seed, seq.prompt_len, history, len(seq.tokens), request.top)
+        )
+
+    def _top(self, request: Request) -> int:
+        """How many most likely tokens a row returns with its sample; -1: no log-probabilities at all."""
+        top = -1 if request.params.logprobs is None else request.params.logprobs
+        if request.method is not None:
+            return max(top, request.method.top(context_of(request, self.eos_ids)))
+        return max(top, 0) if request.params.ranked else top
 
     def _leave(self, seq: Sequence) -> None:
         del self.by_slot[self.memory.slot(seq)]

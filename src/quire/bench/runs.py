@@ -19,6 +19,7 @@ from quire.bench.latency import Trace, latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
 from quire.bench.workloads import Job, Workload, parse, poisson
 from quire.cli.flags import config_from
+from quire.collector import spare_the_loaded
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
 
@@ -97,6 +98,7 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
     from quire.build import build
 
     built = build(config)
+    spare_the_loaded()
     start_up = seconds_alive()
     engine = built.engine
     engine.limits = engine.limits._replace(max_queued=sys.maxsize)

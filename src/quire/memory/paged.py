@@ -251,7 +251,7 @@ class PagedMemory:
         self.entries.append(Copy(group, old, new))
         self.entries.append(Table(resident.slot, group, at, (new,)))
         resident.tables[group][at] = new
-        self._release((old,))
+        self.pages.refs[old] -= 1  # it is shared: others keep it
 
     def commit(self, seq: Sequence) -> None:
         resident = self.residents[seq.id]

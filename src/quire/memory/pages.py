@@ -57,9 +57,8 @@ class Pages:
         """One more table names these pages, all of them used; a fork's whole cost (scratch is passed over)."""
         refs = self.refs
         for page in pages:
-            if page:
-                assert refs[page], f"page {page} is forked but has no references"
-                refs[page] += 1
+            refs[page] += 1
+        refs[SCRATCH] = 0
 
     def release(self, page: int) -> None:
         """One table fewer names the page; the last one leaves it cached if it was published, else empty."""
@@ -70,15 +69,17 @@ class Pages:
         used equally long ago, the deeper ones are evicted first."""
         refs = self.refs
         for page in reversed(pages):
-            if page:
-                left = refs[page] - 1
-                assert left >= 0, f"page {page} is released but has no references"
-                refs[page] = left
-                if not left:
-                    if self.keys[page] is None:
-                        self.empty.append(page)
-                    else:
-                        self.cached[page] = None
+            left = refs[page] = refs[page] - 1
+            if left > 0:
+                continue
+            if page == SCRATCH:
+                refs[SCRATCH] = 0
+                continue
+            assert left == 0, f"page {page} is released but has no references"
+            if self.keys[page] is None:
+                self.empty.append(page)
+            else:
+                self.cached[page] = None
 
     def is_empty(self, page: int) -> bool:
         """Nothing names the page and its content isn't kept."""

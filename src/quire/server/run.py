@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.collector import spare_the_loaded
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
@@ -63,6 +64,7 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
         built = build(config, progress=sys.stderr.isatty())
     finally:
         libraries.join()
+    spare_the_loaded()
     from quire.async_llm import AsyncLLM
     from quire.server.app import create_app
 
