@@ -122,7 +122,7 @@ def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: Costs, rep
                 cpu[policy].append(time.process_time() - began)
         print(f"{scene.name}: turn {turn + 1} of {repeats}", file=sys.stderr)
     medians = {policy: median(seconds[policy]) for policy in POLICIES}
-    better = min(("swap", "recompute"), key=medians.__getitem__)
+    better, worse = sorted(("swap", "recompute"), key=medians.__getitem__)
     return {
         "load": scene.name,
         "requests": len(jobs),
@@ -131,9 +131,9 @@ def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: Costs, rep
         "median_s": medians,
         "cpu_seconds": cpu,
         "better": better,
-        "auto_over_better": _over(seconds),
-        "auto_over_better_cpu": _over(cpu),
-        "worse_over_better": max(medians["swap"], medians["recompute"]) / medians[better],
+        "auto_over_better": _over(seconds, better),
+        "auto_over_better_cpu": _over(cpu, better),
+        "worse_over_better": median(slow / fast for slow, fast in zip(seconds[worse], seconds[better])),
         "preempted": {
             policy: {way: facts[policy][f"preemptions_{way}"] for way in ("swap", "recompute")} for policy in POLICIES
         },
@@ -143,9 +143,10 @@ def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: Costs, rep
     }
 
 
-def _over(seconds: dict[str, list[float]]) -> float:
-    """auto's median over the better fixed policy's."""
-    return median(seconds["auto"]) / min(median(seconds["swap"]), median(seconds["recompute"]))
+def _over(seconds: dict[str, list[float]], better: str) -> float:
+    """auto's time over that of the better fixed policy in the same turn, the median of all turns: a machine that is
+    slow for a while slows both."""
+    return median(auto / fixed for auto, fixed in zip(seconds["auto"], seconds[better]))
 
 
 def costs_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
