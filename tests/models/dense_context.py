@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.layers.rotary import queries_keys_values
 from quire.specs import ModelSpec
 
 
@@ -25,8 +26,10 @@ class DenseContext:
         self.seen_sequences = torch.cat((self.seen_sequences, sequences))
         return self
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer, qkv, rotary=None, norms=None) -> Tensor:
         spec = self.spec.layers[layer]
+        angles = None if rotary is None else rotary.at(self.positions, qkv.dtype)
+        q, k, v = queries_keys_values(qkv, self.spec.heads, angles, norms)
         assert k.shape[1:] == v.shape[1:] == (spec.kv_heads, spec.head_dim)
         assert q.shape[1:] == (self.spec.heads, spec.head_dim)
         self.keys[layer].append(k)

@@ -37,7 +37,7 @@ SHAPE = {
     "intermediate_size": 32, "vocab_size": 512, "max_position_embeddings": 8192,
 }  # fmt: skip
 SMALL: dict[str, Any] = {"page_size": 1, "table_scope": "layer", "dtype": "float32", "threads": 1, "device": "cpu"}
-LOADS = ("fixed:3600:48@6/7280", "fixed:400:8@40/810", "fixed:2400:150@4+fixed:200:200@16/5000")
+LOADS = ("fixed:6000:70@4/12125", "fixed:200:6@100/406", "fixed:4000:50@4+fixed:200:50@12/4290")
 CALIBRATED_TOKENS = 8192
 
 

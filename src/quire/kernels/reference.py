@@ -59,6 +59,7 @@ class ReferenceBackend:
     """One query at a time, one page at a time."""
 
     needs = Layout.PAGED
+    rotates = False
 
     def plan(self, batch: Batch, group: int) -> Batch:
         return batch

@@ -42,16 +42,30 @@ class Linear(nn.Module):
         self.weight: Tensor | None = weight
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.packed: Callable[[Tensor], Tensor] | None = None
+        self.few: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
+        self.few_rows = 0
+        self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return self.packed(x)
+        if self.few is not None and len(x) <= self.few_rows:
+            return self.few(x, self.weight, self.bias, pdl=self.pdl)
         return F.linear(x, self.weight, self.bias)
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works."""
-        if self.weight is None or self.weight.device.type != "cpu" or self.weight.dtype not in TOLERANCE:
+        """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works; on a GPU
+        few rows get a kernel of their own, which reads the weight faster than the library's."""
+        if self.weight is None:
+            return
+        if self.weight.is_cuda:
+            from quire.kernels.triton import linear
+            from quire.kernels.triton.launch import early
+
+            if linear.supports(self.weight, 1):
+                self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
+        if self.weight.device.type != "cpu" or self.weight.dtype not in TOLERANCE:
             return
         packed = pack(self.weight, self.bias)
         if packed is not None:

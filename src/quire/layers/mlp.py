@@ -36,13 +36,32 @@ class GatedMLP(nn.Module):
         self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.act = activation(act)
+        self.act, self.name = activation(act), act
         self.gate_up = Linear(hidden, (intermediate, intermediate), bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
+        self.gate: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
+        self.gated: Callable[..., Tensor] | None = None  # and the product before it too, for few rows
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.act(gate).mul_(up))
+        product = self.gate_up
+        if self.gate is None:
+            gate, up = product(x).chunk(2, dim=-1)
+            return self.down(self.act(gate).mul_(up))
+        if self.gated is not None and len(x) <= product.few_rows:
+            return self.down(self.gated(x, product.weight, self.name, pdl=product.pdl))
+        return self.down(self.gate(product(x), self.name, pdl=product.pdl))
+
+    def prepare(self) -> None:
+        """Call once, after loading."""
+        weight = self.gate_up.weight
+        if weight is None or not weight.is_cuda:
+            return
+        from quire.kernels.triton import activation, linear
+
+        if self.name in activation.ACTIVATIONS:
+            self.gate = activation.gate
+            if linear.supports(weight, 1) and self.gate_up.bias is None:
+                self.gated = linear.gated
 
 
 class MLP(nn.Module):

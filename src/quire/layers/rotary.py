@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 
 
@@ -36,6 +37,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim] -> the same, rotated, a fresh tensor. The halves (a, b) of a head become
     (a cos - b sin, b cos + a sin)."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def queries_keys_values(
+    qkv: Tensor, heads: int, angles: tuple[Tensor, Tensor] | None, norms: tuple[RMSNorm, RMSNorm] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [T, heads + 2 kv_heads, head_dim] -> queries and keys, normalised a head and rotated where asked, and values:
+    views, or fresh tensors."""
+    kv_heads = (qkv.shape[1] - heads) // 2
+    both, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        q, k = both.split((heads, kv_heads), dim=1)
+        both = torch.cat((norms[0](q), norms[1](k)), dim=1)
+    if angles is not None:
+        both = rotate(both, *angles)
+    q, k = both.split((heads, kv_heads), dim=1)
+    return q, k, v
 
 
 def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,16 +6,23 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import Rotary
+
 
 class Context(Protocol):
     """One step's batch: T tokens, those of all its sequences one after another, without padding between them."""
 
     positions: Tensor  # [T] int64, each token's position in its own sequence
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [T, kv_heads, head_dim] to the cache of `layer`; then each token of q [T, heads, head_dim]
-        attends to its own sequence up to itself (within the layer's window), with scale head_dim ** -0.5.
+    def attend(
+        self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
+    ) -> Tensor:
+        """qkv [T, heads + 2 kv_heads, head_dim] holds each token's queries, keys and values. Queries and keys are
+        normalised a head if `norms` (theirs) are given, then rotated if `rotary` is; keys and values go to the cache of
+        `layer`; then each token attends to its own sequence up to itself (within the layer's window), with scale
+        head_dim ** -0.5.
 
-        -> [T, heads, head_dim]. The inputs may be views with strides; their last dimension is dense.
+        -> [T, heads, head_dim]. Rotation and writing are asked for here because a GPU does them in one launch.
         """
         ...

@@ -14,6 +14,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
+from quire.layers.prepare import prepare_layers
 from quire.models.context import Context
 from quire.models.names import Source, expand
 from quire.models.settings import GPT2Settings
@@ -48,17 +49,17 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.layer, self.heads, self.head_dim = layer, heads, hidden // heads
+        self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, 3 * hidden, True, dtype, device)
         self.out = Linear(hidden, hidden, True, dtype, device)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), 3, self.heads, self.head_dim).unbind(1)
-        return self.out(ctx.attend(self.layer, q, k, v).reshape(len(x), -1))
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        return self.out(ctx.attend(self.layer, qkv).reshape(len(x), -1))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x is changed in place."""
+    """x += attention(norm(x)), then what is to be added next: mlp(norm(x))."""
 
     def __init__(self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -68,9 +69,9 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = MLP(s.hidden, s.intermediate, s.activation, True, dtype, device)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        x.add_(self.attention(self.attention_norm(x), ctx))
-        return x.add_(self.mlp(self.mlp_norm(x)))
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> Tensor:
+        delta = self.attention(self.attention_norm(x, delta), ctx)
+        return self.mlp(self.mlp_norm(x, delta))
 
 
 class GPT2(nn.Module):
@@ -96,9 +97,10 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden], after the final norm."""
         x = self.embed(tokens).add_(self.positions(ctx.positions))
+        delta = None
         for layer in self.layers:
-            x = layer(x, ctx)
-        return self.norm(x)
+            delta = layer(x, delta, ctx)
+        return self.norm(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
@@ -114,7 +116,5 @@ class GPT2(nn.Module):
         return (r"h\.\d+\.attn\.(masked_)?bias", *((r"lm_head\.weight",) if self.tied else ()))
 
     def prepare(self, max_len: int | None = None) -> None:
-        """After loading, once: pack the linear layers."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepare()
+        """After loading, once: choose kernels, pack weights."""
+        prepare_layers(self)

@@ -15,7 +15,8 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import Rotary, rotate
+from quire.layers.prepare import prepare_layers
+from quire.layers.rotary import Rotary
 from quire.models.context import Context
 from quire.models.names import Source, expand
 from quire.models.settings import LlamaSettings
@@ -46,26 +47,23 @@ class Attention(nn.Module):
     def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
+        self.layer, self.head_dim = layer, head_dim
         rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
         self.qkv = Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
         self.out = Linear(heads * head_dim, settings.hidden, settings.out_bias, dtype, device)
         norm = settings.qk_norm
         self.q_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
         self.k_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, ctx: Context) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self.heads, self.kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, cos, sin).split((self.heads, self.kv_heads), dim=1)
-        return self.out(ctx.attend(self.layer, q, k, v).reshape(len(x), -1))
+        norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        return self.out(ctx.attend(self.layer, qkv, rotary, norms).reshape(len(x), -1))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x is changed in place."""
+    """x += attention(norm(x)), then what is to be added next: mlp(norm(x)). Each sum is left to the norm that follows,
+    which reads all of x anyway."""
 
     def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -75,9 +73,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: Context) -> Tensor:
-        x.add_(self.attention(self.attention_norm(x), cos, sin, ctx))
-        return x.add_(self.mlp(self.mlp_norm(x)))
+    def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Context) -> Tensor:
+        delta = self.attention(self.attention_norm(x, delta), rotary, ctx)
+        return self.mlp(self.mlp_norm(x, delta))
 
 
 class Llama(nn.Module):
@@ -102,11 +100,10 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden], after the final norm."""
-        x = self.embed(tokens)
-        cos, sin = self.rotary.at(ctx.positions, x.dtype)
+        x, delta = self.embed(tokens), None
         for layer in self.layers:
-            x = layer(x, cos, sin, ctx)
-        return self.norm(x)
+            delta = layer(x, delta, self.rotary, ctx)
+        return self.norm(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
@@ -122,8 +119,6 @@ class Llama(nn.Module):
         return (r"(.*\.)?rotary_emb\.inv_freq", *((r"lm_head\.weight",) if self.tied else ()))
 
     def prepare(self, max_len: int | None = None) -> None:
-        """After loading, once: pack the linear layers, build the rotary table for positions below `max_len`."""
+        """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`."""
         self.rotary.prepare(self.embed.weight.device, max_len)
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepare()
+        prepare_layers(self)

@@ -15,6 +15,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
+from quire.layers.prepare import prepare_layers
 from quire.models.context import Context
 from quire.models.names import Source, expand
 from quire.models.settings import OPTSettings
@@ -55,17 +56,18 @@ class Attention(nn.Module):
         self, hidden: int, heads: int, layer: int, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.layer, self.heads, self.head_dim = layer, heads, hidden // heads
+        self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, (hidden, hidden, hidden), bias, dtype, device)
         self.out = Linear(hidden, hidden, bias, dtype, device)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        q, k, v = self.qkv(x).view(len(x), 3, self.heads, self.head_dim).unbind(1)
-        return self.out(ctx.attend(self.layer, q, k, v).reshape(len(x), -1))
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        return self.out(ctx.attend(self.layer, qkv).reshape(len(x), -1))
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward block, each added to x, with the norm before or after."""
+    """Attention, then the feed-forward block, each added to x, with the norm before or after. Returns x, and what is
+    to be added to it by the norm that follows."""
 
     def __init__(self, settings: OPTSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -76,12 +78,12 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(s.hidden, NORM_EPS, dtype, device)
         self.mlp = MLP(s.hidden, s.intermediate, s.activation, s.bias, dtype, device)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor | None]:
         if self.norm_before:
-            x.add_(self.attention(self.attention_norm(x), ctx))
-            return x.add_(self.mlp(self.mlp_norm(x)))
-        x = self.attention_norm(x + self.attention(x, ctx))
-        return self.mlp_norm(x + self.mlp(x))
+            delta = self.attention(self.attention_norm(x, delta), ctx)
+            return x, self.mlp(self.mlp_norm(x, delta))
+        x = self.attention_norm(x, self.attention(x, ctx))
+        return self.mlp_norm(x, self.mlp(x)), None
 
 
 class OPT(nn.Module):
@@ -113,9 +115,12 @@ class OPT(nn.Module):
         if self.project_in is not None:
             x = self.project_in(x)
         x.add_(self.positions(ctx.positions + POSITION_OFFSET))
+        delta: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, ctx)
-        return x if self.norm is None else self.norm(x)
+            x, delta = layer(x, delta, ctx)
+        if self.norm is not None:
+            return self.norm(x, delta)
+        return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
@@ -131,7 +136,5 @@ class OPT(nn.Module):
         return (r"lm_head\.weight",) if self.tied else ()
 
     def prepare(self, max_len: int | None = None) -> None:
-        """After loading, once: pack the linear layers."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepare()
+        """After loading, once: choose kernels, pack weights."""
+        prepare_layers(self)

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.batch import Batch, to_device
+from quire.kernels.batch import to_device
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
 from quire.plan import Row, Sampled, StepPlan, StepResult
 from quire.request import MAX_LOGPROBS
 from quire.runner.batch import build_batch
+from quire.runner.context import StepContext
 from quire.runner.sampler import Drawn, Sampler, details_of, top_of
 from quire.runner.store import Store
 from quire.specs import Geometry, ModelSpec
@@ -31,23 +32,6 @@ class Model(Protocol):
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
-
-
-class StepContext:
-    """A model's view of one step: positions, and attention over the pages."""
-
-    def __init__(self, batch: Batch, store: Store, backend: Any) -> None:
-        self.positions = batch.positions
-        self.batch, self.caches, self.backend = batch, store.caches, backend
-        self.plans: dict[int, Any] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See quire.models.context."""
-        cache = self.caches[layer]
-        plan = self.plans.get(cache.group)
-        if plan is None:
-            plan = self.plans[cache.group] = self.backend.plan(self.batch, cache.group)
-        return self.backend.attend(q, k, v, cache, plan, cache.head_dim**-0.5)
 
 
 class Ticket(NamedTuple):

@@ -1,0 +1,16 @@
+"""What is done once to a model's layers when its weights are there: kernels are chosen, weights are packed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import LayerNorm, RMSNorm
+
+
+def prepare_layers(model: nn.Module) -> None:
+    """Call `prepare` of every layer that has something to prepare."""
+    for module in model.modules():
+        if isinstance(module, Linear | RMSNorm | LayerNorm | GatedMLP):
+            module.prepare()

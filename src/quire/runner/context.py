@@ -1,0 +1,44 @@
+"""A model's view of one step (quire.models.context): positions, and attention over the pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import Batch
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import Rotary, queries_keys_values
+from quire.runner.store import Store
+
+
+class StepContext:
+    """Attention by a backend's `attend`, after the rotation."""
+
+    def __init__(self, batch: Batch, store: Store, backend: Any) -> None:
+        self.positions = batch.positions
+        self.batch, self.caches, self.backend = batch, store.caches, backend
+        self.plans: dict[int, Any] = {}
+        self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # of each rotary embedding
+
+    def attend(
+        self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
+    ) -> Tensor:
+        """See quire.models.context."""
+        cache = self.caches[layer]
+        plan = self.plans.get(cache.group)
+        if plan is None:
+            plan = self.plans[cache.group] = self.backend.plan(self.batch, cache.group)
+        scale = cache.head_dim**-0.5
+        if self.backend.rotates:
+            return self.backend.rotate_and_attend(qkv, rotary, norms, cache, plan, scale)
+        angles = self._angles(rotary, qkv.dtype) if rotary is not None else None
+        q, k, v = queries_keys_values(qkv, cache.heads, angles, norms)
+        return self.backend.attend(q, k, v, cache, plan, scale)
+
+    def _angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = self.angles.get(id(rotary))
+        if angles is None:
+            angles = self.angles[id(rotary)] = rotary.at(self.positions, dtype)
+        return angles
