@@ -1,0 +1,97 @@
+"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) in the same pass.
+
+Computed in fp32 and rounded once, as torch's fused norms are; the sum with delta is rounded to x's dtype first, as
+`x.add_(delta)` rounds it, so that the residual stream is the same as unfused.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm(
+    x, delta, weight, bias, out, rows, x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    DELTA: tl.constexpr, LAYER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE rows a program. LAYER: subtract the mean and add the bias."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < SIZE
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if LAYER:
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    mask = inside & (row < rows)
+    place = x + row * x_stride + columns
+    values = tl.load(place, mask=mask, other=0.0)
+    if DELTA:
+        added = tl.load(delta + row * delta_stride + columns, mask=mask, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(place, values, mask=mask)
+    values = values.to(tl.float32)
+    if LAYER:
+        mean = tl.sum(values, axis=1, keep_dims=True) / SIZE
+        values = tl.where(inside, values - mean, 0.0)
+    variance = tl.sum(values * values, axis=1, keep_dims=True) / SIZE
+    result = values * tl.rsqrt(variance + eps) * scale
+    if LAYER:
+        result += shift
+    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
+
+
+def configuration(rows: int, block: int) -> tuple[int, int]:
+    """(rows a program, warps) for rows padded to `block` numbers. Never more threads than numbers: a thread that held
+    another's copy could read x after it was changed in place.
+    """
+    tile = 1 if rows < 512 else max(1, 2048 // block)
+    warps = tile * block // (256 if rows < 512 else 512)
+    return tile, min(max(warps, 1), 16)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False
+) -> Tensor:
+    """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None.
+
+    With `delta` [T, size], x += delta in place first. Row strides are free. Without delta and out, x may be
+    [..., size]. pdl: programmatic dependent launch, on GPUs of capability 9 and more; weights are read before the
+    kernel waits for its predecessor.
+    """
+    return _launch(x, weight, None, eps, delta, out, pdl)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *,
+    delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [T, size] -> (x - mean) / sqrt(variance + eps) * weight + bias; the rest as `rms_norm`."""
+    return _launch(x, weight, bias, eps, delta, out, pdl)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, out: Tensor | None, pdl: bool
+) -> Tensor:
+    if x.dim() != 2 and delta is None and out is None:
+        return _launch(x.reshape(-1, x.shape[-1]), weight, bias, eps, None, None, pdl).view(x.shape)
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    for tensor in (x, out) if delta is None else (x, out, delta):
+        assert (tensor.shape, tensor.stride(1)) == (x.shape, 1), "rows of one shape, each contiguous"
+    for vector in (weight,) if bias is None else (weight, bias):
+        assert (vector.shape, vector.stride()) == ((size,), (1,)), "one weight and one bias a column"
+    block = triton.next_power_of_2(size)
+    tile, warps = configuration(rows, block)
+    _norm[(triton.cdiv(rows, tile),)](
+        x, delta, weight, bias, out, rows, x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0), eps,
+        size, block, tile, delta is not None, bias is not None, pdl,
+        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
