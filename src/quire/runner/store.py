@@ -7,23 +7,28 @@ page is one contiguous copy whatever the number of layers. Entries are replayed 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from quire.kernels.batch import LayerCache, to_device
+from quire.kernels.batch import LayerCache
 from quire.plan import Copy, In, Journal, Out, Poison, Table
+from quire.runner.host_pool import HostPool
+from quire.runner.staging import Staging
 from quire.specs import Geometry, ModelSpec
 
 
 class Store:
-    """Pages and tables of a Geometry on `device`."""
+    """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
+    `debug` the content of every swapped page is compared."""
 
-    def __init__(self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False
+    ) -> None:
         self.geometry, self.device = geometry, device
+        self.staging = Staging(device)
         numbers = geometry.pages * geometry.page_bytes // geometry.itemsize
         # Zeros: page 0 is scratch and must stay finite. NumPy's untouched zeros cost a CPU no memory, torch's do.
         if device.type == "cpu":
@@ -36,18 +41,12 @@ class Store:
         self.tables = torch.from_numpy(self.host_tables)
         if device.type != "cpu":
             self.tables = self.tables.to(device)
-        self.host = self._host(geometry.host_pages + 1, dtype)
+        self.pool = HostPool(self.pages, geometry.host_pages + 1, debug)
+        self.host = self.pool.host
         self.caches = self._caches(spec)
         self._apply: dict[type, Callable[[list[Any]], None]] = {
-            Table: self._write_tables, Copy: self._copy, Out: self._out, In: self._in, Poison: self._poison,
+            Copy: self._copy, Out: self._out, In: self._in, Poison: self._poison,
         }  # fmt: skip
-
-    def _host(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Host pages, pinned where a GPU copies to them. Untouched ones of a CPU cost no memory."""
-        numbers = self.pages.shape[1]
-        if self.device.type != "cpu":
-            return torch.empty((count, numbers), dtype=dtype, pin_memory=True)
-        return torch.from_numpy(np.zeros(count * numbers * dtype.itemsize, dtype=np.uint8)).view(dtype).view(count, -1)
 
     def _caches(self, spec: ModelSpec) -> list[LayerCache]:
         caches: dict[int, LayerCache] = {}
@@ -66,45 +65,73 @@ class Store:
         return [caches[i] for i in range(len(spec.layers))]
 
     def replay(self, journal: Journal) -> None:
-        """Apply a journal's entries, in order."""
-        for kind, entries in groupby(journal, key=type):
+        """Apply a journal's entries, with the effect of one after another. Only rows read tables, so their entries are
+        put together: otherwise they would stand between copies that are made at once."""
+        named = [entry for entry in journal if type(entry) is Table]
+        contents = [entry for entry in journal if type(entry) is not Table] if len(named) < len(journal) else []
+        for kind, entries in groupby(contents, key=type):
             self._apply[kind](list(entries))
+        if named:
+            self._write_tables(named)
 
     def _copy(self, entries: list[Copy]) -> None:
-        """Copies of which none reads what another wrote are made at once: sources are read before any is written."""
+        """Copies of which none reads or writes what another one wrote or read are made at once."""
         at_once: dict[int, int] = {}  # destination -> source
+        sources: set[int] = set()
         for _, src, dst in entries:
-            if src in at_once:
+            if src == dst:
+                continue
+            if src in at_once or dst in sources:
                 self._copy_at_once(at_once)
-                at_once = {}
+                at_once, sources = {}, set()
             at_once[dst] = src
+            sources.add(src)
         self._copy_at_once(at_once)
 
     def _copy_at_once(self, copies: dict[int, int]) -> None:
-        both = to_device(np.array([list(copies), list(copies.values())]), self.device)
-        self.pages.index_copy_(0, both[0], self.pages.index_select(0, both[1]))
+        if not copies:
+            return
+        dst, src = self.staging.upload_all([np.array(list(copies)), np.array(list(copies.values()))])
+        if self.device.type == "cpu":
+            self.pages.index_copy_(0, dst, self.pages.index_select(0, src))
+            return
+        from quire.kernels.triton.copy import copy_pages
+
+        self.pool.claim(copies)
+        copy_pages(self.pages, src, dst)
+        self.pool.settle()
 
     def _out(self, entries: list[Out]) -> None:
-        for _, page, host in entries:
-            self.host[host].copy_(self.pages[page], non_blocking=True)
+        self.pool.out({host: page for _, page, host in entries})
 
     def _in(self, entries: list[In]) -> None:
-        for _, host, page in entries:
-            self.pages[page].copy_(self.host[host], non_blocking=True)
+        self.pool.back({page: host for _, host, page in entries})
 
     def _poison(self, entries: list[Poison]) -> None:
-        for _, page in entries:
-            self.pages[page].fill_(torch.nan)
+        pages = [page for _, page in entries]
+        self.pool.claim(pages)
+        self.pages.index_fill_(0, self.staging.upload(np.array(pages)), torch.nan)
+        self.pool.settle()
 
     def _write_tables(self, entries: list[Table]) -> None:
-        for slot, group, at, pages in entries:
-            self.host_tables[group, slot, at : at + len(pages)] = pages
-        if entries and self.device.type != "cpu":
-            # The device's copy gets the same deltas in one scatter. Values come from the host's tables, which already
-            # hold the outcome of all entries, so an index that occurs twice is written the same value twice.
-            width, slots = self.geometry.table_width, self.geometry.slots
-            flat = np.concatenate(
-                [np.arange(len(e.pages), dtype=np.int64) + ((e.group * slots + e.slot) * width + e.at) for e in entries]
-            )
-            both = to_device(np.stack([flat, self.host_tables.reshape(-1)[flat]]), self.device)
-            self.tables.view(-1).index_copy_(0, both[0], both[1])
+        """All deltas in one assignment on the host, and in one upload and one scatter on the device."""
+        slots, groups, ats, named = zip(*entries)
+        counts = np.fromiter(map(len, named), np.int64, len(named))
+        pages = np.fromiter(chain.from_iterable(named), np.int64, int(counts.sum()))
+        starts = (np.array(groups) * self.geometry.slots + np.array(slots)) * self.geometry.table_width + np.array(ats)
+        if len(pages) > len(named):
+            flat = np.arange(len(pages)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        else:
+            flat = np.repeat(starts, counts)
+        tables = self.host_tables.reshape(-1)
+        tables[flat] = pages
+        # A place that occurs twice holds what NumPy happened to write last, which it doesn't promise to be the last.
+        order = np.sort(flat)
+        if (order[1:] == order[:-1]).any():
+            for start, ids in zip(starts.tolist(), named):
+                tables[start : start + len(ids)] = ids
+            pages = tables[flat]  # the same value wherever a place occurs, so the scatter's order doesn't matter
+        if self.device.type != "cpu":
+            self.pool.claim(chain.from_iterable(named))
+            to, ids = self.staging.upload_all([flat, pages])
+            self.tables.view(-1).index_copy_(0, to, ids)

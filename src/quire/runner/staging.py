@@ -1,0 +1,75 @@
+"""Staging: small host arrays on their way to a GPU, through pinned memory that is used again and again.
+
+Pinning memory anew for each array costs the host more than the copy does. Here the segments of a pinned ring are filled
+in turn; an event behind a segment's last copy says when it may be filled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SEGMENTS = 4
+SEGMENT_BYTES = 2**20
+ALIGNMENT = 64  # bytes: where an array begins
+
+
+class Staging:
+    """Uploads to `device`, from one thread and on one stream: always the same, and current when `upload` is called. Not
+    while a CUDA graph is captured. On a CPU arrays are only wrapped."""
+
+    def __init__(self, device: torch.device, segments: int = SEGMENTS, size: int = SEGMENT_BYTES) -> None:
+        self.device, self.size = device, size
+        self.segment = self.used = 0  # the segment that is being filled, and how far it is
+        if device.type != "cpu":
+            self.ring = torch.empty((segments, size), dtype=torch.uint8, pin_memory=True)
+            self.events = [torch.cuda.Event() for _ in range(segments)]
+
+    def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
+        """A host array as a tensor on the device: a new one, or `out` of the same shape and type (such as the fixed
+        input of a CUDA graph). The copy is only enqueued. On a CPU a new tensor shares the array's memory; elsewhere
+        the array is free as soon as this returns."""
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor if out is None else out.copy_(tensor)
+        pinned = self._reserve(array.nbytes).view(tensor.dtype).view(tensor.shape)
+        pinned.copy_(tensor)
+        if out is None:
+            out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return out.copy_(pinned, non_blocking=True)
+
+    def upload_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Several arrays in one copy: new tensors, which are parts of one."""
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if self.device.type == "cpu":
+            return tensors
+        starts = np.cumsum([0, *(_aligned(array.nbytes) for array in arrays)]).tolist()
+        pinned = self._reserve(starts[-1])
+        there = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
+        uploaded = []
+        for tensor, array, start in zip(tensors, arrays, starts):
+            pinned[start : start + array.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            uploaded.append(there[start : start + array.nbytes].view(tensor.dtype).view(tensor.shape))
+        there.copy_(pinned, non_blocking=True)
+        return uploaded
+
+    def _reserve(self, count: int) -> Tensor:
+        """`count` bytes of pinned memory that no copy reads any more. What is larger than a segment gets memory of its
+        own, which torch keeps until its copy is done."""
+        if count > self.size:
+            return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        if self.used + count > self.size:
+            # All copies out of this segment are enqueued before this event. The next segment's event is as old as the
+            # ring is long: the host waits only if the device is that far behind.
+            self.events[self.segment].record()
+            self.segment, self.used = (self.segment + 1) % len(self.events), 0
+            self.events[self.segment].synchronize()
+        start, self.used = self.used, self.used + _aligned(count)
+        return self.ring[self.segment, start : start + count]
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
