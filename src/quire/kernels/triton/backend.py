@@ -1,0 +1,118 @@
+"""The attention backend for eager steps on a GPU: rows of one token go through `decode`, others through `prompt`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import Batch, LayerCache, to_device
+from quire.kernels.reference import write_pages
+from quire.kernels.triton.attention import choose_splits, decode
+from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
+from quire.kernels.triton.rope import rope_write
+from quire.specs import Layout
+
+
+class Turned(Protocol):
+    """A rotary embedding: its fp32 table [length, 2, dim / 2] of cos and sin."""
+
+    table: Tensor | None
+
+
+class Norm(Protocol):
+    """An RMS norm of one head."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(slots=True)
+class Plan:
+    """One group's step: the rows of one token (`slots`, `lengths`, and `rows`, their tokens in the step, None where
+    these are all the step's, in order) and the tiles of the others; `fresh`: these others begin in this step."""
+
+    tables: Tensor
+    slots: Tensor | None
+    lengths: Tensor | None
+    rows: Tensor | None
+    tiles: Tensor | None
+    fresh: bool
+    splits: int
+    batch: Batch
+
+
+class TritonBackend:
+    """`softcap` caps the model's scores; `deterministic`: no result depends on which rows share the step."""
+
+    needs = Layout.PAGED
+    rotates = True
+
+    def __init__(self, *, softcap: float | None = None, deterministic: bool = False) -> None:
+        self.softcap, self.deterministic = softcap, deterministic
+
+    def plan(self, batch: Batch, group: int) -> Plan:
+        """Once a step and layer group, on the host; one upload."""
+        cache = next(c for c in batch.caches if c.group == group)
+        single = batch.lengths == 1
+        one, many = np.flatnonzero(single), np.flatnonzero(~single)
+        parts = [batch.slots[one], batch.starts[one] + 1]
+        if len(many):
+            queries = tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.rows.element_size())
+            tiles = make_tiles(*(x[many] for x in (batch.slots, batch.starts, batch.lengths, batch.offsets)), queries)
+            parts += [batch.offsets[one], tiles.reshape(-1).view(np.int64)]
+        ints = to_device(np.concatenate(parts), batch.device)
+        n = len(one)
+        return Plan(
+            tables=batch.tables[group],
+            slots=ints[:n] if n else None,
+            lengths=ints[n : 2 * n] if n else None,
+            rows=ints[2 * n : 3 * n] if n and len(many) else None,
+            tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
+            fresh=not batch.starts[many].any(),
+            splits=1 if self.deterministic else self._splits(n, cache, batch.device),
+            batch=batch,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [T, heads, dim] -> [T, heads, dim]."""
+        keys, values = cache.views()
+        write_pages(keys, values, k, v, plan.batch.write_pages[cache.group], plan.batch.write_offsets)
+        return self._attend(q, (k, v) if plan.fresh else None, cache, plan, scale)
+
+    def rotate_and_attend(
+        self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Plan,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        """The same from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised and rotated where
+        asked: one launch does that and the write. Queries are rotated in place."""
+        q, k, v = qkv.split((cache.heads, cache.kv_heads, cache.kv_heads), dim=1)
+        rope_write(
+            qkv, q, cache, plan.tables, plan.batch.token_slots, plan.batch.positions, cache.heads, cache.kv_heads,
+            rotary=None if rotary is None else rotary.table,
+            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps),
+        )  # fmt: skip
+        fresh = plan.fresh and rotary is None and norms is None  # rotated keys are in the pages only
+        return self._attend(q, (k, v) if fresh else None, cache, plan, scale)
+
+    def _attend(
+        self, q: Tensor, fresh: tuple[Tensor, Tensor] | None, cache: LayerCache, plan: Plan, scale: float
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.tiles is not None:
+            prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap, fresh=fresh)
+        if plan.slots is not None:
+            decode(
+                q, cache, plan.tables, plan.slots, plan.lengths, out,
+                scale=scale, splits=plan.splits, softcap=self.softcap, rows=plan.rows,
+            )  # fmt: skip
+        return out
+
+    def _splits(self, rows: int, cache: LayerCache, device: torch.device) -> int:
+        if device.type != "cuda":
+            return 2
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        return choose_splits(rows, cache.kv_heads, count)

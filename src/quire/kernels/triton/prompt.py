@@ -1,0 +1,173 @@
+"""Attention of prompts and of their chunks, all lengths in one launch (PagedAttention §4.3; FlashAttention-2's loop).
+
+A tile is a run of queries of one sequence; the query heads that share a key/value head are folded into the tile's rows,
+so every key read serves them all. Tiles are made on the host, the longest contexts first. Keys and values come from the
+pages, or, where a step holds all that its queries see, from the step's own k and v (`fresh`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.batch import LayerCache
+from quire.kernels.triton.attention import LOWEST, capped, factors, token_offsets
+
+
+def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Queries a tile: what `prompt` expects of `make_tiles` for these shapes."""
+    return max(1, _shape(head_dim, itemsize)[0] // (heads // kv_heads))
+
+
+def make_tiles(
+    slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, queries: int
+) -> np.ndarray:
+    """Tiles of R rows, int32 [n, 4]: slot, first token of the step, queries, position of the first; longest first.
+
+    All arguments are int64 [R] as in Batch: tokens before, tokens now, and where in the step these begin.
+    """
+    counts = -(-lengths // queries)
+    row = np.repeat(np.arange(len(counts)), counts)
+    cut = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
+    many = np.minimum(lengths[row] - cut, queries)
+    tiles = np.stack([slots[row], offsets[row] + cut, many, starts[row] + cut], 1).astype(np.int32)
+    return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 3]), kind="stable")]
+
+
+@triton.jit
+def _sweep(
+    query, best, weight, total, position, keys, values, table, begin, end, stride, k_row, v_row, inner, outer,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FRESH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them."""
+    d = tl.arange(0, DIM_PAD)
+    if not FRESH:
+        following = token_offsets(table, 0, begin, end, stride, PAGE, DIM, BLOCK_N, False)
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        if FRESH:
+            k_at = at.to(tl.int64) * k_row
+            v_at = at.to(tl.int64) * v_row
+        else:
+            # Page ids are read a turn ahead, see decode.
+            k_at = following
+            v_at = following
+            following = token_offsets(table, 0, start + BLOCK_N, end, stride, PAGE, DIM, BLOCK_N, False)
+        k_at = keys + k_at[:, None] + d[None, :]
+        v_at = values + v_at[:, None] + d[None, :]
+        if MASKED or DIM != DIM_PAD:
+            live = (at < end)[:, None] & (d < DIM)[None, :]
+            key = tl.load(k_at, mask=live, other=0.0)
+        else:
+            key = tl.load(k_at)
+        scores = capped(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if WINDOW is not None:
+                seen &= at[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(best, tl.max(scores, 1) * outer)
+        weights = tl.exp2(scores * outer - new[:, None])
+        shrink = tl.exp2(best - new)
+        weight = weight * shrink + tl.sum(weights, 1)
+        total = total * shrink[:, None]
+        if MASKED or DIM != DIM_PAD:
+            value = tl.load(v_at, mask=(at < end)[:, None] & (d < DIM)[None, :], other=0.0)
+        else:
+            value = tl.load(v_at)
+        total = tl.dot(weights.to(value.dtype), value, total, input_precision="ieee")
+        best = new
+    return best, weight, total
+
+
+@triton.jit(do_not_specialize=["stride", "key_row", "value_row"])
+def _prompt(
+    q, keys, values, tables, tiles, out,
+    q_row, q_head, k_row, k_head, v_row, v_head, out_row, table_width, stride, key_row, value_row, inner, outer,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    slot = tl.load(tiles + tile * 4)
+    token = tl.load(tiles + tile * 4 + 1)
+    many = tl.load(tiles + tile * 4 + 2)
+    earliest = tl.load(tiles + tile * 4 + 3)
+    latest = earliest + many - 1
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_PAD)
+    position = earliest + tl.minimum(m // GROUP, many - 1)
+    inside = (m // GROUP < many)[:, None] & (d < DIM)[None, :]
+    at = (token + m // GROUP).to(tl.int64)
+    heads = head * GROUP + m % GROUP
+    query = tl.load(q + (at * q_row + heads * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
+    if FRESH:
+        # Position p of this sequence is token `token - earliest + p` of the step.
+        keys += (token - earliest).to(tl.int64) * k_row + head * k_head
+        values += (token - earliest).to(tl.int64) * v_row + head * v_head
+    else:
+        keys += (key_row + head).to(tl.int64) * (PAGE * DIM)
+        values += (value_row + head).to(tl.int64) * (PAGE * DIM)
+    table = tables + slot.to(tl.int64) * table_width
+    best = tl.full([BLOCK_M], LOWEST, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    whole_end = (earliest + 1) // BLOCK_N * BLOCK_N  # every query sees all tiles before it, but for the window's edge
+    whole = 0
+    if WINDOW is not None:
+        first = tl.maximum(earliest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        whole = tl.maximum(latest - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
+        whole = tl.minimum(whole, whole_end)
+        best, weight, total = _sweep(
+            query, best, weight, total, position, keys, values, table, first, whole, stride, k_row, v_row, inner, outer,
+            DIM, DIM_PAD, PAGE, WINDOW, CAPPED, BLOCK_M, BLOCK_N, FRESH, True,
+        )  # fmt: skip
+    best, weight, total = _sweep(
+        query, best, weight, total, position, keys, values, table, whole, whole_end, stride, k_row, v_row, inner, outer,
+        DIM, DIM_PAD, PAGE, WINDOW, CAPPED, BLOCK_M, BLOCK_N, FRESH, False,
+    )  # fmt: skip
+    best, weight, total = _sweep(
+        query, best, weight, total, position, keys, values, table, whole_end, latest + 1, stride, k_row, v_row,
+        inner, outer, DIM, DIM_PAD, PAGE, WINDOW, CAPPED, BLOCK_M, BLOCK_N, FRESH, True,
+    )  # fmt: skip
+    result = (total / weight[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (at * out_row + heads * DIM)[:, None] + d[None, :], result, mask=inside)
+
+
+def prompt(
+    q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, scale: float,
+    softcap: float | None = None, fresh: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
+    dim]; rows of out that no tile names stay as they are.
+
+    The keys and values of all queries are in their pages already, or `fresh` is the step's k and v [T, kv_heads, dim]
+    and every sequence begins in this step, its tokens side by side.
+    """
+    heads, dim = q.shape[1:]
+    group = heads // cache.kv_heads
+    out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
+    k, v = (cache.rows, cache.rows) if fresh is None else fresh
+    strides = (0, 0, 0, 0) if fresh is None else (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
+    assert all(x.stride(-1) == 1 for x in (q, k, v)), "heads are rows of `dim` numbers"
+    block_m, block_n, warps, stages = _shape(dim, q.element_size())
+    assert group <= block_m, "more query heads a key head than a tile has rows"
+    _prompt[(tiles.shape[0] * cache.kv_heads,)](
+        q, k, v, tables, tiles, out, q.stride(0), q.stride(1), *strides, out.stride(0), tables.stride(0),
+        cache.stride, cache.key_row, cache.value_row, *factors(scale, softcap),
+        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        PAGE=cache.page_tokens, WINDOW=cache.window, CAPPED=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        FRESH=fresh is not None, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _shape(head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Rows and keys a tile, warps, stages of the pipeline."""
+    if itemsize == 4:
+        return 64, 32, 4, 1
+    return (128, 64, 8, 3) if head_dim <= 128 else (64, 32, 4, 2)
