@@ -353,7 +353,7 @@ def test_the_backend_equals_dense_attention(batch, heads, kv_heads, window, dtyp
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("normalised", [False, True])
 def test_the_backend_rotates_and_writes_in_one_pass(normalised, batch) -> None:
-    rotary = Rotary(Rope("default", 10000.0, 256), 16, 256)
+    rotary = Rotary(Rope(kind="default", theta=10000.0, original_len=256), 16, 256)
     rotary.prepare(DEVICE)
     norms = None
     if normalised:
