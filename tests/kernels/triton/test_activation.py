@@ -66,7 +66,7 @@ def test_gate_of_many_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_act_in_place(name: str, biased: bool, dtype: torch.dtype, pdl: bool) -> None:
-    for rows, size in ((1, 20480), (3, 100), (70, 600)):
+    for rows, size in ((1, 20480), (70, 600)):
         x = random(rows, size, dtype=dtype)
         bias = random(size, dtype=dtype, seed=1) if biased else None
         total = x.double() if bias is None else x.double() + bias.double()
@@ -93,7 +93,7 @@ def test_embed(size: int, dtype: torch.dtype, pdl: bool) -> None:
     weight = random(50, size, dtype=dtype)
     tokens = torch.tensor([3, -1, 49, -1, 0], device=DEVICE)
     slots = torch.tensor([1, 2, 1, 4, 0], device=DEVICE)
-    last = torch.tensor([0, 11, 22, 33, 44], device=DEVICE)
+    last = torch.tensor([9, 11, 22, 33, 44], device=DEVICE)
     want = weight[[3, 22, 49, 44, 0]]
     weight[1] = torch.nan
     assert torch.equal(embed(tokens, last, slots, weight, pdl=pdl), want)

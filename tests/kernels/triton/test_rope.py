@@ -92,7 +92,8 @@ def check(
     heads = case.heads + 2 * case.kv_heads
     wide = random(len(slots), heads + gap, case.dim, dtype=dtype)
     qkv = wide[:, :heads]
-    q_out = qkv[:, : case.heads] if in_place else torch.empty_like(wide)[:, gap : gap + case.heads]
+    elsewhere = torch.empty(len(slots), case.heads + gap, case.dim, dtype=dtype, device=DEVICE)
+    q_out = qkv[:, : case.heads] if in_place else elsewhere[:, gap:]
     q, k, v = expected(qkv, case, positions, rotary, norms)
     before, rest = cache.rows.clone(), wide[:, case.heads :].clone()
     rope_write(

@@ -48,12 +48,13 @@ def _norm(
 
 
 def configuration(rows: int, block: int) -> tuple[int, int]:
-    """(rows a program, warps) for rows padded to `block` numbers. Never more threads than numbers: a thread that held
-    another's copy could read x after it was changed in place.
+    """(rows a program, warps) for rows padded to `block` numbers: 32 numbers a thread. Of 2 to 32 warps, 4 were the
+    fastest on an H200 for one row of 4096 (bf16, 1.4 us) and within 1 % of it for 8192 rows, where several rows a
+    program gained nothing. Never more warps than the numbers fill: in another warp, a thread that held a copy could
+    read x after it was changed in place.
     """
     tile = 1 if rows < 512 else max(1, 2048 // block)
-    warps = tile * block // (256 if rows < 512 else 512)
-    return tile, min(max(warps, 1), 16)
+    return tile, min(max(tile * block // 1024, 1), 16)
 
 
 def rms_norm(

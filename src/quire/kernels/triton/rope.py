@@ -59,10 +59,10 @@ def _rope_write(
         source = qkv + token * qkv_stride + head * DIM + columns
         low = tl.load(source, mask=mask, other=0.0)
         high = tl.load(source + DIM // 2, mask=mask, other=0.0)
-        low, high = _turned(low, high, cos, sin, q_weight, eps, columns, inside, DIM, ROTATE, NORM)
+        turned_low, turned_high = _turned(low, high, cos, sin, q_weight, eps, columns, inside, DIM, ROTATE, NORM)
         target = q_out + token * q_stride + head * DIM + columns
-        tl.store(target, low.to(q_out.dtype.element_ty), mask=mask)
-        tl.store(target + DIM // 2, high.to(q_out.dtype.element_ty), mask=mask)
+        tl.store(target, turned_low.to(q_out.dtype.element_ty), mask=mask)
+        tl.store(target + DIM // 2, turned_high.to(q_out.dtype.element_ty), mask=mask)
     else:
         head = (block - QUERY_BLOCKS) * TILE + tl.arange(0, TILE)[:, None]
         mask = inside & (head < 2 * KV_HEADS)
@@ -70,20 +70,20 @@ def _rope_write(
         source = qkv + token * qkv_stride + (HEADS + head) * DIM + columns
         low = tl.load(source, mask=mask, other=0.0)
         high = tl.load(source + DIM // 2, mask=mask, other=0.0)
-        key_low, key_high = _turned(low, high, cos, sin, k_weight, eps, columns, inside, DIM, ROTATE, NORM)
+        turned_low, turned_high = _turned(low, high, cos, sin, k_weight, eps, columns, inside, DIM, ROTATE, NORM)
         is_key = head < KV_HEADS
-        low = tl.where(is_key, key_low.to(pages.dtype.element_ty), low.to(pages.dtype.element_ty))
-        high = tl.where(is_key, key_high.to(pages.dtype.element_ty), high.to(pages.dtype.element_ty))
+        low = tl.where(is_key, turned_low.to(low.dtype), low)
+        high = tl.where(is_key, turned_high.to(high.dtype), high)
         row = page * page_stride + tl.where(is_key, key_row + head, value_row + head - KV_HEADS)
         target = pages + (row * PAGE_TOKENS + position % PAGE_TOKENS) * DIM + columns
-        tl.store(target, low, mask=mask)
-        tl.store(target + DIM // 2, high, mask=mask)
+        tl.store(target, low.to(pages.dtype.element_ty), mask=mask)
+        tl.store(target + DIM // 2, high.to(pages.dtype.element_ty), mask=mask)
 
 
 def configuration(rows: int, heads: int, block: int) -> tuple[int, int]:
     """(heads a program, warps) where the longer of a token's two lists has `heads` heads, half a head padded to
-    `block`. Never more threads than pairs: a thread that held another's copy could read a query after it was rotated
-    in place.
+    `block`. Never more warps than the pairs fill: in another warp, a thread that held a copy could read a query after
+    it was rotated in place.
     """
     tile = min(triton.next_power_of_2(heads), max(1, (256 if rows < 64 else 1024) // block))
     return tile, min(max(tile * block // 128, 1), 4)
