@@ -39,7 +39,7 @@ def _rope_write(
     ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE heads of one token a program: the first QUERY_BLOCKS of a token's BLOCKS take queries, the others keys and
-    values."""
+    values. A name used in both branches has one type in both: Triton asks for it."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
