@@ -1,0 +1,274 @@
+"""Linear layers: for few rows, where reading the weight is all that counts, and one whose rows do not know the batch.
+
+Few rows: a program owns some rows of the weight and streams them through shared memory, `W x^T` on the tensor cores
+with the rows of x as the narrow side. No program waits for another and none adds to another's result, so a result is
+the same every time, and a row's does not depend on the values of the rows beside it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.launch import early
+
+# Beyond this the library's products are as fast (H200, measured at 32: o and head still faster here; 64: slower).
+MAX_ROWS = 32
+
+
+class Tile(NamedTuple):
+    """What one program computes at a time, and how."""
+
+    rows: int  # of x
+    columns: int  # of the result: rows of the weight
+    depth: int  # of the dot products
+    stages: int
+    warps: int
+
+
+def supports(weight: Tensor, rows: int) -> bool:
+    """Whether `linear` and `gated` take this weight, and `rows` rows are few enough for them to be worth it."""
+    half = weight.dtype in (torch.bfloat16, torch.float16)
+    return half and rows <= MAX_ROWS and weight.is_contiguous() and weight.shape[1] % 16 == 0
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N], residual [M, N] -> residual + x weight^T + bias [M, N], rounded once.
+
+    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the strides of rows free. `out` may be `residual`.
+    """
+    if out is None:
+        out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, residual, out, len(weight), None, pdl)
+    return out
+
+
+def gated(x: Tensor, weight: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I], rounded once; else as `linear`.
+
+    `activation`: one of ACTIVATIONS.
+    """
+    size = len(weight) // 2
+    if out is None:
+        out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
+    _launch(x, weight, None, None, out, size, ACTIVATIONS[activation], pdl)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    size: int,
+    activation: str | None,
+    pdl: bool,
+) -> None:
+    """`size`: of a result's row."""
+    rows, depth = x.shape
+    assert 1 <= rows <= MAX_ROWS, f"{rows} rows are not few"
+    assert depth % 16 == 0, f"{depth} is not a multiple of 16"
+    _check(x, weight)
+    assert out.shape == (rows, size), f"out {tuple(out.shape)} is not {(rows, size)}"
+    assert out.stride(1) == 1, "rows must be dense"
+    tile = few_rows(rows, len(weight), depth)
+    each = tile.columns if activation is None else tile.columns // 2
+    options = {"num_stages": tile.stages, "num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
+    _few[(triton.cdiv(size, each),)](
+        x, weight, out if bias is None else bias, out if residual is None else residual, out,
+        rows, size, depth, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
+        BIAS=bias is not None, RESIDUAL=residual is not None, KIND=activation, PDL=pdl, **options,
+    )  # fmt: skip
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    assert weight.shape[1] == x.shape[1], f"x {tuple(x.shape)} does not fit the weight {tuple(weight.shape)}"
+    assert weight.is_contiguous(), "the weight must be dense"
+    assert x.stride(1) == 1, "rows must be dense"
+
+
+def few_rows(rows: int, size: int, depth: int) -> Tile:
+    """The tile for a weight [size, depth]; measured on one H200 with the shapes of Llama-3-8B in bf16.
+
+    Long weights have programs enough for tiles of 64 rows, which read x less often; short ones need narrow tiles to
+    occupy every multiprocessor, and deep ones to have enough bytes on the way.
+    """
+    block = 16 if rows <= 16 else 32
+    if size >= 16384:
+        wide = size >= 65536 and rows > 8
+        return Tile(block, 128 if wide else 64, 128, 3 if wide else 4, 4)
+    if rows > 16:
+        return Tile(block, 64, 128, 6, 4)
+    return Tile(block, 16, 512, 4 if depth > 4096 or size <= 4096 else 3, 2)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _few(
+    x, weight, bias, residual, out, rows, size, depth, x_stride, residual_stride, out_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of the weight a program, all of K. With a KIND of activation, gate's and up's rows take turns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if KIND is not None:
+        place = tl.minimum(n // 2, size - 1) + n % 2 * size
+    else:
+        place = tl.minimum(n, size - 1)  # rows past the end compute the last one again, and are not stored
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    real = m < rows
+    tiles = weight + place.to(tl.int64)[:, None] * depth + k[None, :]
+    inputs = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if EVEN:
+            w = tl.load(tiles + start)
+            v = tl.load(inputs + start, mask=real[:, None], other=0.0)
+        else:
+            inside = (start + k < depth)[None, :]
+            w = tl.load(tiles + start, mask=inside, other=0.0)
+            v = tl.load(inputs + start, mask=real[:, None] & inside, other=0.0)
+        acc = tl.dot(w, tl.trans(v), acc, input_precision="ieee")
+    if KIND is not None:
+        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        acc = activate(gate, KIND) * up
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
+    mask = (n < size)[:, None] & real[None, :]
+    if RESIDUAL:
+        added = residual + m.to(tl.int64)[None, :] * residual_stride + n[:, None]
+        acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64)[None, :] * out_stride + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+
+
+def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N]; a row's bits depend on nothing but that row.
+
+    Any M >= 1; layout as for `linear`. Every element is a sum over K in one order, whatever the tile: tensor cores give
+    the same bits in tiles of every size used here, which the tests compare.
+    """
+    rows, depth = x.shape
+    size = len(weight)
+    _check(x, weight)
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    bulk = _bulk_copies(x, weight, out) and rows > 64
+    tile = any_rows(rows, size, x.dtype, bulk)
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.columns)
+    added = out if bias is None else bias
+    options = {"num_stages": tile.stages, "num_warps": tile.warps, "BIAS": bias is not None}
+    options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+    if not bulk:
+        even = depth % tile.depth == 0
+        _tile[(tiles,)](x, weight, added, out, rows, size, depth, x.stride(0), EVEN=even, **options)
+        return out
+    programs = min(tiles, _multiprocessors(x.device))
+    inputs = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+    weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
+    results = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
+    _tiles[(programs,)](inputs, weights, added, results, rows, size, depth, PROGRAMS=programs, **options)
+    return out
+
+
+def any_rows(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Tile:
+    """The tile of `invariant`, with or without Hopper's bulk copies; measured as `few_rows`."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 32, 2, 4)
+    if bulk:
+        return Tile(128, 128, 64, 5, 8) if rows <= 1024 else Tile(128, 256, 64, 4, 8)
+    if rows > 64:
+        return Tile(128, 128, 64, 4, 8)
+    return Tile(64, 64, 128, 4, 4) if size > 4096 else Tile(64, 32, 256, 4, 4)
+
+
+def _bulk_copies(*tensors: Tensor) -> bool:
+    """Whether Hopper's tensor copies can move tiles of these: rows at multiples of 16 bytes."""
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
+    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    return aligned and (half and early(tensors[0].device) if tensors[0].is_cuda else True)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@triton.jit
+def _place(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles in groups of eight rows of tiles, so that tiles computed together share what they read."""
+    down = tl.cdiv(rows, BLOCK_M)
+    group = 8 * tl.cdiv(size, BLOCK_N)
+    first = index // group * 8
+    height = tl.minimum(down - first, 8)
+    return (first + index % group % height) * BLOCK_M, index % group // height * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tile(
+    x, weight, bias, out, rows, size, depth, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """One tile a program."""
+    top, left = _place(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
+    m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    real = m < rows
+    inputs = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    weights = weight + tl.minimum(n, size - 1).to(tl.int64)[:, None] * depth + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if EVEN:
+            v = tl.load(inputs + start, mask=real[:, None], other=0.0)
+            w = tl.load(weights + start)
+        else:
+            inside = (start + k < depth)[None, :]
+            v = tl.load(inputs + start, mask=real[:, None] & inside, other=0.0)
+            w = tl.load(weights + start, mask=inside, other=0.0)
+        acc = tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
+    place = out + m.to(tl.int64)[:, None] * size + n[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & (n < size)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tiles(
+    inputs, weights, bias, results, rows, size, depth, PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Every PROGRAMS-th tile a program. Past their ends, descriptors read zeros and write nothing."""
+    count = tl.cdiv(rows, BLOCK_M) * tl.cdiv(size, BLOCK_N)
+    for index in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+        top, left = _place(index, rows, size, BLOCK_M, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, depth, BLOCK_K):
+            acc = tl.dot(inputs.load([top, start]), weights.load([left, start]).T, acc, input_precision="ieee")
+        if BIAS:
+            n = left + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
+        # Half a tile at a time: the whole would not fit beside the stages.
+        low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        results.store([top, left], low.to(results.dtype))
+        results.store([top, left + BLOCK_N // 2], high.to(results.dtype))

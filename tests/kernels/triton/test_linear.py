@@ -1,0 +1,129 @@
+"""Products for few rows equal torch's in fp64 within the rounding; rows do not see one another; `invariant` gives a row
+the same bits in every batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.triton import linear as kernels
+from quire.kernels.triton.linear import MAX_ROWS, gated, invariant, linear, supports
+from quire.layers import mlp
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
+# [N, K]: N not a multiple of a tile, K not of one, but of 16; and the shapes of a real layer.
+SHAPES = [(1, 16), (48, 64), (100, 272), (33, 528), *([(6144, 4096), (20000, 1040), (4096, 14336)] if CUDA else [])]
+ROWS = [1, 2, 3, 7, 8, 16, 17, MAX_ROWS]
+# Infinite values on the way are wanted; NumPy warns of them in the interpreter.
+INFINITE = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def assert_rounded(got: Tensor, want: Tensor) -> None:
+    """got is want (fp64) rounded to got's dtype, but for fp32 sums on the way."""
+    scale = want.abs().max().item() + 1
+    torch.testing.assert_close(got.double(), want, rtol=0.51 * torch.finfo(got.dtype).eps + 2e-6, atol=4e-6 * scale)
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype, pdl: bool) -> None:
+    x, weight = random(rows, shape[1], dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    bias, residual = random(shape[0], dtype=dtype, seed=2), random(rows, shape[0], dtype=dtype, seed=3)
+    want = x.double() @ weight.double().T
+    assert_rounded(linear(x, weight, pdl=pdl), want)
+    assert_rounded(linear(x, weight, bias, pdl=pdl), want + bias.double())
+    before = residual.clone()
+    assert_rounded(linear(x, weight, bias, residual=residual, pdl=pdl), want + bias.double() + before.double())
+    assert torch.equal(residual, before)
+    assert linear(x, weight, residual=residual, out=residual, pdl=pdl) is residual
+    assert_rounded(residual, want + before.double())
+
+
+@INFINITE
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 24, 100, *([14336] if CUDA else [])])
+@pytest.mark.parametrize("rows", [1, 3, 16, MAX_ROWS])
+def test_gated(rows: int, size: int, dtype: torch.dtype, pdl: bool) -> None:
+    x, weight = random(rows, 272, dtype=dtype), random(2 * size, 272, dtype=dtype, seed=1).mul_(0.2)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
+    for name in ("silu", "relu", "gelu", "gelu_new"):
+        assert_rounded(gated(x, weight, name, pdl=pdl), mlp.activation(name)(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_gaps(dtype: torch.dtype) -> None:
+    """Rows of x, of the residual and of the result are parts of wider ones; what lies between stays, unread."""
+    wide, weight = random(5, 400, dtype=dtype), random(50, 272, dtype=dtype, seed=1)
+    residual, out = random(5, 70, dtype=dtype, seed=2), random(5, 90, dtype=dtype, seed=3)
+    wide[:, 272:], residual[:, 50:] = torch.nan, torch.nan
+    gap, x = out[:, 50:].clone(), wide[:, :272]
+    assert linear(x, weight, residual=residual[:, :50], out=out[:, :50]).data_ptr() == out.data_ptr()
+    assert_rounded(out[:, :50], x.double() @ weight.double().T + residual[:, :50].double())
+    assert torch.equal(out[:, 50:], gap)
+
+
+@INFINITE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 16, MAX_ROWS])
+def test_a_row_does_not_see_the_others(rows: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, 528, dtype=dtype), random(100, 528, dtype=dtype, seed=1)
+    before = linear(x, weight)[0].clone()
+    x[1:] = torch.inf
+    assert torch.equal(linear(x, weight)[0], before)
+    x[1:] = torch.nan
+    assert torch.equal(linear(x, weight)[0], before)
+
+
+def test_what_is_supported() -> None:
+    assert supports(torch.empty(8, 32, dtype=torch.bfloat16), MAX_ROWS)
+    assert supports(torch.empty(8, 32, dtype=torch.float16), 1)
+    assert not supports(torch.empty(8, 32, dtype=torch.bfloat16), MAX_ROWS + 1)
+    assert not supports(torch.empty(8, 32), 1)
+    assert not supports(torch.empty(8, 40, dtype=torch.bfloat16), 1)
+    assert not supports(torch.empty(32, 8, dtype=torch.bfloat16).T, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(16, 16), (100, 272), (136, 528)])
+@pytest.mark.parametrize("rows", [1, 5, 64, 65, 150])
+def test_invariant(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = random(rows, shape[1], dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    bias, want = random(shape[0], dtype=dtype, seed=2), x.double() @ weight.double().T
+    assert_rounded(invariant(x, weight), want)
+    assert_rounded(invariant(x, weight, bias), want + bias.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_invariant_without_bulk_copies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(130, 272, dtype=dtype), random(100, 272, dtype=dtype, seed=1)
+    want = invariant(x, weight)
+    monkeypatch.setattr(kernels, "_bulk_copies", lambda *tensors: False)
+    assert_rounded(invariant(x, weight), x.double() @ weight.double().T)
+    if CUDA:
+        assert torch.equal(invariant(x, weight), want)
+    assert_rounded(
+        invariant(x[:, 1:257], weight[:, :256].contiguous()), x[:, 1:257].double() @ weight[:, :256].double().T
+    )
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1000, 1040)])
+def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = random(2048, shape[1], dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    want = invariant(x, weight)
+    for rows in (1, 2, 5, 16, 33, 64, 65, 100, 257, 1024, 1025):
+        for first in (0, 7, 2048 - rows):
+            assert torch.equal(invariant(x[first : first + rows], weight), want[first : first + rows])
