@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from quire.errors import StartupError
 
 MEMORIES = ("paged",)
 PREEMPTIONS = ("recompute", "swap", "auto")
-ATTENTIONS = ("auto", "reference", "sdpa")
+ATTENTIONS = ("auto", "reference", "sdpa", "triton")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 MAX_PAGE_SIZE = 1024
 MAX_SEQS = 65536
+MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
+"""Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +24,13 @@ class EngineConfig:
     """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
 
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1).
-    `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included.
+    `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
+    `max_num_seqs` depend on the device where they are None (MOST, `sized`).
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
-    `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers.
+    `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `deterministic` makes a
+    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay decode steps.
     """
 
     model: str = ""
@@ -45,8 +49,8 @@ class EngineConfig:
     kv_gib: float | None = None
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
     preemption: str = "auto"
@@ -57,6 +61,8 @@ class EngineConfig:
     depth: int | None = None
     seed: int = 0
     debug: bool = False
+    deterministic: bool = False
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here
@@ -94,6 +100,15 @@ class EngineConfig:
             raise StartupError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"
             )
+
+    def sized(self, device: str) -> EngineConfig:
+        """The same with `max_num_seqs` and `max_num_batched_tokens` filled in for "cpu" or "cuda"."""
+        seqs, tokens = MOST[device]
+        return replace(
+            self,
+            max_num_seqs=seqs if self.max_num_seqs is None else self.max_num_seqs,
+            max_num_batched_tokens=tokens if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
+        )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

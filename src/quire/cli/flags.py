@@ -40,8 +40,8 @@ ENGINE = (
     Flag("model_config", str, "a named shape instead of a model, with --dummy-weights", metavar="NAME"),
     Flag("dummy_weights", bool, "random weights: for measuring"),
     Flag("max_model_len", int, "longest sequence, in tokens", metavar="N"),
-    Flag("max_num_seqs", int, "most sequences in memory at once", metavar="N"),
-    Flag("max_num_batched_tokens", int, "most tokens computed in one step", metavar="N"),
+    Flag("max_num_seqs", int, "most sequences in memory at once (default: 256; on a GPU 1024)", metavar="N"),
+    Flag("max_num_batched_tokens", int, "most tokens computed in one step (default: 2048; on a GPU 8192)", metavar="N"),
     Flag("max_num_queued_reqs", int, "most requests waiting; others are refused", metavar="N"),
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
@@ -54,6 +54,8 @@ ENGINE = (
     Flag("skip_tokenizer_init", bool, "work with token ids only"),
     Flag("generation_config", bool, "take sampling defaults from generation_config.json"),
     Flag("depth", int, "steps in flight at once", metavar="N"),
+    Flag("deterministic", bool, "on a GPU, tokens don't depend on what else is in a batch"),
+    Flag("cuda_graphs", bool, "on a GPU, replay decode steps as CUDA graphs"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -37,19 +38,16 @@ class LayerCache(NamedTuple):
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Batch:
-    """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `write_pages` and
-    `write_offsets` [groups, T] say where each token's keys and values go; `ends` [S] are the last tokens of the rows
-    that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's first token. The page
-    tables [groups, slots, logical pages] are there on the device and on the host.
+    """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `ends` [S] are the last
+    tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's first
+    token. The page tables [groups, slots, logical pages] are there on the device and on the host.
     """
 
     tokens: Tensor
     positions: Tensor
     token_slots: Tensor
-    write_pages: Tensor
-    write_offsets: Tensor
     ends: Tensor
     slots: np.ndarray
     starts: np.ndarray
@@ -62,6 +60,17 @@ class Batch:
     @property
     def device(self) -> torch.device:
         return self.tokens.device
+
+    @cached_property
+    def write_pages(self) -> Tensor:
+        """[groups, T]: the page that each token's keys and values go to."""
+        size = self.caches[0].page_tokens
+        return self.tables[:, self.token_slots, torch.div(self.positions, size, rounding_mode="floor")]
+
+    @cached_property
+    def write_offsets(self) -> Tensor:
+        """[T]: and where in the page."""
+        return self.positions % self.caches[0].page_tokens
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

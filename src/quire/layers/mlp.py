@@ -71,9 +71,22 @@ class MLP(nn.Module):
         self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.act = activation(act)
+        self.act, self.name = activation(act), act
         self.up = Linear(hidden, intermediate, bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
+        self.act_in_place: Callable[..., Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        inner = self.up(x)
+        if self.act_in_place is not None:
+            return self.down(self.act_in_place(inner, self.name, pdl=self.up.pdl))
+        return self.down(self.act(inner))
+
+    def prepare(self) -> None:
+        """Call once, after loading."""
+        if self.up.weight is None or not self.up.weight.is_cuda:
+            return
+        from quire.kernels.triton import activation
+
+        if self.name in activation.ACTIVATIONS:
+            self.act_in_place = activation.act

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 
 
 def prepare_layers(model: nn.Module) -> None:
     """Call `prepare` of every layer that has something to prepare."""
     for module in model.modules():
-        if isinstance(module, Linear | RMSNorm | LayerNorm | GatedMLP):
+        if isinstance(module, Linear | RMSNorm | LayerNorm | GatedMLP | MLP):
             module.prepare()

@@ -116,5 +116,5 @@ class Size(NamedTuple):
 
 
 def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> KVMemory:
-    """The memory that `config.memory` names, of `size`."""
-    return PagedMemory.build(config, spec, size.tokens, size.max_len, size.itemsize, model_id)
+    """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU."""
+    return PagedMemory.build(config.sized("cpu"), spec, size.tokens, size.max_len, size.itemsize, model_id)

@@ -43,16 +43,17 @@ class Entry(NamedTuple):
     filled: int
 
 
+BUDGET = 64  # tokens of a step: more than the figures' prompts
 Tables = dict[str, tuple[Entry, ...]]  # a block table for each request
 
 
 def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables]:
     """The block tables after each of `steps` steps. `free` holds the free physical blocks, the next one first."""
     spec = ModelSpec("words", (LayerSpec(1, 1),), 64, 32, 1, 1, 1, 1)
-    config = EngineConfig(page_size=BLOCK, max_num_seqs=4)
+    config = EngineConfig(page_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=BUDGET)
     geometry = PagedMemory.build(config, spec, BLOCKS * BLOCK, spec.max_len, 2).geometry
-    memory = PagedMemory(geometry, chunk=config.max_num_batched_tokens, order=[block + 1 for block in free])
-    scheduler = Scheduler(memory, budget=config.max_num_batched_tokens, max_seqs=4, max_len=spec.max_len)
+    memory = PagedMemory(geometry, chunk=BUDGET, order=[block + 1 for block in free])
+    scheduler = Scheduler(memory, budget=BUDGET, max_seqs=4, max_len=spec.max_len)
     numbers = {word: i for i, word in enumerate(word for request in requests for word in request.words)}
     running: dict[str, Sequence] = {}
     history = []

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.batch import Batch, to_device
+from quire.kernels.batch import Batch
 from quire.plan import LAST, Row
 from quire.runner.store import Store
 
@@ -24,12 +24,10 @@ def build_batch(rows: tuple[Row, ...], store: Store, last: Tensor) -> Batch:
     inputs[2] = np.repeat(slots, lengths)
     ends = np.array([offsets[i] + lengths[i] - 1 for i, row in enumerate(rows) if row.sample], dtype=np.int64)
     unseen = bool((inputs[0] == LAST).any())
-    tokens, positions, token_slots = to_device(inputs, store.device)
+    there, on_device_ends = store.staging.upload_all([inputs, ends])
+    tokens, positions, token_slots = there
     if unseen:
         tokens = torch.where(tokens == LAST, last[token_slots], tokens)
-    size = store.geometry.groups[0].page_tokens
-    write_pages = store.tables[:, token_slots, torch.div(positions, size, rounding_mode="floor")]
     return Batch(
-        tokens, positions, token_slots, write_pages, positions % size, to_device(ends, store.device),
-        slots, starts, lengths, offsets, store.tables, store.host_tables, store.caches,
+        tokens, positions, token_slots, on_device_ends, slots, starts, lengths, offsets, store.tables, store.host_tables, store.caches,
     )  # fmt: skip

@@ -57,6 +57,8 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, itemsize: int, device: str) -> MemoryPlan:
     """How to divide the device. StartupError if the model or one token of KV doesn't fit, naming the numbers."""
+    config = config.sized(device)
+    assert config.max_num_seqs is not None
     total, free = device_memory(device)
     weights = spec.parameters * itemsize
     activations = activation_bytes(config, spec, itemsize)
@@ -105,6 +107,7 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
     attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence in float32
     and in the sampler's working copies; the rotary table."""
+    assert config.max_num_batched_tokens is not None and config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = config.max_num_batched_tokens * (6 * spec.hidden + 4 * kv + 3 * spec.intermediate) * itemsize
     logits = min(config.max_num_seqs, config.max_num_batched_tokens) * spec.vocab_size * 16

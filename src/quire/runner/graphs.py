@@ -1,0 +1,160 @@
+"""Decode steps as CUDA graphs: a step in which every sequence computes one token is one launch, whatever the model.
+
+A graph is captured for each size of batch, when it is first needed; smaller batches are padded with rows of slot 0,
+which read and write scratch memory. All that changes between replays is on the device already (page tables, last
+samples) or is one small copy: each row's token, slot and position.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import LayerCache
+from quire.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
+from quire.kernels.triton.launch import early
+from quire.kernels.triton.rope import rope_write
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import Rotary
+from quire.plan import LAST, Row
+from quire.runner.staging import Staging
+from quire.runner.store import Store
+
+Tail = Callable[[Tensor, Tensor], Any]
+
+
+def sizes(largest: int) -> list[int]:
+    """Batches that get a graph of their own: few rows more than needed cost next to nothing."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 32)]
+    return [*(size for size in steps if size < largest), largest]
+
+
+class DecodeContext:
+    """A model's view of a step of one token a row, all of it on the device. See quire.models.context."""
+
+    def __init__(self, store: Store, positions: Tensor, slots: Tensor, splits: dict[int, int], scratch: Scratch) -> None:
+        self.positions, self.slots, self.lengths = positions, slots, positions + 1
+        self.caches, self.tables, self.splits, self.scratch = store.caches, store.tables, splits, scratch
+        self.pdl = early(positions.device)
+
+    def attend(
+        self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
+    ) -> Tensor:
+        """See quire.models.context."""
+        cache = self.caches[layer]
+        tables = self.tables[cache.group]
+        q = qkv[:, : cache.heads]  # rotated in place
+        rope_write(
+            qkv, q, cache, tables, self.slots, self.positions, cache.heads, cache.kv_heads,
+            rotary=None if rotary is None else rotary.table,
+            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=self.pdl,
+        )  # fmt: skip
+        return decode(
+            q, cache, tables, self.slots, self.lengths, scale=cache.head_dim**-0.5,
+            splits=self.splits[cache.kv_heads], scratch=self.scratch, pdl=self.pdl,
+        )  # fmt: skip
+
+
+class Graph(NamedTuple):
+    """A captured step and what it leaves on the device."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+
+class DecodeGraphs:
+    """Graphs for up to `largest` rows. `tails` say what follows the logits, by name: a function of the logits [B, V] and
+    the slots [B], captured with the step; what it returns is valid until the next replay."""
+
+    def __init__(
+        self,
+        model: Any,
+        store: Store,
+        last: Tensor,
+        staging: Staging,
+        largest: int,
+        tails: dict[str, Tail],
+        deterministic: bool = False,
+    ) -> None:
+        self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
+        self.sizes, self.deterministic = sizes(largest), deterministic
+        self.largest = largest
+        self.graphs: dict[tuple[str, int], Graph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(last.device)
+        # Slot 0 and position 0: what padding is, until a step fills them in.
+        self.inputs = torch.zeros(3 * largest, dtype=torch.int64, device=last.device)
+        self.multiprocessors = torch.cuda.get_device_properties(last.device).multi_processor_count
+        self.scratch = self._scratch(store.caches)
+
+    def _scratch(self, caches: list[LayerCache]) -> Scratch:
+        """One that suffices for every size and layer: layers follow one another."""
+        kinds = {(c.heads, c.kv_heads, c.head_dim) for c in caches}
+        needs = [
+            (decode_scratch(size, heads, kv, dim, self._splits(size, kv), torch.device("meta")))
+            for heads, kv, dim in kinds for size in self.sizes
+        ]  # fmt: skip
+        most = [max(need[i].numel() for need in needs) for i in range(3)]
+        device = self.last.device
+        return Scratch(
+            torch.empty(most[0], dtype=torch.float32, device=device),
+            torch.empty(most[1], dtype=torch.float32, device=device),
+            torch.zeros(most[2], dtype=torch.int32, device=device),
+        )
+
+    def _splits(self, size: int, kv_heads: int) -> int:
+        return 1 if self.deterministic else choose_splits(size, kv_heads, self.multiprocessors)
+
+    def fits(self, rows: tuple[Row, ...]) -> bool:
+        """Every row computes one token and samples what follows it."""
+        return len(rows) <= self.largest and all(len(row.tokens) == 1 and row.sample and not row.score for row in rows)
+
+    def run(self, rows: tuple[Row, ...], tail: str) -> Any:
+        """Enqueue the step; what its tail leaves on the device, padding included."""
+        size = self.sizes[bisect_left(self.sizes, len(rows))]
+        graph = self.graphs.get((tail, size))
+        if graph is None:
+            graph = self.graphs[tail, size] = self._capture(size, tail)
+        filled = np.zeros((3, size), dtype=np.int64)
+        filled[:, : len(rows)] = np.array([(row.tokens[0], row.slot, row.start) for row in rows], dtype=np.int64).T
+        self.staging.upload(filled, self.inputs[: 3 * size].view(3, size))
+        graph.graph.replay()
+        return graph.result
+
+    def _step(self, size: int, tail: str) -> Any:
+        tokens, slots, positions = self.inputs[: 3 * size].view(3, size)
+        tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
+        splits = {cache.kv_heads: self._splits(size, cache.kv_heads) for cache in self.store.caches}
+        context = DecodeContext(self.store, positions, slots, splits, self.scratch)
+        logits = self.model.logits(self.model(tokens, context))
+        return self.tails[tail](logits, slots)
+
+    def _capture(self, size: int, tail: str) -> Graph:
+        """Capture on a stream of its own. The step first runs as it is, on padding alone: kernels are compiled and
+        loaded by then."""
+        self.inputs.zero_()
+        self._step(size, tail)
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.last.device)
+        self.stream.wait_stream(current)
+        collecting = gc.isenabled()
+        gc.disable()  # a tensor that is freed while a stream is captured would spoil the capture
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                result = self._step(size, tail)
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(self.stream)
+        return Graph(graph, result)
+
+    def close(self) -> None:
+        """Let go of the graphs and their memory."""
+        self.graphs.clear()
