@@ -23,7 +23,8 @@ from transformers.generation.logits_process import (
 from quire.decoding import branch_seed
 from quire.plan import Birth, Sampled
 from quire.request import SamplingParams
-from quire.runner.sampler import SCALE, Drawn, Sampler, draw, noise, token_weights
+from quire.runner.draws import SCALE, draw, noise, token_weights
+from quire.runner.sampler import Drawn, Sampler
 
 VOCAB = 500  # not a multiple of the block that draws are searched in
 EOS = (2, 7)
