@@ -21,14 +21,14 @@ from transformers.generation.logits_process import (
 )
 
 from quire.decoding import branch_seed
-from quire.plan import Birth, Sampled
+from quire.plan import Birth, Row, Sampled, Top
 from quire.request import SamplingParams
 from quire.runner.draws import SCALE, draw, noise, token_weights
 from quire.runner.sampler import Drawn, Sampler
 
 VOCAB = 500  # not a multiple of the block that draws are searched in
 EOS = (2, 7)
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def some_logits(rows: int, seed: int = 0, vocab: int = VOCAB, spread: float = 1.5) -> Tensor:
@@ -39,11 +39,34 @@ def history_of(seed: int, length: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
 
 
-def a_sampler(slots: int = 40, vocab: int = VOCAB) -> Sampler:
-    return Sampler(slots, vocab, CPU, EOS)
+class OnDevice:
+    """A sampler on the GPU if there is one, for logits on the host."""
+
+    def __init__(self, slots: int, vocab: int) -> None:
+        self.inner = Sampler(slots, vocab, DEVICE, EOS)
+        self.birth, self.finish, self.plain = self.inner.birth, self.inner.finish, self.inner.plain
+
+    def sample(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Drawn:
+        return self.inner.sample(logits.to(DEVICE), rows)
+
+    def process(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
+        there = logits.to(DEVICE)
+        before = there.clone()
+        result = self.inner.process(there, rows).cpu()
+        assert torch.equal(there, before), "the caller's logits were changed"
+        return result
+
+    def score(self, logits: Tensor, targets: Tensor, k: int) -> list[Top]:
+        return self.inner.score(logits.to(DEVICE), targets.to(DEVICE), k)
 
 
-def born(sampler: Sampler, slot: int, params: SamplingParams, history: tuple[int, ...], prompt: int, seed: int) -> None:
+def a_sampler(slots: int = 40, vocab: int = VOCAB) -> OnDevice:
+    return OnDevice(slots, vocab)
+
+
+def born(
+    sampler: OnDevice, slot: int, params: SamplingParams, history: tuple[int, ...], prompt: int, seed: int
+) -> None:
     top = -1 if params.logprobs is None else params.logprobs
     if params.beam_width is not None:
         top = 30 * params.beam_width
@@ -59,10 +82,7 @@ def weights_of(logits: Tensor, **kinds: float) -> Tensor:
 def processed(params: SamplingParams, logits: Tensor, history: tuple[int, ...], prompt: int) -> Tensor:
     sampler = a_sampler()
     born(sampler, 3, params, history, prompt, 0)
-    before = logits.clone()
-    result = sampler.process(logits, [(3, len(history), 1)])
-    assert torch.equal(logits, before), "the caller's logits were changed"
-    return result
+    return sampler.process(logits, [(3, len(history), 1)])
 
 
 # Distributions
@@ -147,7 +167,7 @@ def test_drawn_frequencies_follow_the_distribution(across: str) -> None:
         position = 1 + (step if across == "positions" else 0)
         rows = [(0, 1, 32)] if across == "branches" else [(slot, position, 1) for slot in slots]
         drawn = sampler.sample(logits.expand(len(rows), -1), rows)
-        observed += np.bincount(drawn.tokens.numpy(), minlength=40)
+        observed += np.bincount(drawn.tokens.cpu().numpy(), minlength=40)
     total = rounds * len(slots)
     chi_square = ((observed - expected * total) ** 2 / (expected * total)).sum()
     assert 15 < chi_square < 75, chi_square  # 39 degrees of freedom: beyond either end with probability 0.0005
@@ -188,6 +208,34 @@ def test_greedy_takes_the_lowest_of_equal_tokens_in_every_dtype() -> None:
         for slot in range(6):
             born(sampler, slot, SamplingParams(temperature=0), (1,), 1, slot)
         assert sampler.sample(logits.to(dtype), [(slot, 1, 1) for slot in range(6)]).tokens.tolist() == [11] * 6
+
+
+def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
+    sampler = a_sampler()
+    kinds: list[dict[str, Any]] = [
+        {}, {"top_k": 3}, {"min_tokens": 4}, {"ignore_eos": True, "max_tokens": 9}, {"logprobs": 1},
+        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [4]}, {"bad_word_ids": ((4,),)}, {"bad_word_ids": ((4, 5),)}, {"presence_penalty": 0.1},
+        {"beam_width": 2}, {"temperature": 1.0}, {"n": 2},
+    ]  # fmt: skip
+    for slot, values in enumerate(kinds):
+        born(sampler, slot, SamplingParams(**({"temperature": 0.0} | values)), (1, 2, 3), 3, slot)
+    plain = [sampler.plain([Row(slot, (7,), 6, kinds[slot].get("n", 1))]) for slot in range(len(kinds))]
+    assert plain == [True, True, True, True] + [False] * 9
+    assert not sampler.plain([Row(2, (7,), 5, 1)]), "its end tokens are masked still"
+    assert sampler.plain([Row(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)])
+    assert not sampler.plain([Row(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)])
+    assert sampler.plain([Row(2, (5, 6, 7), 4, 1)])
+
+
+def test_the_first_draw_of_each_row_becomes_its_last() -> None:
+    sampler = Sampler(40, VOCAB, DEVICE, EOS)
+    kinds: list[dict[str, Any]] = [{"n": 3}, {"temperature": 0}, {"allowed_token_ids": [9, 70]}, {"top_p": 0.5}]
+    for slot, values in enumerate(kinds):
+        sampler.birth(Birth(30 + slot, slot, -1, SamplingParams(**values), slot, 1, (1,), 1))
+    last = torch.full((40,), -1, device=DEVICE)
+    rows = [(30 + slot, 1, values.get("n", 1)) for slot, values in enumerate(kinds)]
+    samples = sampler.finish(sampler.sample(some_logits(4, seed=24).to(DEVICE), rows, last))
+    assert last.tolist() == [-1] * 30 + [sampled.tokens[0] for sampled in samples] + [-1] * 6
 
 
 # Masks, biases, penalties
@@ -402,7 +450,7 @@ def test_branches_of_successive_seeds_are_not_each_others() -> None:
         born(sampler, seed, params, (1,), 1, seed)
     drawn = np.stack(
         [
-            sampler.sample(logits, [(seed, position, 3) for seed in range(9)]).tokens.view(9, 3).numpy()
+            sampler.sample(logits, [(seed, position, 3) for seed in range(9)]).tokens.cpu().view(9, 3).numpy()
             for position in range(40)
         ]
     )  # position, seed, branch
