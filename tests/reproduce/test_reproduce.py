@@ -20,7 +20,7 @@ from quire.reproduce.block_tables import FIGURE_7, FREE_7, replay
 from quire.reproduce.result import DIFFERS, HOLDS, at_most, equal, near
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}
-LONG = {"table-scope", "step-overhead", "fig15", "fig19a"}  # they have tests of their own
+LONG = {"table-scope", "step-overhead", "fig15", "fig18a", "fig18b", "fig19a"}  # they have tests of their own
 
 
 def reproduced(name: str, folder: Path) -> dict[str, Any]:

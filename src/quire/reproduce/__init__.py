@@ -19,11 +19,12 @@ from quire.reproduce.result import DIFFERS, Reproduction
 
 class Entry(NamedTuple):
     """`function` is "module:name" below quire.reproduce; it is loaded when it runs. If it `samples`, it takes how much
-    to run: False, or with --full True."""
+    to run: False, or with --full True. `gpu`: it is nothing without one."""
 
     function: str
     about: str
     samples: bool = False
+    gpu: bool = False
 
     def run(self, full: bool = False) -> Reproduction:
         module, _, name = self.function.partition(":")
@@ -36,6 +37,8 @@ ENTRIES = {
     "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
     "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
     "fig15": Entry("sharing:figure_15", "PagedAttention Figure 15: memory saved by sharing", samples=True),
+    "fig18a": Entry("attention_blocks:figure_18a", "PagedAttention Figure 18a: what paging costs attention", gpu=True),
+    "fig18b": Entry("attention_blocks:figure_18b", "PagedAttention Figure 18b: latency by page size", samples=True),
     "fig19a": Entry("swap_or_recompute:figure_19a", "PagedAttention Figure 19a: swapping and recomputing by page size"),
     "table1": Entry("closed_forms:table_1", "PagedAttention Table 1: model sizes and KV slots"),
     "x1": Entry("closed_forms:kv_of_a_request", "PagedAttention §3: KV bytes of a token and of a request"),
@@ -54,7 +57,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png there")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     given = parser.parse_args(args)
-    names = list(ENTRIES) if given.all else given.name
+    names = _all() if given.all else given.name
     for name in names:
         if name not in ENTRIES:
             raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
@@ -63,6 +66,17 @@ def main(args: list[str]) -> int:
         return 0
     done = [reproduce(name, args, Path(given.out) if given.out else None, given.full) for name in names]
     return int(any(result.verdict == DIFFERS for reproduction in done for result in reproduction.results))
+
+
+def _all() -> list[str]:
+    """Everything that this machine can reproduce."""
+    import torch
+
+    there = torch.cuda.is_available()
+    left_out = [name for name, entry in ENTRIES.items() if entry.gpu and not there]
+    if left_out:
+        print(f"{', '.join(left_out)}: left out, since torch finds no GPU", file=sys.stderr)
+    return [name for name in ENTRIES if name not in left_out]
 
 
 def reproduce(name: str, args: list[str], out: Path | None, full: bool = False) -> Reproduction:

@@ -1,0 +1,262 @@
+"""`quire bench kernels`: every kernel over its grid of sizes, as a share of what the device can do, measured first.
+
+A family is one function that yields cases; sizes are those of a Llama-3-8B, in bf16. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.bench.document import short, table
+from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
+from quire.errors import StartupError
+from quire.kernels.batch import LayerCache
+from quire.runner.host_pool import HostPool
+
+HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256
+PAGE = 16
+LAYERS = 8  # at most, whose caches or weights take turns
+MATRICES = {
+    "qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN),
+    "head": (VOCAB, HIDDEN),
+}  # fmt: skip
+DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
+PROMPTS = (512, 2048, 8192)
+TOKENS = (1, 32, 256, 8192)
+
+
+class Placed(NamedTuple):
+    """Sequences in pages: `caches` of several layers, each a cache of its own for reading, and device tensors."""
+
+    caches: list[LayerCache]
+    tables: Tensor
+    slots: Tensor
+    lengths: Tensor
+
+
+def placed(
+    batch: int,
+    context: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    layers: int,
+    dtype: torch.dtype,
+    scattered: bool = True,
+) -> Placed:
+    """`batch` sequences of `context` random tokens in all layers, pages in random order or one after another."""
+    device, count = torch.device("cuda"), -(-context // page)
+    total = batch * count + 1
+    rows = torch.empty(total * layers * 2 * kv_heads, page * dim, dtype=dtype, device=device).normal_()
+    ids = torch.randperm(batch * count, device=device) if scattered else torch.arange(batch * count, device=device)
+    tables = torch.zeros(batch + 1, count, dtype=torch.int64, device=device)
+    tables[1:] = ids.view(batch, count) + 1
+    stride = layers * 2 * kv_heads
+    caches = [
+        LayerCache(rows, stride, 2 * i * kv_heads, (2 * i + 1) * kv_heads, kv_heads, kv_heads, dim, page, 0, None)
+        for i in range(layers)
+    ]
+    return Placed(
+        caches, tables, torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
+    )
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def copies() -> Iterator[Case]:
+    """Copy-on-write: pages of 128 bytes to 2 MiB (16 tokens), up to 4096 in a launch."""
+    from quire.kernels.triton.copy import copy_pages
+
+    for size in (128, 2**14, 2**17, 2**21):
+        pages = torch.zeros(min(2**33 // size, 2**20), size // 8, dtype=torch.int64, device="cuda")
+        for count in (1, 64, 512, 4096):
+            if 2 * count <= len(pages):
+                orders = [torch.randperm(len(pages), device="cuda") for _ in range(inputs(2 * count * size))]
+                calls = [partial(copy_pages, pages, o[:count], o[count : 2 * count]) for o in orders]
+                yield Case("copy_pages", f"{count} x {_size(size)}", calls, 2 * count * size)
+
+
+def swaps() -> Iterator[Case]:
+    """128 MiB, or 4096 pages, out to the host and back, in pages of 4 KiB to 16 MiB (128 tokens)."""
+    for size in (2**12, 2**14, 2**16, 2**17, 2**18, 2**20, 2**21, 2**24):
+        count = min(2**27 // size, 4096)
+        pool = HostPool(torch.zeros(2 * count, size // 2, dtype=torch.bfloat16, device="cuda"), 2 * count)
+        rng = np.random.default_rng(0)
+        moves = dict(zip(rng.permutation(2 * count)[:count].tolist(), rng.permutation(2 * count).tolist()))
+        for name, move in (("swap out", _swap_out), ("swap in", HostPool.back)):
+            yield Case(name, f"{count} x {_size(size)}", [partial(move, pool, moves)], count * size, "link")
+
+
+def _swap_out(pool: HostPool, moves: dict[int, int]) -> None:
+    pool.out(moves)
+    pool.claim(moves.values())  # so that the stream which is timed waits for them
+
+
+def sdpa() -> Iterator[Case]:
+    """torch's own attention over contiguous keys and values, for comparison."""
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    for batch, context in DECODES:
+        size = 2 * batch * KV_HEADS * context * DIM * 2
+        kv = [[_random(batch, KV_HEADS, context, DIM) for _ in range(2)] for _ in range(min(inputs(size), LAYERS))]
+        query = _random(batch, HEADS, 1, DIM)
+        yield Case("sdpa decode", f"{batch} x {context}", [partial(attend, query, *pair) for pair in kv], size)
+    for length in PROMPTS:
+        q, k, v = _random(1, HEADS, length, DIM), *(_random(1, KV_HEADS, length, DIM) for _ in range(2))
+        yield Case(
+            "sdpa prompt", f"1 x {length}", [partial(attend, q, k, v, is_causal=True)], _causal(length), "compute"
+        )
+
+
+def decodes() -> Iterator[Case]:
+    """Decode attention over scattered pages, and its contiguous twin."""
+    for batch, context in DECODES:
+        size = 2 * batch * KV_HEADS * context * DIM * 2
+        for name, scattered in (("decode paged", True), ("decode contiguous", False)):
+            where = placed(batch, context, KV_HEADS, DIM, PAGE, min(inputs(size), LAYERS), torch.bfloat16, scattered)
+            yield Case(name, f"{batch} x {context}", decode_calls(where, HEADS, contiguous=not scattered), size)
+
+
+def decode_calls(where: Placed, heads: int, *, contiguous: bool = False) -> list[Call]:
+    """A decode step's attention in each layer."""
+    from quire.kernels.triton.attention import choose_splits, decode, decode_scratch
+
+    batch, cache = len(where.slots), where.caches[0]
+    device, dtype = where.slots.device, cache.rows.dtype
+    splits = choose_splits(batch, cache.kv_heads, torch.cuda.get_device_properties(device).multi_processor_count)
+    scratch = decode_scratch(batch, heads, cache.kv_heads, cache.head_dim, splits, device)
+    q, out = (torch.randn(batch, heads, cache.head_dim, dtype=dtype, device=device) for _ in range(2))
+    return [
+        partial(
+            decode, q, layer, where.tables, where.slots, where.lengths, out, scale=cache.head_dim**-0.5,
+            splits=splits, scratch=scratch, contiguous=contiguous,
+        )
+        for layer in where.caches
+    ]  # fmt: skip
+
+
+def prompts() -> Iterator[Case]:
+    """Causal attention of one prompt over its pages, and over its fresh keys and values."""
+    from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
+
+    for length in PROMPTS:
+        where = placed(1, length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16)
+        slots, starts, lengths, offsets = (np.array([number], dtype=np.int64) for number in (1, 0, length, 0))
+        tiles = torch.from_numpy(make_tiles(slots, starts, lengths, offsets, tile_queries(HEADS, KV_HEADS, DIM, 2)))
+        q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
+        attend = partial(prompt, q, where.caches[0], where.tables, tiles.cuda(), out, scale=DIM**-0.5)
+        yield Case("prompt paged", f"1 x {length}", [attend], _causal(length), "compute")
+        fresh = (_random(length, KV_HEADS, DIM), _random(length, KV_HEADS, DIM))
+        yield Case("prompt fresh", f"1 x {length}", [partial(attend, fresh=fresh)], _causal(length), "compute")
+
+
+def _causal(length: int) -> int:
+    """Operations of causal attention: two products over half of all pairs."""
+    return 2 * HEADS * DIM * length**2
+
+
+def small() -> Iterator[Case]:
+    """The small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
+    from quire.kernels.triton.activation import gate
+    from quire.kernels.triton.norm import rms_norm
+    from quire.kernels.triton.rope import rope_write
+
+    weight, angles = _random(HIDDEN), torch.randn(8192, 2, DIM // 2, device="cuda")
+    width = HEADS + 2 * KV_HEADS
+    for tokens in TOKENS:
+        several = range(inputs(tokens * HIDDEN * 8))
+        norms = [[_random(tokens, HIDDEN) for _ in range(3)] for _ in several]
+        calls: list[Call] = [partial(rms_norm, x, weight, 1e-5, delta=delta, out=out) for x, delta, out in norms]
+        yield Case("rms_norm", f"{tokens} x {HIDDEN}", calls, tokens * HIDDEN * 2 * 4)
+        at = placed(tokens, 64, KV_HEADS, DIM, PAGE, 1, torch.bfloat16)
+        pairs = [(_random(tokens, width, DIM), _random(tokens, HEADS, DIM)) for _ in several]
+        where = (at.caches[0], at.tables, at.slots, at.lengths - 1, HEADS, KV_HEADS)
+        calls = [partial(rope_write, qkv, q, *where, rotary=angles) for qkv, q in pairs]
+        yield Case("rope_write", f"{tokens} x {width} heads", calls, tokens * width * DIM * 2 * 2)
+        both = [(_random(tokens, 2 * FFN), _random(tokens, FFN)) for _ in range(inputs(tokens * FFN * 6))]
+        calls = [partial(gate, gate_up, "silu", out=out) for gate_up, out in both]
+        yield Case("gate", f"{tokens} x {FFN}", calls, tokens * FFN * 2 * 3)
+
+
+def linears() -> Iterator[Case]:
+    """Linear layers: cuBLAS, and ours for few rows."""
+    from quire.kernels.triton.linear import linear, supports
+
+    for name, (size, width) in MATRICES.items():
+        weights = [_random(size, width) for _ in range(min(inputs(size * width * 2), LAYERS))]
+        for rows in (1, 8, 16, 32, 256, 2048):
+            x = _random(rows, width)
+            calls: list[Call] = [partial(F.linear, x, weight) for weight in weights]
+            case, moved = f"{name}, {rows} rows", (size * width + rows * (size + width)) * 2
+            if supports(weights[0], rows):
+                yield Case("linear", case, [partial(linear, x, weight) for weight in weights], moved)
+            if rows <= 256:
+                yield Case("cuBLAS", case, calls, moved)
+            else:
+                yield Case("cuBLAS", case, calls, 2 * rows * size * width, "compute")
+
+
+def sampling() -> Iterator[Case]:
+    """The greedy choice over the vocabulary."""
+    from quire.kernels.triton.sampling import Scratch, greedy
+
+    for rows in (1, 32, 256, 1024):
+        scratch = Scratch.of(rows, VOCAB, torch.device("cuda"), random=False)
+        slots = torch.arange(1, rows + 1, device="cuda")
+        last, tokens, faults = (torch.zeros(rows + 1, dtype=torch.int64, device="cuda") for _ in range(3))
+        several = [_random(rows, VOCAB) for _ in range(inputs(rows * VOCAB * 2))]
+        calls = [partial(greedy, logits, slots, last, tokens[1:], faults[1:], scratch) for logits in several]
+        yield Case("greedy", f"{rows} x {VOCAB}", calls, rows * VOCAB * 2)
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "prompts": prompts, "small": small,
+    "linears": linears, "sampling": sampling,
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The ceilings, then a result for each case."""
+    names = args.family or list(FAMILIES)
+    for name in names:
+        if name not in FAMILIES:
+            raise StartupError(f"there is no family {name[:40]!r} of kernels", f"Known: {', '.join(FAMILIES)}")
+    need_gpu("quire bench kernels")
+    torch.manual_seed(0)
+    most = ceilings()
+    results = [
+        {"kernel": "ceiling", "case": name, "us": None, "rate": rate / 1e12, "bound": name.partition("_")[0],
+         "unit": "TFLOP/s" if name == "compute" else "TB/s", "share": 1.0}
+        for name, rate in most._asdict().items()
+    ]  # fmt: skip
+    for name in names:
+        print(name, file=sys.stderr)
+        for case in FAMILIES[name]():
+            results.append(result(case, timed(case), most.of(case)))
+        gc.collect()
+        torch.cuda.empty_cache()
+    return results
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """A line a case."""
+    rows = [
+        (r["kernel"], r["case"], short(r["us"]), f"{r['rate']:.4g}", r["unit"], f"{100 * r['share']:.0f}")
+        for r in results
+    ]
+    return table(("kernel", "case", "us", "rate", "unit", "% of ceiling"), rows)
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 2**20 else f"{count >> 10} KiB" if count >= 2**10 else f"{count} B"

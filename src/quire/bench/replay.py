@@ -1,0 +1,120 @@
+"""Timing kernels: a CUDA graph of many calls is replayed, so the host has no say; their inputs take turns, so that none
+is found in the cache. Ceilings, which results are shares of, are measured the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.errors import StartupError
+
+REPLAYS = 7
+BEYOND_CACHE = 2**28  # bytes: several times what the L2 cache of any GPU holds
+MOST_INPUTS = 64
+
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """One point of a kernel's grid: `calls` do the same on inputs of their own. `amount` is in bytes read and written,
+    or in operations if `bound` is "compute". `bound` "link" is by PCIe; those calls are timed one by one."""
+
+    kernel: str
+    case: str
+    calls: Sequence[Call]
+    amount: float
+    bound: str = "memory"
+
+
+class Ceilings(NamedTuple):
+    """What this device reached now: bytes/s of a device copy (read and written), operations/s of a bf16 product of
+    8192^3, and bytes/s out to pinned host memory and in."""
+
+    memory: float
+    compute: float
+    link_out: float
+    link_in: float
+
+    def of(self, case: Case) -> float:
+        """The one that bounds the case."""
+        if case.bound == "link":
+            return self.link_out if "out" in case.kernel else self.link_in
+        return self.compute if case.bound == "compute" else self.memory
+
+
+def need_gpu(what: str) -> None:
+    """StartupError without one."""
+    if not torch.cuda.is_available():
+        raise StartupError(f"{what} measures a GPU, and torch finds none", "Run it beside a GPU")
+
+
+def inputs(count: int) -> int:
+    """How many inputs of `count` bytes are needed for none to stay in the cache."""
+    return max(1, min(MOST_INPUTS, -(-BEYOND_CACHE // max(count, 1))))
+
+
+def replayed(calls: Sequence[Call], rounds: int = 1) -> float:
+    """Seconds of one call: all calls in turn, `rounds` times, as one graph; the median of replays."""
+    for call in calls[:2]:
+        call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    return _median(graph.replay, REPLAYS) / (rounds * len(calls))
+
+
+def _median(work: Call, repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return median(seconds)
+
+
+def timed(case: Case) -> float:
+    """Seconds of one call."""
+    if case.bound != "link":
+        return replayed(case.calls, max(1, 8 // len(case.calls)))
+    for call in case.calls:
+        call()
+    return _median(lambda: [call() for call in case.calls], REPLAYS) / len(case.calls)
+
+
+def ceilings() -> Ceilings:
+    """Measured first, in this run. Takes 6 GiB for a moment."""
+    device = torch.device("cuda")
+    source = torch.randint(0, 255, (2**31,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    memory = 2 * len(source) / replayed([partial(target.copy_, source)], 4)
+    pinned = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    part = target[: len(pinned)]
+    out = len(pinned) / _median(partial(pinned.copy_, part, non_blocking=True), REPLAYS)
+    back = len(pinned) / _median(partial(part.copy_, pinned, non_blocking=True), REPLAYS)
+    del source, target, part
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product = torch.empty_like(a)
+    compute = 2 * 8192**3 / replayed([partial(torch.mm, a, b, out=product)], 8)
+    return Ceilings(memory, compute, out, back)
+
+
+def result(case: Case, seconds: float, ceiling: float) -> dict[str, Any]:
+    """One point as the document has it: microseconds, TB/s or TFLOP/s, and the share of the ceiling."""
+    rate = case.amount / seconds
+    unit = "TFLOP/s" if case.bound == "compute" else "TB/s"
+    return {
+        "kernel": case.kernel, "case": case.case, "us": seconds * 1e6, "rate": rate / 1e12, "unit": unit,
+        "bound": case.bound, "share": rate / ceiling,
+    }  # fmt: skip

@@ -1,0 +1,231 @@
+"""PagedAttention Figure 18: what paging costs the attention kernel (a), what the page's size does to requests (b).
+
+(a) One kernel source, with page tables and without. The paper compared its kernel with FasterTransformer's, on an A100.
+(b) Fixed request rates, and a KV memory as small as the paper's, so that pages too large for their sequences cost room.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.bench.document import table
+from quire.bench.drive import Decoding, Load, drive
+from quire.bench.latency import latencies
+from quire.bench.shapes import built
+from quire.bench.workloads import Job, parse, poisson
+from quire.config import EngineConfig
+from quire.engine import Engine
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE = 16
+BATCHES, CONTEXTS = (8, 32), (64, 128, 256, 1024, 4096)
+MODELS = {"OPT-13B": (40, 40, 40), "Llama-3-8B": (32, 8, 32)}  # query heads, key/value heads, layers; heads of 128
+MOST_OVERHEAD = 0.26  # the paper's: 20-26 %
+
+SIZES = {False: (1, 8, 16, 32, 128, 256), True: (1, 2, 4, 8, 16, 32, 64, 128, 256)}  # tokens of a page; with --full all
+TRACES = ("sharegpt", "alpaca")
+# requests of each trace, with --full
+REQUESTS = {"cpu": {"sharegpt": (8, 64), "alpaca": (24, 256)}, "cuda": {"sharegpt": (64, 400), "alpaca": (600, 2000)}}
+KV_TOKENS = {"cpu": 2304, "cuda": 15_700}  # Table 1: OPT-13B has 12 GB for 15.7K tokens
+LOAD = 0.9  # of the requests a second that pages of 16 tokens serve when all come at once, until few are left
+MANY = 0.8  # of the requests: so many are done before few are left
+CLOSE = 1.1  # latency / the best one's, to count as good
+WORSE = 1.2  # latency / that of pages of 16 tokens, to count as much worse
+
+
+class Kernel(NamedTuple):
+    """Microseconds of one layer's decode attention."""
+
+    model: str
+    batch: int
+    context: int
+    paged: float
+    contiguous: float
+    sdpa: float
+
+    @property
+    def overhead(self) -> float:
+        """What paging adds, as a share."""
+        return self.paged / self.contiguous - 1
+
+
+def figure_18a() -> Reproduction:
+    """Latency of the kernel over scattered pages beside the same kernel over contiguous ones. StartupError on a CPU."""
+    from quire.bench.replay import need_gpu
+
+    need_gpu("quire reproduce fig18a")
+    points = [
+        _kernel(model, batch, context) for model in MODELS for batch in BATCHES for context in CONTEXTS
+    ]  # fmt: skip
+    results = [
+        Result(
+            "P-F18a", f"{p.model}, batch {p.batch}, context {p.context}: paging adds at most {MOST_OVERHEAD:.0%}",
+            "20-26", round(100 * p.overhead, 1), "%", HOLDS if p.overhead <= MOST_OVERHEAD else DIFFERS,
+        )
+        for p in points
+    ]  # fmt: skip
+    rows = [
+        (p.model, p.batch, p.context, *(f"{value:.1f}" for value in (p.paged, p.contiguous, p.sdpa)),
+         f"{100 * p.overhead:+.1f}")
+        for p in points
+    ]  # fmt: skip
+    head = ("model", "batch", "context", "paged us", "contiguous us", "torch SDPA us", "paging adds %")
+    return Reproduction(results, table(head, rows), partial(_draw_kernels, points))
+
+
+def _kernel(model: str, batch: int, context: int) -> Kernel:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from quire.bench.kernels import DIM, decode_calls, placed
+    from quire.bench.replay import inputs, replayed
+
+    heads, kv_heads, layers = MODELS[model]
+    several = min(inputs(2 * batch * kv_heads * context * DIM * 2), layers)
+    micros = []
+    for scattered in (True, False):
+        where = placed(batch, context, kv_heads, DIM, PAGE, several, torch.float16, scattered)
+        micros.append(1e6 * replayed(decode_calls(where, heads, contiguous=not scattered), 2))
+    q, *kv = (
+        torch.randn(batch, count, length, DIM, dtype=torch.float16, device="cuda")
+        for count, length in ((heads, 1), *((kv_heads, context),) * (2 * several))
+    )
+    attend = partial(scaled_dot_product_attention, q, enable_gqa=heads > kv_heads)
+    calls = [partial(attend, k, v) for k, v in zip(kv[::2], kv[1::2])]
+    return Kernel(model, batch, context, *micros, 1e6 * replayed(calls, 2))
+
+
+class Served(NamedTuple):
+    """One run: a trace at `rate` requests a second, over pages of `page` tokens. `normalised` is the paper's latency:
+    seconds a token, the mean over requests."""
+
+    trace: str
+    page: int
+    rate: float
+    normalised: float
+    mean_batch: float
+    preemptions: int
+
+
+def figure_18b(full: bool = False) -> Reproduction:
+    """Normalised latency by page size. On a GPU an OPT-13B with dummy weights, on a CPU the bundled model."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    points = []
+    rates: dict[str, float] = {}
+    for page in sorted(SIZES[full], key=lambda size: size != PAGE):  # pages of 16 tokens first: they set the rates
+        with built(_config(device, page)) as made:
+            made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
+            for trace in TRACES:
+                jobs = parse(f"{trace}@{REQUESTS[device][trace][full]}").jobs(made.spec.vocab_size)
+                if trace not in rates:
+                    _serve(made.engine, jobs, [0.0] * len(jobs))  # warms up
+                    rates[trace] = LOAD * _serve(made.engine, jobs, [0.0] * len(jobs))["capacity"]
+                else:
+                    _serve(made.engine, jobs[:4], [0.0] * 4)
+                told = _serve(made.engine, jobs, poisson(len(jobs), rates[trace]))
+                points.append(
+                    Served(trace, page, rates[trace], told["normalised"], told["mean_batch"], told["preemptions"])
+                )
+                print(f"fig18b: {trace}, pages of {page}: {told['normalised']:.4g} s a token", file=sys.stderr)
+    points.sort()
+    rows = [
+        (p.trace, p.page, f"{p.rate:.3g}", f"{1000 * p.normalised:.3g}", f"{p.mean_batch:.1f}", p.preemptions)
+        for p in points
+    ]
+    text = table(("trace", "page", "requests/s", "normalised ms", "mean batch", "preemptions"), rows)
+    about = f"{'opt-13b, dummy weights' if device == 'cuda' else 'bundled model'}, {KV_TOKENS[device]:,} tokens of KV"
+    return Reproduction(_verdicts(points), f"{about}\n{text}", partial(_draw_served, points))
+
+
+def _config(device: str, page: int) -> EngineConfig:
+    """Room for the same tokens whatever the page."""
+    largest = max(SIZES[True])
+    tokens = -(-KV_TOKENS[device] // largest) * largest
+    config = EngineConfig(
+        device=device, page_size=page, kv_tokens=tokens, max_num_seqs=256, enable_prefix_caching=False,
+        preemption="recompute", skip_tokenizer_init=True,
+    )  # fmt: skip
+    if device == "cpu":
+        return replace(config, threads=1)
+    return replace(config, model_config="opt-13b", dummy_weights=True)
+
+
+def _serve(engine: Engine, jobs: list[Job], times: list[float]) -> dict[str, Any]:
+    """`normalised` seconds a token; `capacity`: requests a second until MANY of them were done."""
+    traces, facts = drive(engine, jobs, Load(times), Decoding())
+    normalised = latencies(traces)["normalised_s"]
+    assert normalised is not None, "no requests"
+    ends = sorted(trace.events[-1][0] for trace in traces)
+    many = max(1, int(MANY * len(ends)))
+    return {**facts, "capacity": many / ends[many - 1], "normalised": normalised["mean"]}
+
+
+def _verdicts(points: list[Served]) -> list[Result]:
+    """What the figure says, with our ratio beside it."""
+    by = {(p.trace, p.page): p.normalised for p in points}
+    best = {trace: min(p.normalised for p in points if p.trace == trace) for trace in TRACES}
+    share, alpaca = (lambda page: by["sharegpt", page]), (lambda page: by["alpaca", page])
+    sizes = sorted({p.page for p in points})
+    good, largest = [page for page in sizes if 16 <= page <= 128], sizes[-1]
+    return [
+        _claim(f"ShareGPT: pages of 16 to 128 tokens, slowest / best of all (at most {CLOSE})",
+               max(map(share, good)) / best["sharegpt"], CLOSE),
+        _claim(f"Alpaca: pages of 16 and 32 tokens, slower / best of all (at most {CLOSE})",
+               max(map(alpaca, [page for page in good if page <= 32])) / best["alpaca"], CLOSE),
+        _claim(f"Alpaca: pages of {largest} tokens / pages of 16 (at least {WORSE})",
+               alpaca(largest) / alpaca(PAGE), WORSE, above=True),
+        _claim("ShareGPT: pages of 1 token / pages of 16 (at least 1)", share(1) / share(PAGE), 1.0, above=True),
+    ]  # fmt: skip
+
+
+def _claim(what: str, ratio: float, limit: float, above: bool = False) -> Result:
+    holds = ratio >= limit if above else ratio <= limit
+    return Result("P-F18b", what, None, round(ratio, 3), "ratio", HOLDS if holds else DIFFERS)
+
+
+def _draw_kernels(points: list[Kernel]) -> Figure:
+    from quire.reproduce.plots import COLOURS, figure
+
+    fig = figure(11, 4)
+    for axes, model in zip(fig.subplots(1, len(MODELS)), MODELS):
+        for batch, style in zip(BATCHES, ("o-", "s--")):
+            mine = [p for p in points if (p.model, p.batch) == (model, batch)]
+            for name, colour in zip(("paged", "contiguous", "sdpa"), COLOURS):
+                label = f"{name}, batch {batch}"
+                axes.loglog(
+                    [p.context for p in mine], [getattr(p, name) for p in mine], style, color=colour, label=label
+                )
+        axes.set_xticks(CONTEXTS, [str(context) for context in CONTEXTS])
+        axes.set_xlabel("context, tokens")
+        axes.set_ylabel("us a layer")
+        axes.set_title(model)
+        axes.legend(fontsize=8)
+    fig.suptitle("Figure 18a: decode attention with page tables and without")
+    return fig
+
+
+def _draw_served(points: list[Served]) -> Figure:
+    from quire.reproduce.plots import COLOURS, figure
+
+    fig = figure(7, 4)
+    axes = fig.add_subplot()
+    for trace, colour in zip(TRACES, COLOURS):
+        mine = [p for p in points if p.trace == trace]
+        axes.plot([p.page for p in mine], [1000 * p.normalised for p in mine], "o-", color=colour, label=trace)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted({p.page for p in points})
+    axes.set_xticks(sizes, [str(page) for page in sizes])
+    axes.set_xlabel("tokens of a page")
+    axes.set_ylabel("normalised latency, ms a token")
+    axes.set_title("Figure 18b: latency by page size, at a fixed request rate")
+    axes.legend()
+    return fig
