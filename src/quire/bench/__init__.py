@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import beams, control, preemption, runs
+from quire.bench import beams, control, preemption, profile, runs
 from quire.bench.document import document, table, write
 from quire.bench.workloads import EXPECTED
 from quire.cli import Parser
@@ -86,9 +86,32 @@ def _preemption_flags(parser: argparse.ArgumentParser) -> None:
     preemption.flags(parser)
 
 
+def _profile_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    profile.flags(parser)
+
+
 def _beams_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     beams.flags(parser)
+
+
+def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from quire.bench import kernels  # which needs torch, as the other entries don't before they run
+
+    return kernels.run(args)
+
+
+def _show_kernels(results: Sequence[dict[str, Any]]) -> str:
+    from quire.bench import kernels
+
+    return kernels.show(results)
+
+
+def _kernels_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", action="append", metavar="NAME",
+                        help="copies, swaps, decodes, ...; may be given repeatedly (default: all)")  # fmt: skip
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def _control_flags(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +131,8 @@ ENTRIES: dict[str, Entry] = {
     "latency": Entry("one request at a time", runs.latency, runs.show, _workload_flags("fixed:128:128@4")),
     "serve": Entry("requests that come over time, here or at a server", runs.serve, runs.show, _serve_flags),
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
+    "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
+    "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
     "preemption": Entry(
         "what swapping and recomputation cost, for --calibration; --compare: what they gain",
         preemption.run,

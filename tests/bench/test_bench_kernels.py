@@ -1,0 +1,46 @@
+"""`quire bench kernels` says that it needs a GPU; there, every family has cases and their shares are believable."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from quire.bench import kernels, main
+from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
+from quire.errors import StartupError
+
+
+def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StartupError, match=r"kernels measures a GPU.*Run it beside a GPU"):
+        main(["kernels"])
+
+
+def test_unknown_families_are_named() -> None:
+    with pytest.raises(StartupError, match=r"no family 'norms'.*copies"):
+        main(["kernels", "--family", "norms"])
+
+
+def test_inputs_fill_more_than_the_cache() -> None:
+    assert inputs(BEYOND_CACHE) == inputs(2 * BEYOND_CACHE) == 1
+    assert inputs(BEYOND_CACHE // 4 + 1) == 4
+    assert inputs(1) == MOST_INPUTS
+
+
+def test_a_result_is_a_share_of_its_own_ceiling() -> None:
+    most = Ceilings(memory=4e12, compute=8e14, link_out=5e10, link_in=4e10)
+    cases = [Case("a", "1", [], 1e9), Case("b", "1", [], 2e11, "compute"), Case("swap in", "1", [], 1e7, "link")]
+    shown = [result(case, 1e-3, most.of(case)) for case in cases]
+    assert [r["share"] for r in shown] == pytest.approx([0.25, 0.25, 0.25])
+    assert [(r["rate"], r["unit"]) for r in shown] == [(1.0, "TB/s"), (200.0, "TFLOP/s"), (0.01, "TB/s")]
+    assert "25" in kernels.show(shown)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["copies", "small"])
+def test_families_are_measured(family: str) -> None:
+    results = kernels.run(argparse.Namespace(family=[family]))
+    assert {r["kernel"] for r in results} > {"ceiling"}
+    assert all(0 < r["share"] < 1.6 for r in results)  # small inputs that take turns may be found in the cache
