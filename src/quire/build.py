@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,6 +86,7 @@ def plan(config: EngineConfig) -> list[str]:
     """The memory plan of `config` as one screen, without loading the model."""
     source = read_source(config, weights=False)
     device = _device(config)
+    config = config.sized(device)
     dtype = _dtype(config, source.config, device)
     return plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device).lines()
 
@@ -97,6 +99,7 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
         torch.set_num_threads(config.threads)
     source = read_source(config)
     device = _device(config)
+    config = config.sized(device)
     dtype = _dtype(config, source.config, device)
     plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
     tokenizer, chat = _text(config, source)
@@ -105,6 +108,8 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
     runner.bind(memory.geometry)
+    assert config.max_num_batched_tokens is not None, "sized above"
+    assert config.max_num_seqs is not None, "sized above"
     scheduler = Scheduler(
         memory,
         budget=config.max_num_batched_tokens,
@@ -146,8 +151,23 @@ def _runner(
     else:
         load(model, source.folder, progress)
     model.prepare(max_len)
-    attention = "sdpa" if config.attention == "auto" else config.attention
-    return ModelRunner(model, source.spec, dtype, device, attention, eos_ids)
+    attention = _attention(config, device)
+    return ModelRunner(
+        model, source.spec, dtype, device, attention, eos_ids, graphs=config.cuda_graphs and attention == "triton",
+        deterministic=config.deterministic,
+    )  # fmt: skip
+
+
+def _attention(config: EngineConfig, device: torch.device) -> str:
+    """The name of the attention backend. StartupError for one that the device can't run."""
+    chosen = config.attention
+    if chosen == "auto":  # torch brings Triton along wherever its GPU builds have it
+        chosen = "triton" if device.type == "cuda" and find_spec("triton") else "sdpa"
+    if chosen == "triton" and device.type == "cpu":
+        raise StartupError("--attention is triton, which needs a GPU", "Use --attention sdpa")
+    if config.deterministic and chosen != "triton" and device.type != "cpu":
+        raise StartupError(f"--deterministic is given, and the attention is {chosen}", "It needs --attention triton")
+    return chosen
 
 
 def _text(config: EngineConfig, source: Source) -> tuple[Tokenizer | None, ChatTemplate | None]:

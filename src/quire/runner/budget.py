@@ -107,7 +107,8 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
     attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence in float32
     and in the sampler's working copies; the rotary table."""
-    assert config.max_num_batched_tokens is not None and config.max_num_seqs is not None, "a sized config"
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    assert config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = config.max_num_batched_tokens * (6 * spec.hidden + 4 * kv + 3 * spec.intermediate) * itemsize
     logits = min(config.max_num_seqs, config.max_num_batched_tokens) * spec.vocab_size * 16

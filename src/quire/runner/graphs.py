@@ -38,7 +38,9 @@ def sizes(largest: int) -> list[int]:
 class DecodeContext:
     """A model's view of a step of one token a row, all of it on the device. See quire.models.context."""
 
-    def __init__(self, store: Store, positions: Tensor, slots: Tensor, splits: dict[int, int], scratch: Scratch) -> None:
+    def __init__(
+        self, store: Store, positions: Tensor, slots: Tensor, splits: dict[int, int], scratch: Scratch
+    ) -> None:
         self.positions, self.slots, self.lengths = positions, slots, positions + 1
         self.caches, self.tables, self.splits, self.scratch = store.caches, store.tables, splits, scratch
         self.pdl = early(positions.device)

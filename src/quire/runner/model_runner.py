@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,11 +20,14 @@ from quire.plan import Row, Sampled, StepPlan, StepResult
 from quire.request import MAX_LOGPROBS
 from quire.runner.batch import build_batch
 from quire.runner.context import StepContext
-from quire.runner.sampler import Drawn, Sampler, details_of, top_of
+from quire.runner.drawn import Drawn
+from quire.runner.logprobs import details_of, top_of
+from quire.runner.sampler import Sampler
 from quire.runner.store import Store
 from quire.specs import Geometry, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
+MOST_GRAPH_ROWS = 512  # beyond, a step computes for longer than the host takes to launch it kernel by kernel
 SCORED_AT_ONCE = 256  # prompt positions whose logits over the vocabulary are held together
 
 
@@ -32,6 +36,14 @@ class Model(Protocol):
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def _backend(name: str, deterministic: bool) -> Any:
+    if name == "triton":
+        from quire.kernels.triton.backend import TritonBackend
+
+        return TritonBackend(deterministic=deterministic)
+    return BACKENDS[name]()
 
 
 class Ticket(NamedTuple):
@@ -54,19 +66,43 @@ class ModelRunner:
         device: torch.device,
         attention: str = "sdpa",
         eos_ids: tuple[int, ...] = (),
+        *,
+        graphs: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
-        self.backend = BACKENDS[attention]()
+        self.backend = _backend(attention, deterministic)
+        self.replays, self.deterministic = graphs, deterministic
         self.depth = 1 if device.type == "cpu" else 2
         self.store: Store
         self.sampler: Sampler
         self.last: Tensor
+        self.graphs: Any = None
 
     def bind(self, geometry: Geometry) -> None:
         """Allocate pages, tables and sampling state for a memory of this geometry."""
         self.store = Store(geometry, self.spec, self.dtype, self.device)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
+        if self.replays:
+            from quire.runner.graphs import DecodeGraphs
+
+            largest = min(geometry.slots - 1, MOST_GRAPH_ROWS)
+            tails = {"greedy": self.sampler.greedy(self.last, largest), "logits": self._keep(largest)}
+            self.graphs = DecodeGraphs(
+                self.model, self.store, self.last, self.store.staging, largest, tails, self.deterministic
+            )
+
+    def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs."""
+        kept: list[Tensor] = []
+
+        def tail(logits: Tensor, slots: Tensor) -> Tensor:
+            if not kept:
+                kept.append(logits.new_empty((largest, logits.shape[1])))
+            return kept[0][: len(logits)].copy_(logits)
+
+        return tail
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
@@ -77,22 +113,28 @@ class ModelRunner:
         self.store.replay(plan.journal)
         if not plan.rows:
             return Ticket(None, [], plan, began)
+        if self.graphs is not None and self.graphs.fits(plan.rows):
+            return Ticket(self._replay(plan.rows), [], plan, began)
         batch = build_batch(plan.rows, self.store, self.last)
         hidden = self.model(batch.tokens, StepContext(batch, self.store, self.backend))
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(plan.rows, batch.offsets) if row.score]
-        drawn = self._draw(plan.rows, hidden.index_select(0, batch.ends)) if len(batch.ends) else None
+        drawn = None
+        if len(batch.ends):
+            logits = self.model.logits(hidden.index_select(0, batch.ends))
+            drawn = self._draw([row for row in plan.rows if row.sample], logits)
         return Ticket(drawn, scores, plan, began)
 
-    def _draw(self, rows: tuple[Row, ...], ends: Tensor) -> Drawn:
-        sampling = [row for row in rows if row.sample]
-        logits = self.model.logits(ends)
-        drawn = self.sampler.sample(logits, [(row.slot, row.start + len(row.tokens), row.sample) for row in sampling])
-        draws = np.array([row.sample for row in sampling])
-        tokens = drawn.tokens
-        if len(tokens) > len(sampling):
-            tokens = tokens.index_select(0, to_device(np.cumsum(draws) - draws, self.device))
-        self.last.index_copy_(0, to_device(np.array([row.slot for row in sampling]), self.device), tokens)
-        return drawn
+    def _replay(self, rows: tuple[Row, ...]) -> Drawn:
+        """A step of one token a row, as one launch."""
+        if self.sampler.plain(rows):
+            tokens, faults = self.graphs.run(rows, "greedy")
+            return self.sampler.from_graph(tokens, faults, rows)
+        return self._draw(rows, self.graphs.run(rows, "logits")[: len(rows)])
+
+    def _draw(self, sampling: Sequence[Row], logits: Tensor) -> Drawn:
+        """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
+        rows = [(row.slot, row.start + len(row.tokens), row.sample) for row in sampling]
+        return self.sampler.sample(logits, rows, self.last)
 
     def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
@@ -108,7 +150,10 @@ class ModelRunner:
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step's samples."""
-        drawn = iter(self.sampler.finish(ticket.drawn) if ticket.drawn is not None else ())
+        finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
+        if len(finished) == len(ticket.plan.rows) and not ticket.scores:
+            return StepResult(tuple(finished), time.perf_counter() - ticket.began)
+        drawn = iter(finished)
         scores = iter(ticket.scores)
         samples = []
         for row in ticket.plan.rows:
@@ -122,6 +167,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the pages."""
-        for name in ("store", "sampler", "last"):
+        for name in ("graphs", "store", "sampler", "last"):
             if hasattr(self, name):
                 delattr(self, name)
