@@ -40,9 +40,9 @@ class LayerCache(NamedTuple):
 
 @dataclass
 class Batch:
-    """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `ends` [S] are the last
-    tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's first
-    token. The page tables [groups, slots, logical pages] are there on the device and on the host.
+    """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `ends` [S] are the
+    last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's
+    first token. The page tables [groups, slots, logical pages] are there on the device and on the host.
     """
 
     tokens: Tensor

@@ -71,8 +71,8 @@ class Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs for up to `largest` rows. `tails` say what follows the logits, by name: a function of the logits [B, V] and
-    the slots [B], captured with the step; what it returns is valid until the next replay."""
+    """Graphs for up to `largest` rows. `tails` say what follows the logits, by name: a function of the logits [B, V]
+    and the slots [B], captured with the step; what it returns is valid until the next replay."""
 
     def __init__(
         self,
