@@ -44,7 +44,8 @@ class OnDevice:
 
     def __init__(self, slots: int, vocab: int) -> None:
         self.inner = Sampler(slots, vocab, DEVICE, EOS)
-        self.birth, self.finish, self.plain = self.inner.birth, self.inner.finish, self.inner.plain
+        self.birth, self.finish = self.inner.birth, self.inner.finish
+        self.plain, self.tail_of = self.inner.plain, self.inner.tail_of
 
     def sample(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Drawn:
         return self.inner.sample(logits.to(DEVICE), rows)
@@ -214,8 +215,8 @@ def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
     sampler = a_sampler()
     kinds: list[dict[str, Any]] = [
         {}, {"top_k": 3}, {"min_tokens": 4}, {"ignore_eos": True, "max_tokens": 9}, {"logprobs": 1},
-        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [4]}, {"bad_word_ids": ((4,),)}, {"bad_word_ids": ((4, 5),)}, {"presence_penalty": 0.1},
-        {"beam_width": 2}, {"temperature": 1.0}, {"n": 2},
+        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [4]}, {"bad_word_ids": ((4,),)}, {"bad_word_ids": ((4, 5),)},
+        {"presence_penalty": 0.1}, {"beam_width": 2}, {"temperature": 1.0}, {"n": 2},
     ]  # fmt: skip
     for slot, values in enumerate(kinds):
         born(sampler, slot, SamplingParams(**({"temperature": 0.0} | values)), (1, 2, 3), 3, slot)
@@ -225,6 +226,9 @@ def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
     assert sampler.plain([Row(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)])
     assert not sampler.plain([Row(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)])
     assert sampler.plain([Row(2, (5, 6, 7), 4, 1)])
+    for slot, (values, tail) in enumerate([({"min_p": 0.1}, "random"), ({"top_k": 3}, "cut"), ({"top_p": 0.9}, "cut")]):
+        born(sampler, slot, SamplingParams(**values), (1,), 1, slot)
+        assert [sampler.tail_of([Row(other, (7,), 6, 1) for other in (3, slot)])] == [tail]
 
 
 def test_the_first_draw_of_each_row_becomes_its_last() -> None:

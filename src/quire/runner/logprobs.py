@@ -35,6 +35,13 @@ def details_of(logits: Tensor, tokens: Tensor, width: int, total: Tensor | None 
     return torch.cat([part.double() for part in parts], 1)
 
 
+def total_of(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of exp(logits [N, V]), [N, 1]; as `log_softmax` has it, so that a row's doesn't depend
+    on how many rows there are (which `logsumexp` on a GPU does)."""
+    best, ids = logits.max(-1, keepdim=True)
+    return best - logits.log_softmax(-1).gather(1, ids)
+
+
 def top_of(token: int, details: list[float], k: int) -> Top:
     """`Top` from one row of `details_of`, its alternatives cut to `k` and to those that masks left possible."""
     most = (len(details) - 2) // 2

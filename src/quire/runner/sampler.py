@@ -6,7 +6,7 @@ or memory. The parameters mean what they mean in vLLM; `Sampler.sample` states t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from quire.plan import Birth, Row, Sampled, Top
 from quire.request import MAX_LOGPROBS, SamplingParams
 from quire.runner.drawn import Asked, Drawn
 from quire.runner.draws import MAX_VOCAB, draw, noise, token_weights
-from quire.runner.logprobs import Width, details_of, top_of
+from quire.runner.fused import FusedSampling, Tail, cuts
+from quire.runner.logprobs import Width, details_of, top_of, total_of
 from quire.runner.penalties import TokenStatistics, upload
 from quire.runner.rules import Rules
-from quire.runner.staging import Staging
 
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
 
@@ -35,8 +35,7 @@ class Sampler:
     def __init__(self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...]) -> None:
         assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens, at most {MAX_VOCAB} can be sampled"
         self.vocab_size, self.device, self.eos_ids = vocab_size, device, eos_ids
-        self.fused = device.type == "cuda"  # sample with quire.kernels.triton.sampling
-        self._staging = Staging(device)
+        self._fused = FusedSampling(vocab_size, device) if device.type == "cuda" else None
         self._pinned: list[Tensor] = []  # host memory for results, when none are on their way there
         self._rules: dict[int, Rules] = {}
         self._statistics = TokenStatistics(vocab_size, device)
@@ -48,7 +47,7 @@ class Sampler:
         self._penalties = np.zeros((slots, 3))  # repetition, frequency, presence
         self._ruled = np.zeros(slots, dtype=np.bool_)  # logits change before they are drawn from, or a method chooses
         self._until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
-        self._plain = np.zeros(slots, dtype=np.bool_)  # greedy, and nothing else once past `_until`
+        self._simple = np.zeros(slots, dtype=np.bool_)  # once past `_until`, a draw from the logits is all there is
 
     def birth(self, birth: Birth) -> None:
         """A sequence takes a slot. Its tokens are `birth.history` or, if that is empty, those of the parent's slot.
@@ -75,35 +74,43 @@ class Sampler:
         self._penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._ruled[slot] = rules.changes or rules.candidates
         self._until[slot] = birth.prompt_len + params.min_tokens if len(rules.ends) else 0
-        self._plain[slot] = rules.greedy and birth.top < 0 and not self._ruled[slot]
+        self._simple[slot] = birth.top < 0 and not self._ruled[slot]
+
+    def tails(self, last: Tensor, largest: int) -> dict[str, Tail]:
+        """On a GPU: what may follow the logits in a CUDA graph of up to `largest` rows, by the names of `tail_of`. The
+        result is for `from_graph`; tokens are written to `last` [slots] too."""
+        assert self._fused is not None, "graphs sample by kernels"
+        return self._fused.tails(last, largest)
+
+    def greedy(self, last: Tensor, largest: int) -> Tail:
+        """The tail for plain rows."""
+        return self.tails(last, largest)["greedy"]
+
+    def tail_of(self, rows: Sequence[Row]) -> str:
+        """The tail that samples `rows`: "greedy", "random" or "cut"; or "" where that takes `sample`: for rows with
+        several draws, log-probabilities, masks, biases, penalties, a method."""
+        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+        if not self._simple[slots].all() or any(row.sample != 1 for row in rows):
+            return ""
+        until = self._until[slots].tolist()
+        if any(until) and any(row.start + len(row.tokens) < least for row, least in zip(rows, until)):
+            return ""
+        shape = self._shape[slots]
+        return "cut" if cuts(shape).any() else "random" if (shape[:, 0] > 0).any() else "greedy"
 
     def plain(self, rows: Sequence[Row]) -> bool:
-        """Every row takes one token, the most likely one, and nothing else: `greedy` is all that the step needs."""
-        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
-        if not self._plain[slots].all() or any(row.sample != 1 for row in rows):
-            return False
-        until = self._until[slots].tolist()
-        return not any(until) or all(row.start + len(row.tokens) >= least for row, least in zip(rows, until))
+        """Every row takes one token, the most likely one, and nothing else."""
+        return self.tail_of(rows) == "greedy"
 
-    def greedy(self, last: Tensor, largest: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """On a GPU, a function that samples up to `largest` plain rows, to be captured in CUDA graphs: from logits
-        [R, V] and slots [R] (0 for padding) to tokens and faults [R], for `from_graph`; tokens go to last[slots] too.
-        """
-        from quire.kernels.triton import launch, sampling
-
-        scratch = sampling.Scratch.of(largest, self.vocab_size, self.device, random=False)
-        pdl = self.device.type == "cuda" and launch.early(self.device)
-
-        def tail(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-            tokens, faults = torch.empty((2, len(logits)), dtype=torch.int64, device=self.device)
-            sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
-            return tokens, faults
-
-        return tail
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Before the replay of a graph whose tail is "random" or "cut": give it the parameters and noise of `rows`."""
+        assert self._fused is not None, "graphs sample by kernels"
+        asked = Asked.of([(row.slot, row.start + len(row.tokens), 1) for row in rows])
+        self._fused.fill(self._shape[asked.slots], self._chance(asked))
 
     def from_graph(self, tokens: Tensor, faults: Tensor, rows: Sequence[Row]) -> Drawn:
-        """The samples of plain rows from what `greedy` left on the device, padding at the end. They are on their way to
-        the host when this returns, so the tensors may be written again by later work."""
+        """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the
+        host when this returns, so the tensors may be written again by later work."""
         count = len(rows)
         host, ready = self._to_host(tokens[:count], faults[:count])
         ones = np.ones(count, dtype=np.int64)
@@ -124,8 +131,8 @@ class Sampler:
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         asked = Asked.of(rows)
-        if self.fused:
-            tokens, faults, changed = self._by_kernels(logits, asked, rows, last)
+        if self._fused is not None:
+            tokens, faults, changed = self._by_kernels(self._fused, logits, asked, rows, last)
         else:
             tokens, faults, changed = self._by_torch(logits.float(), asked, rows)
             if last is not None:
@@ -223,20 +230,26 @@ class Sampler:
         return torch.where(failed == 0, tokens, 0), fault, processed
 
     def _by_kernels(
-        self, logits: Tensor, asked: Asked, rows: Sequence[tuple[int, int, int]], last: Tensor | None
+        self,
+        fused: FusedSampling,
+        logits: Tensor,
+        asked: Asked,
+        rows: Sequence[tuple[int, int, int]],
+        last: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As `_by_torch`, but only the logits that are `_ruled`, row after row, or None. Those rows are drawn again."""
         ruled, owner = self._ruled_rows(asked), asked.owner
         shape = self._shape[asked.slots]
         chance = self._chance(asked) if (shape[:, 0] > 0).any() else np.zeros(len(owner))
-        tokens, faults = self._launch(logits, np.where(ruled[:, None], (0, 0, 0, 1), shape), asked, owner, chance, last)
+        first = np.where(ruled[:, None], (0, 0, 0, 1), shape)  # tells the faults of those that are ruled
+        tokens, faults = fused.draw(logits, first, owner, chance, asked.slots, last)
         some = np.flatnonzero(ruled)
         if not len(some):
             return tokens, faults, None
         places, index = np.flatnonzero(ruled[owner]), upload(some, self.device)
         changed = self.process(logits.index_select(0, index).float(), [rows[i] for i in some])
         renumbered = (np.cumsum(ruled) - 1)[owner[places]]
-        drawn, empty = self._launch(changed, shape[some], None, renumbered, chance[places], None)
+        drawn, empty = fused.draw(changed, shape[some], renumbered, chance[places])
         fault = torch.where(faults.index_select(0, index) != 0, 1, 2 * empty)
         drawn = torch.where(self._take(fault, renumbered) == 0, drawn, 0)
         faults.index_copy_(0, index, fault)
@@ -248,36 +261,6 @@ class Sampler:
 
     def _ruled_rows(self, asked: Asked) -> np.ndarray:
         return self._ruled[asked.slots] | (asked.positions < self._until[asked.slots])
-
-    def _launch(
-        self,
-        logits: Tensor,
-        shape: np.ndarray,
-        asked: Asked | None,
-        owner: np.ndarray,
-        chance: np.ndarray,
-        last: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [D] and faults [R], by the kernels, in one piece of memory; to last[slots] too if both are given."""
-        from quire.kernels.triton import launch, sampling
-
-        rows, draws, random = len(shape), len(owner), shape[:, 0] > 0
-        if asked is None or last is None:
-            last = torch.empty(1, dtype=torch.int64, device=self.device)
-            slots = np.zeros(rows, dtype=np.int64)
-        else:
-            slots = asked.slots
-        tokens, faults = torch.empty(draws + rows, dtype=torch.int64, device=self.device).split((draws, rows))
-        pdl = self.device.type == "cuda" and launch.early(self.device)
-        if not random.any() and draws == rows:
-            scratch = sampling.Scratch.of(rows, self.vocab_size, self.device, random=False)
-            sampling.greedy(logits, self._staging.upload(slots), last, tokens, faults, scratch, pdl)
-            return tokens, faults
-        cut = bool((random & ((shape[:, 2] > 0) | (shape[:, 3] < 1))).any())
-        scratch = sampling.Scratch.of(rows, self.vocab_size, self.device, cut=cut)
-        shapes, owners, chances, places = self._staging.upload_all([shape, owner, chance, slots])
-        sampling.sample(logits, shapes, owners, chances, places, last, tokens, faults, scratch, cut, pdl)
-        return tokens, faults
 
     def _draw(
         self, logits: Tensor, best: Tensor, shape: np.ndarray, owner: np.ndarray, random: np.ndarray, chance: np.ndarray
@@ -328,7 +311,7 @@ class Sampler:
         tops, widths, details = self._tops[asked.slots], None, None
         if (tops >= 0).any():
             widths = tuple(self._width(slot) for slot in asked.slots.tolist())
-            place = np.cumsum(self._ruled_rows(asked)) - 1 if self.fused else np.arange(len(tops))
+            place = np.cumsum(self._ruled_rows(asked)) - 1 if self._fused else np.arange(len(tops))
             parts = []
             for width in sorted({width for width in widths if width is not None}):
                 places = np.array([i for i, row in enumerate(asked.owner) if widths[row] == width], dtype=np.int64)
@@ -336,7 +319,7 @@ class Sampler:
                 own, some = self._take(tokens, places), self._take(logits, rows).float()
                 if width.candidates:
                     assert changed is not None, "what a method chooses from is processed"
-                    total, some = some.logsumexp(-1, keepdim=True), self._take(changed, place[rows])
+                    total, some = total_of(some), self._take(changed, place[rows])
                 parts.append(details_of(some, own, width.alternatives, total).flatten())
             details = torch.cat(parts)
             if self.device.type == "cuda":

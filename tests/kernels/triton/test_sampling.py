@@ -21,6 +21,7 @@ from quire.kernels.triton.sampling import Scratch
 from quire.plan import Birth, Row, Sampled
 from quire.request import SamplingParams
 from quire.runner.draws import SCALE, draw, truncate
+from quire.runner.fused import FusedSampling
 from quire.runner.sampler import Sampler
 
 CUDA = torch.cuda.is_available()
@@ -257,7 +258,7 @@ def test_the_sampler_with_kernels_equals_the_sampler_without() -> None:
     batches: list[list[int]] = [list(range(len(KINDS))), [1, 11], [9], [14, 1, 4]]
     for kinds in batches:
         plain, fused = (Sampler(20, 500, device, (2, 7)) for device in (torch.device("cpu"), DEVICE))
-        fused.fused = True
+        fused._fused = FusedSampling(500, DEVICE)  # as on a GPU
         want = run(plain, logits, kinds, torch.zeros(20, dtype=torch.int64))
         got = run(fused, logits, kinds, torch.zeros(20, dtype=torch.int64, device=DEVICE))
         assert [(one.tokens, one.error) for one in got] == [(one.tokens, one.error) for one in want]
@@ -269,21 +270,34 @@ def test_the_sampler_with_kernels_equals_the_sampler_without() -> None:
                 assert [top.logprob, *top.logprobs] == pytest.approx([expected.logprob, *expected.logprobs], abs=1e-5)
 
 
-def test_plain_rows_with_padding_as_a_graph_samples_them() -> None:
+def rows_of(slots: list[int], position: int) -> list[Row]:
+    return [Row(slot, (1,), position - 1, 1) for slot in slots]
+
+
+def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
+    """Padded, with a fault, and with other parameters and noise at each replay."""
     sampler = Sampler(9, 300, DEVICE, ())
+    sampler._fused = FusedSampling(300, DEVICE)  # as on a GPU
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_p": 0.8}, {"top_k": 4, "min_p": 0.1}]
+    for slot, values in enumerate(kinds, 1):
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values), slot * 7, 1, (1,), 1))
     last = torch.full((9,), -1, device=DEVICE)
-    tail = sampler.greedy(last, 6)
-    logits = some_logits(6, 300, 13)
+    tails = sampler.tails(last, 6)
+    logits = some_logits(6, 300, 13).to(DEVICE)
     logits[1, 3] = torch.nan
-    slots = torch.tensor([4, 2, 7, 1, 0, 0], device=DEVICE)
-    tokens, faults = tail(logits.to(DEVICE), slots)
-    drawn = sampler.from_graph(tokens, faults, [Row(slot, (1,), 5, 1) for slot in (4, 2, 7, 1)])
-    best = [row.argmax().item() for row in logits]
-    samples = sampler.finish(drawn)
-    assert [sampled.tokens for sampled in samples] == [(best[0],), (0,), (best[2],), (best[3],)]
-    assert ["not finite" in sampled.error for sampled in samples] == [False, True, False, False]
-    assert last[[4, 2, 7, 1]].tolist() == [best[0], 0, best[2], best[3]]
-    assert last[[3, 5, 6, 8]].tolist() == [-1] * 4
+    for step, (name, slots) in enumerate([("cut", [3, 1, 4, 2]), ("random", [2, 1, 1]), ("greedy", [1, 1])], 5):
+        rows = rows_of(slots, step)
+        assert sampler.tail_of(rows) == name
+        if name != "greedy":
+            sampler.fill(rows)
+        padded = torch.tensor(slots + [0] * (6 - len(slots)), device=DEVICE)
+        samples = sampler.finish(sampler.from_graph(*tails[name](logits, padded), rows))
+        expected = sampler.finish(sampler.sample(logits[: len(slots)], [(slot, step, 1) for slot in slots]))
+        assert samples == expected
+        assert ["not finite" in sampled.error for sampled in samples] == [row == 1 for row in range(len(slots))]
+        for slot, sampled in zip(slots, samples):
+            assert last[slot] == sampled.tokens[0] or slots.count(slot) > 1
+    assert last[5:].tolist() == [-1] * 4
 
 
 @pytest.mark.skipif(not CUDA, reason="captures a CUDA graph")

@@ -20,6 +20,7 @@ LEAST = tl.constexpr(0x2F800000)  # of 2**-32, the least likelihood that weighs 
 MARKS = tl.constexpr(16)  # keys at which a row is counted: 2**-1 to 2**-15, and LEAST
 BLOCK = 2048  # tokens of a program, and between two sums that a draw looks at
 LISTED = 2048  # tokens of a list that a search looks at together
+FEW = 128  # rows up to which each has a multiprocessor to itself
 
 
 class Scratch(NamedTuple):
@@ -36,7 +37,7 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, rows: int, vocab: int, device: torch.device, random: bool = True, cut: bool = True) -> Scratch:
         """For `rows` rows at most; `random` if some may be drawn, `cut` if some may have top_k or top_p."""
-        parts = max(count * triton.cdiv(vocab, _chunk(count)) for count in {rows, min(rows, 8)})
+        parts = max(count * triton.cdiv(vocab, _chunk(count)) for count in {rows, min(rows, 64), min(rows, 8)})
         drawn, truncated = rows * random, rows * (random and cut)
         return cls(
             torch.empty(parts, dtype=torch.float32, device=device),
@@ -51,7 +52,7 @@ class Scratch(NamedTuple):
 
 def _chunk(rows: int) -> int:
     """Logits of a program that looks for the greatest: few where there are few rows, to occupy the device."""
-    return 1024 if rows <= 8 else 4096
+    return 1024 if rows <= 8 else 4096 if rows <= 64 else 8192
 
 
 @triton.jit
@@ -65,15 +66,15 @@ def _start(PDL: tl.constexpr):
 @triton.jit
 def _peaks(logits, stride, vocab, peaks, places, totals, held, chunks, CHUNK: tl.constexpr, CUT: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
-    """The greatest logit of a chunk and its lowest id; NaN if there is one. Clears the row's counters, if CUT."""
+    """The greatest logit of a chunk and its lowest id; infinity for a NaN. Clears the row's counters, if CUT."""
     _start(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    spoilt = tl.max((x != x).to(tl.int32), 0)
-    peak = tl.max(tl.where(x == x, x, float("-inf")), 0)
+    x = tl.where(x == x, x, float("inf"))
+    peak = tl.max(x, 0)
     place = tl.min(tl.where(x == peak, ids, vocab), 0)
-    tl.store(peaks + row * chunks + chunk, tl.where(spoilt > 0, float("nan"), peak))
+    tl.store(peaks + row * chunks + chunk, peak)
     tl.store(places + row * chunks + chunk, place)
     if CUT:
         marks = tl.arange(0, 2 * MARKS)
@@ -87,11 +88,10 @@ def _top(peaks, places, row, chunks, LANES: tl.constexpr):
     lanes = tl.arange(0, LANES)
     some = lanes < chunks
     parts = tl.load(peaks + row * chunks + lanes, mask=some, other=float("-inf"))
-    best = tl.max(tl.where(parts == parts, parts, float("-inf")), 0)
-    spoilt = tl.max((parts != parts).to(tl.int32), 0)
+    best = tl.max(parts, 0)
     ids = tl.load(places + row * chunks + lanes, mask=some, other=2147483647)
     token = tl.min(tl.where(parts == best, ids, 2147483647), 0)
-    return best, token, (spoilt == 0) & (tl.abs(best) < float("inf"))
+    return best, token, tl.abs(best) < float("inf")
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _shape(shapes, row):
 
 @triton.jit
 def _likelihood(x, best, temperature):
-    return tl.exp((x - best) / temperature)
+    return tl.exp((x - best) * (1.0 / temperature))
 
 
 @triton.jit
@@ -142,28 +142,40 @@ def _mark(j):
 
 
 @triton.jit
-def _spread(logits, stride, vocab, shapes, peaks, places, chunks, totals, masses, LANES: tl.constexpr,
+def _marked(keys, BLOCK: tl.constexpr):
+    """Of each mark, the keys from it up: their number << 48, plus what they weigh (a block weighs less than 2**48)."""
+    marks = tl.arange(0, MARKS)
+    sums = tl.zeros([MARKS], tl.int64)
+    packed = tl.where(keys > 0, _weights(keys) + 281474976710656, 0)
+    most = tl.max(keys, 0)
+    for j in range(tl.sum((_mark(marks) > most).to(tl.int32), 0), MARKS):
+        sums = tl.where(marks == j, tl.sum(tl.where(keys >= _mark(j), packed, 0), 0), sums)
+    return sums
+
+
+@triton.jit
+def _spread(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses, LANES: tl.constexpr,
             BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A block's weight; or, if its row may be cut, the block's share of the row's totals."""
+    """The weight of each of `each` blocks; or, if their row may be cut, their share of the row's totals."""
     _start(PDL)
-    block, row = tl.program_id(0), tl.program_id(1)
+    first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, _k, _p, cut = _shape(shapes, row)
     best, _token, finite = _top(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0):
-        keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-        weights = _weights(keys)
+        marks = tl.arange(0, MARKS)
+        counts = tl.zeros([MARKS], tl.int64)
+        sums = tl.zeros([MARKS], tl.int64)
+        for block in range(first, tl.minimum(first + each, blocks)):
+            keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            if cut:
+                packed = _marked(keys, BLOCK)
+                counts += packed >> 48
+                sums += packed & 281474976710655
+            else:
+                tl.store(masses + row * blocks + block, tl.sum(_weights(keys), 0))
         if cut:
-            marks = tl.arange(0, MARKS)
-            counts = tl.zeros([MARKS], tl.int64)
-            sums = tl.zeros([MARKS], tl.int64)
-            for j in tl.static_range(MARKS):
-                over = keys >= _mark(j)
-                counts = tl.where(marks == j, tl.sum(over.to(tl.int32), 0).to(tl.int64), counts)
-                sums = tl.where(marks == j, tl.sum(tl.where(over, weights, 0), 0), sums)
-            tl.atomic_add(totals + row * 2 * MARKS + marks, counts, sem="relaxed")
-            tl.atomic_add(totals + row * 2 * MARKS + MARKS + marks, sums, sem="relaxed")
-        else:
-            tl.store(masses + row * tl.num_programs(0) + block, tl.sum(weights, 0))
+            tl.atomic_add(totals + row * 2 * MARKS + marks, counts, mask=counts > 0, sem="relaxed")
+            tl.atomic_add(totals + row * 2 * MARKS + MARKS + marks, sums, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -186,20 +198,23 @@ def _bracket(totals, row, top_k, top_p):
 
 
 @triton.jit
-def _collect(logits, stride, vocab, shapes, peaks, places, chunks, totals, held, lists, LANES: tl.constexpr,
-             BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """List a block's keys inside the row's bracket."""
+def _collect(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, held, lists,
+             LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """List the keys of `each` blocks that are inside the row's bracket."""
     _start(PDL)
-    block, row = tl.program_id(0), tl.program_id(1)
+    first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, top_k, top_p, cut = _shape(shapes, row)
     best, _token, finite = _top(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
         low, high, _count, _mass, _total, _bound = _bracket(totals, row, top_k, top_p)
-        keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-        inside = (keys >= low) & (keys < high)
-        start = tl.atomic_add(held + row, tl.sum(inside.to(tl.int32), 0), sem="relaxed")
-        at = start + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(lists + row.to(tl.int64) * vocab + at, keys, mask=inside)
+        for block in range(first, tl.minimum(first + each, blocks)):
+            keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            inside = ((keys >= low) & (keys < high)).to(tl.int32)
+            size = tl.sum(inside, 0)
+            if size > 0:
+                start = tl.atomic_add(held + row, size, sem="relaxed")
+                at = start + tl.cumsum(inside, 0) - 1
+                tl.store(lists + row.to(tl.int64) * vocab + at, keys, mask=inside > 0)
 
 
 @triton.jit
@@ -210,6 +225,8 @@ def _descend(keys, held, low, high, need, WEIGH: tl.constexpr, LISTED: tl.conste
         first = tl.zeros([LISTED], tl.int64)
         second = tl.zeros([LISTED], tl.int64)
         third = tl.zeros([LISTED], tl.int64)
+        least = tl.full([LISTED], ONE + 1, tl.int32)  # of the keys in [low, high)
+        most = tl.zeros([LISTED], tl.int32)
         for start in range(0, held, LISTED):
             ids = start + tl.arange(0, LISTED)
             key = tl.load(keys + ids, mask=ids < held, other=0)
@@ -219,10 +236,13 @@ def _descend(keys, held, low, high, need, WEIGH: tl.constexpr, LISTED: tl.conste
             first += tl.where(key >= low + step, value, 0)
             second += tl.where(key >= low + 2 * step, value, 0)
             third += tl.where(key >= low + 3 * step, value, 0)
+            least = tl.minimum(least, tl.where(key >= low, key, ONE + 1))
+            most = tl.maximum(most, tl.where(key < high, key, 0))
         passed = (tl.sum(first, 0) >= need).to(tl.int32)
         passed += (tl.sum(second, 0) >= need).to(tl.int32) + (tl.sum(third, 0) >= need).to(tl.int32)
         low = low + passed * step
-        high = tl.minimum(high, low + step)
+        high = tl.minimum(tl.minimum(high, low + step), tl.max(most, 0) + 1)
+        low = tl.maximum(low, tl.min(least, 0))
     return low
 
 
@@ -261,17 +281,18 @@ def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, 
 
 
 @triton.jit
-def _weigh(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses, LANES: tl.constexpr,
+def _weigh(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, borders, masses, LANES: tl.constexpr,
            BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The weight of a block's tokens from the row's border up."""
+    """The weight of the tokens from the row's border up, of `each` blocks."""
     _start(PDL)
-    block, row = tl.program_id(0), tl.program_id(1)
+    first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, _k, _p, cut = _shape(shapes, row)
     best, _token, finite = _top(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
-        keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-        kept = tl.where(keys >= tl.load(borders + row), _weights(keys), 0)
-        tl.store(masses + row * tl.num_programs(0) + block, tl.sum(kept, 0))
+        border = tl.load(borders + row)
+        for block in range(first, tl.minimum(first + each, blocks)):
+            keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            tl.store(masses + row * blocks + block, tl.sum(_weights(tl.where(keys >= border, keys, 0)), 0))
 
 
 @triton.jit
@@ -356,17 +377,18 @@ def sample(
     """
     options = _launch(pdl)
     (rows, vocab), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
+    each = 1 if rows <= 16 else 4 if rows <= 128 else 16
     chunks, lanes = _find_peaks(logits, scratch, cut, options)
     row = (logits, logits.stride(0), vocab, shapes, scratch.peaks, scratch.places, chunks)
-    grid, tile = (blocks, rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
-    _spread[grid](*row, scratch.totals, scratch.masses, **tile)
+    grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
+    _spread[grid](*row, blocks, each, scratch.totals, scratch.masses, **tile)
     if cut:
-        _collect[grid](*row, scratch.totals, scratch.held, scratch.lists, **tile)
+        _collect[grid](*row, blocks, each, scratch.totals, scratch.held, scratch.lists, **tile)
         _search[(rows,)](
-            *row[3:], vocab, scratch.totals, scratch.held, scratch.lists, scratch.borders, LANES=lanes, LISTED=LISTED,
-            num_warps=8, **options,
+            *row[3:], vocab, scratch.totals, scratch.held, scratch.lists, scratch.borders, LANES=lanes,
+            LISTED=LISTED if rows > FEW else 2 * LISTED, num_warps=8 if rows > FEW else 16, **options,
         )  # fmt: skip
-        _weigh[grid](*row, scratch.borders, scratch.masses, **tile)
+        _weigh[grid](*row, blocks, each, scratch.borders, scratch.masses, **tile)
     _draw[(len(owners),)](
         *row, scratch.borders, scratch.masses, blocks, owners, chances, slots, last, tokens, faults,
         BLOCKS=triton.next_power_of_2(blocks), **tile,
