@@ -19,8 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.launch import early
 
-# Beyond this the library's products are as fast (H200, measured at 32: o and head still faster here; 64: slower).
-MAX_ROWS = 32
+MAX_ROWS = 32  # at 64 the library's products are faster on an H200, but for the head
 
 
 class Tile(NamedTuple):
@@ -31,12 +30,50 @@ class Tile(NamedTuple):
     depth: int  # of the dot products
     stages: int
     warps: int
+    early: int = 0  # as many tiles of the weight are loaded before the wait for the kernels before
+
+
+# By the rows of x at most, and the weight's shape: measured on one H200 within a whole step of Llama-3-8B in bf16, with
+# small kernels between the products: down is "deep", o "square", qkv "middle", gate_up "tall", the head "vocabulary".
+# One row needs no tensor cores. Narrow tiles occupy every multiprocessor, wide ones read x less often.
+TILES = {
+    1: {
+        "deep": Tile(0, 8, 512, 3, 4, 3),
+        "square": Tile(0, 8, 512, 3, 4, 2),
+        "middle": Tile(0, 8, 512, 3, 2, 1),
+        "tall": Tile(0, 4, 2048, 3, 4),
+        "vocabulary": Tile(0, 4, 2048, 3, 4),
+    },
+    8: {
+        "deep": Tile(8, 32, 512, 4, 4, 1),
+        "square": Tile(8, 32, 512, 3, 2, 2),
+        "middle": Tile(8, 16, 256, 6, 1, 1),
+        "tall": Tile(8, 32, 128, 4, 2, 2),
+        "vocabulary": Tile(8, 32, 256, 3, 2),
+    },
+    16: {
+        "deep": Tile(16, 32, 256, 6, 4),
+        "square": Tile(16, 64, 256, 4, 4, 1),
+        "middle": Tile(16, 64, 128, 6, 4, 1),
+        "tall": Tile(16, 64, 128, 4, 4, 1),
+        "vocabulary": Tile(16, 128, 128, 3, 8),
+    },
+    32: {
+        "deep": Tile(32, 64, 128, 6, 4),
+        "square": Tile(32, 64, 128, 6, 4),
+        "middle": Tile(32, 64, 128, 5, 4),
+        "tall": Tile(32, 64, 128, 4, 4, 1),
+        "vocabulary": Tile(32, 128, 128, 4, 8),
+    },
+}
+SHARED = 200_000  # bytes of shared memory that the largest of these need
 
 
 def supports(weight: Tensor, rows: int) -> bool:
     """Whether `linear` and `gated` take this weight, and `rows` rows are few enough for them to be worth it."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    return half and rows <= MAX_ROWS and weight.is_contiguous() and weight.shape[1] % 16 == 0
+    dense = weight.is_contiguous() and weight.shape[1] % 16 == 0
+    return half and dense and rows <= MAX_ROWS and _shared(weight.device) >= SHARED
 
 
 def linear(
@@ -54,7 +91,7 @@ def linear(
     """
     if out is None:
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, residual, out, len(weight), None, pdl)
+    _launch(x, weight, bias, residual, out, few_rows(len(x), *weight.shape), None, pdl)
     return out
 
 
@@ -66,7 +103,7 @@ def gated(x: Tensor, weight: Tensor, activation: str, *, out: Tensor | None = No
     size = len(weight) // 2
     if out is None:
         out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, None, out, size, ACTIVATIONS[activation], pdl)
+    _launch(x, weight, None, None, out, few_rows(len(x), *weight.shape), ACTIVATIONS[activation], pdl)
     return out
 
 
@@ -76,26 +113,41 @@ def _launch(
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
-    size: int,
+    tile: Tile,
     activation: str | None,
     pdl: bool,
 ) -> None:
-    """`size`: of a result's row."""
+    """A tile of no rows is for one row of x, without tensor cores."""
     rows, depth = x.shape
-    assert 1 <= rows <= MAX_ROWS, f"{rows} rows are not few"
+    size = out.shape[1]
+    assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
-    _check(x, weight)
-    assert out.shape == (rows, size), f"out {tuple(out.shape)} is not {(rows, size)}"
+    assert len(out) == rows, f"out {tuple(out.shape)} does not fit x {tuple(x.shape)}"
     assert out.stride(1) == 1, "rows must be dense"
-    tile = few_rows(rows, len(weight), depth)
-    each = tile.columns if activation is None else tile.columns // 2
-    options = {"num_stages": tile.stages, "num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {})
-    _few[(triton.cdiv(size, each),)](
-        x, weight, out if bias is None else bias, out if residual is None else residual, out,
-        rows, size, depth, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
-        BIAS=bias is not None, RESIDUAL=residual is not None, KIND=activation, PDL=pdl, **options,
-    )  # fmt: skip
+    _check(x, weight)
+    early = min(tile.early, depth // tile.depth)
+    even = (depth - early * tile.depth) % tile.depth == 0
+    options = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even, "num_warps": tile.warps}
+    options |= {"BIAS": bias is not None, "RESIDUAL": residual is not None, "KIND": activation, "PDL": pdl}
+    options |= {"launch_pdl": True} if pdl else {}
+    grid = (triton.cdiv(size, tile.columns if activation is None else tile.columns // 2),)
+    tensors = (x, weight, out if bias is None else bias, out if residual is None else residual, out)
+    if tile.rows == 0:
+        _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
+        return
+    strides = (x.stride(0), out.stride(0) if residual is None else residual.stride(0), out.stride(0))
+    _few[grid](*tensors, rows, size, depth, *strides, BLOCK_M=tile.rows, num_stages=tile.stages, **options)
+
+
+def few_rows(rows: int, size: int, depth: int) -> Tile:
+    """The tile for a weight [size, depth]."""
+    block = 1 if rows == 1 else 8 if rows <= 8 else 16 if rows <= 16 else 32
+    if size > 8192:
+        shape = "tall" if size < 65536 else "vocabulary"
+    else:
+        shape = "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
+    tile = TILES[block][shape]
+    return tile._replace(depth=min(tile.depth, max(16, triton.next_power_of_2(depth))))
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -104,52 +156,49 @@ def _check(x: Tensor, weight: Tensor) -> None:
     assert x.stride(1) == 1, "rows must be dense"
 
 
-def few_rows(rows: int, size: int, depth: int) -> Tile:
-    """The tile for a weight [size, depth]; measured on one H200 with the shapes of Llama-3-8B in bf16.
-
-    Long weights have programs enough for tiles of 64 rows, which read x less often; short ones need narrow tiles to
-    occupy every multiprocessor, and deep ones to have enough bytes on the way.
-    """
-    block = 16 if rows <= 16 else 32
-    if size >= 16384:
-        wide = size >= 65536 and rows > 8
-        return Tile(block, 128 if wide else 64, 128, 3 if wide else 4, 4)
-    if rows > 16:
-        return Tile(block, 64, 128, 6, 4)
-    return Tile(block, 16, 512, 4 if depth > 4096 or size <= 4096 else 3, 2)
+@triton.jit
+def _few_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
+    """The rows of the weight of program `index`: BLOCK_N; with a KIND of activation gate's and up's take turns."""
+    n = index * BLOCK_N + tl.arange(0, BLOCK_N)
+    if KIND is None:
+        return tl.minimum(n, size - 1).to(tl.int64)  # rows past the end compute the last one again, and are not stored
+    return (tl.minimum(n // 2, size - 1) + n % 2 * size).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _few(
     x, weight, bias, residual, out, rows, size, depth, x_stride, residual_stride, out_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of the weight a program, all of K. With a KIND of activation, gate's and up's rows take turns."""
+    """BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if KIND is not None:
-        place = tl.minimum(n // 2, size - 1) + n % 2 * size
-    else:
-        place = tl.minimum(n, size - 1)  # rows past the end compute the last one again, and are not stored
-    m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    real = m < rows
-    tiles = weight + place.to(tl.int64)[:, None] * depth + k[None, :]
-    inputs = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    tiles = weight + _few_rows(tl.program_id(0), size, BLOCK_N, KIND)[:, None] * depth + k[None, :]
+    body = depth - EARLY * BLOCK_K
+    early = ()
+    for i in tl.static_range(EARLY):
+        early += (tl.load(tiles + body + i * BLOCK_K),)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    m = tl.arange(0, BLOCK_M).to(tl.int64)
+    real = m < rows
+    inputs = x + m[:, None] * x_stride + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, depth, BLOCK_K):
+    for start in range(0, body, BLOCK_K):
         if EVEN:
             w = tl.load(tiles + start)
             v = tl.load(inputs + start, mask=real[:, None], other=0.0)
         else:
-            inside = (start + k < depth)[None, :]
+            inside = (start + k < body)[None, :]
             w = tl.load(tiles + start, mask=inside, other=0.0)
             v = tl.load(inputs + start, mask=real[:, None] & inside, other=0.0)
         acc = tl.dot(w, tl.trans(v), acc, input_precision="ieee")
+    for i in tl.static_range(EARLY):
+        v = tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0)
+        acc = tl.dot(early[i], tl.trans(v), acc, input_precision="ieee")
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is not None:
         pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
         gate, up = tl.split(pairs)
@@ -159,21 +208,64 @@ def _few(
         acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
     mask = (n < size)[:, None] & real[None, :]
     if RESIDUAL:
-        added = residual + m.to(tl.int64)[None, :] * residual_stride + n[:, None]
-        acc += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64)[None, :] * out_stride + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+        acc += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m[None, :] * out_stride + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
-def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@triton.jit
+def _one(
+    x, weight, bias, residual, out, size, depth,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_few` for one row: multiplied and added without the tensor cores, whose tiles would be nearly empty."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    k = tl.arange(0, BLOCK_K)
+    tiles = weight + _few_rows(tl.program_id(0), size, BLOCK_N, KIND)[:, None] * depth + k[None, :]
+    body = depth - EARLY * BLOCK_K
+    early = ()
+    for i in tl.static_range(EARLY):
+        early += (tl.load(tiles + body + i * BLOCK_K),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, body, BLOCK_K, num_stages=STAGES):
+        if EVEN:
+            w = tl.load(tiles + start)
+            v = tl.load(x + start + k)
+        else:
+            w = tl.load(tiles + start, mask=(start + k < body)[None, :], other=0.0)
+            v = tl.load(x + start + k, mask=start + k < body, other=0.0)
+        sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    for i in tl.static_range(EARLY):
+        sums += early[i].to(tl.float32) * tl.load(x + body + i * BLOCK_K + k).to(tl.float32)[None, :]
+    acc = tl.sum(sums, axis=1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if KIND is not None:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
+        acc = activate(gate, KIND) * up
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        acc += tl.load(residual + n, mask=n < size, other=0.0).to(tl.float32)
+    tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < size)
+
+
+def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N]; a row's bits depend on nothing but that row.
 
     Any M >= 1; layout as for `linear`. Every element is a sum over K in one order, whatever the tile: tensor cores give
-    the same bits in tiles of every size used here, which the tests compare.
+    the same bits in tiles of every size used here, and on either side of the product, which the tests compare.
     """
     rows, depth = x.shape
     size = len(weight)
     _check(x, weight)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    if supports(weight, rows):
+        _launch(x, weight, bias, None, out, few_rows(max(rows, 2), size, depth), None, pdl)
+        return out
     bulk = _bulk_copies(x, weight, out) and rows > 64
     tile = any_rows(rows, size, x.dtype, bulk)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.columns)
@@ -208,6 +300,15 @@ def _bulk_copies(*tensors: Tensor) -> bool:
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
     half = tensors[0].dtype in (torch.bfloat16, torch.float16)
     return aligned and (half and early(tensors[0].device) if tensors[0].is_cuda else True)
+
+
+@lru_cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return SHARED
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 @lru_cache
