@@ -122,7 +122,8 @@ def _launch(
     size = out.shape[1]
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
-    assert len(out) == rows, f"out {tuple(out.shape)} does not fit x {tuple(x.shape)}"
+    wanted = (rows, len(weight) if activation is None else len(weight) // 2)
+    assert out.shape == wanted, f"out {tuple(out.shape)} is not {wanted}"
     assert out.stride(1) == 1, "rows must be dense"
     _check(x, weight)
     early = min(tile.early, depth // tile.depth)
