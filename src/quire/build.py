@@ -150,7 +150,7 @@ def _runner(
         fill_dummy(model, config.seed)
     else:
         load(model, source.folder, progress)
-    model.prepare(max_len)
+    model.prepare(max_len, config.deterministic)
     attention = _attention(config, device)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids, graphs=config.cuda_graphs and attention == "triton",

@@ -44,6 +44,7 @@ class Linear(nn.Module):
         self.packed: Callable[[Tensor], Tensor] | None = None
         self.few: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
         self.few_rows = 0
+        self.invariant: Callable[..., Tensor] | None = None
         self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,19 +52,24 @@ class Linear(nn.Module):
             return self.packed(x)
         if self.few is not None and len(x) <= self.few_rows:
             return self.few(x, self.weight, self.bias, pdl=self.pdl)
+        if self.invariant is not None:
+            return self.invariant(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     @torch.no_grad()
-    def prepare(self) -> None:
-        """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works; on a GPU
-        few rows get a kernel of their own, which reads the weight faster than the library's."""
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works. On a GPU
+        few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
+        any number of rows one kernel that computes each row alike (the library chooses by their number)."""
         if self.weight is None:
             return
         if self.weight.is_cuda:
             from quire.kernels.triton import linear
             from quire.kernels.triton.launch import early
 
-            if linear.supports(self.weight, 1):
+            if deterministic:
+                self.invariant = linear.invariant
+            elif linear.supports(self.weight, 1):
                 self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
         if self.weight.device.type != "cpu" or self.weight.dtype not in TOLERANCE:
             return

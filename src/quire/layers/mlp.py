@@ -51,8 +51,8 @@ class GatedMLP(nn.Module):
             return self.down(self.gated(x, product.weight, self.name, pdl=product.pdl))
         return self.down(self.gate(product(x), self.name, pdl=product.pdl))
 
-    def prepare(self) -> None:
-        """Call once, after loading."""
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. `deterministic`: as for `Linear`."""
         weight = self.gate_up.weight
         if weight is None or not weight.is_cuda:
             return
@@ -60,7 +60,7 @@ class GatedMLP(nn.Module):
 
         if self.name in activation.ACTIVATIONS:
             self.gate = activation.gate
-            if linear.supports(weight, 1) and self.gate_up.bias is None:
+            if linear.supports(weight, 1) and self.gate_up.bias is None and not deterministic:
                 self.gated = linear.gated
 
 

@@ -9,8 +9,11 @@ from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 
 
-def prepare_layers(model: nn.Module) -> None:
-    """Call `prepare` of every layer that has something to prepare."""
+def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
+    """Call `prepare` of every layer that has something to prepare. `deterministic`: on a GPU a row's result must not
+    depend on the number of rows."""
     for module in model.modules():
-        if isinstance(module, Linear | RMSNorm | LayerNorm | GatedMLP | MLP):
+        if isinstance(module, Linear | GatedMLP):
+            module.prepare(deterministic)
+        elif isinstance(module, RMSNorm | LayerNorm | MLP):
             module.prepare()

@@ -115,6 +115,6 @@ class GPT2(nn.Module):
         """Regular expressions of tensors that a checkpoint may hold and that are not needed: causal masks."""
         return (r"h\.\d+\.attn\.(masked_)?bias", *((r"lm_head\.weight",) if self.tied else ()))
 
-    def prepare(self, max_len: int | None = None) -> None:
-        """After loading, once: choose kernels, pack weights."""
-        prepare_layers(self)
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.layers.prepare."""
+        prepare_layers(self, deterministic)

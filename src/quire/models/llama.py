@@ -118,7 +118,8 @@ class Llama(nn.Module):
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
         return (r"(.*\.)?rotary_emb\.inv_freq", *((r"lm_head\.weight",) if self.tied else ()))
 
-    def prepare(self, max_len: int | None = None) -> None:
-        """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`."""
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.
+        `deterministic`: see quire.layers.prepare."""
         self.rotary.prepare(self.embed.weight.device, max_len)
-        prepare_layers(self)
+        prepare_layers(self, deterministic)

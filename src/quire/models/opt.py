@@ -135,6 +135,6 @@ class OPT(nn.Module):
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
         return (r"lm_head\.weight",) if self.tied else ()
 
-    def prepare(self, max_len: int | None = None) -> None:
-        """After loading, once: choose kernels, pack weights."""
-        prepare_layers(self)
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.layers.prepare."""
+        prepare_layers(self, deterministic)

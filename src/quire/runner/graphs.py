@@ -43,7 +43,7 @@ class DecodeContext:
     ) -> None:
         self.positions, self.slots, self.lengths = positions, slots, positions + 1
         self.caches, self.tables, self.splits, self.scratch = store.caches, store.tables, splits, scratch
-        self.pdl = early(positions.device)
+        self.pdl = positions.is_cuda and early(positions.device)
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
