@@ -33,7 +33,7 @@ OUT_PROGRAMS, IN_PROGRAMS = 8, 16
 
 
 class HostPool:
-    """`count` host pages beside `pages` [pages, numbers]; pinned where a GPU moves them. With `debug` every move is
+    """`host` [count, numbers] beside `pages` [pages, numbers]; pinned where a GPU moves them. With `debug` every move is
     waited for and compared."""
 
     def __init__(self, pages: Tensor, count: int, debug: bool = False) -> None:
@@ -51,7 +51,7 @@ class HostPool:
         self.settle()
 
     def out(self, moves: Mapping[int, int]) -> None:
-        """Copy pages to host pages: {host page: page}."""
+        """Copy pages to rows of `host`: {row: page}."""
         if self.device.type == "cpu":
             _gather(self.host, self.pages, moves)
         else:
@@ -67,7 +67,7 @@ class HostPool:
             self._compare((page, host) for host, page in moves.items())
 
     def back(self, moves: Mapping[int, int]) -> None:
-        """Copy host pages to pages: {page: host page}."""
+        """Copy rows of `host` to pages: {page: row}."""
         if self.device.type == "cpu":
             _gather(self.pages, self.host, moves)
         else:
@@ -109,12 +109,12 @@ class HostPool:
             copy_rows(target, source, dst, src, programs)
 
     def _compare(self, moved: Iterable[tuple[int, int]]) -> None:
-        """Debug: these (page, host page) hold the same bits."""
+        """Debug: these (page, row of `host`) hold the same bits."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
         for page, host in moved:
             same = torch.equal(self.pages[page].view(torch.uint8).cpu(), self.host[host].view(torch.uint8))
-            assert same, f"page {page} and host page {host} differ after a swap"
+            assert same, f"page {page} and row {host} of the host pages differ after a swap"
 
 
 def _gather(target: Tensor, source: Tensor, moves: Mapping[int, int]) -> None:

@@ -41,12 +41,18 @@ class Store:
         self.tables = torch.from_numpy(self.host_tables)
         if device.type != "cpu":
             self.tables = self.tables.to(device)
-        self.pool = HostPool(self.pages, geometry.host_pages + 1, debug)
-        self.host = self.pool.host
+        self.pool = HostPool(self.pages, max(geometry.host_pages, 1), debug)
+        self.host = (
+            self.pool.host
+        )  # host page h is row h - 1: a row more could take torch's pinned memory twice the room
         self.caches = self._caches(spec)
         self._apply: dict[type, Callable[[list[Any]], None]] = {
             Copy: self._copy, Out: self._out, In: self._in, Poison: self._poison,
         }  # fmt: skip
+        if device.type != "cpu":  # so that kernels are compiled now, not in the midst of serving
+            self._copy_at_once({0: 0})
+            self.pool.out({0: 0})
+            self.pool.back({0: 0})
 
     def _caches(self, spec: ModelSpec) -> list[LayerCache]:
         caches: dict[int, LayerCache] = {}
@@ -102,10 +108,10 @@ class Store:
         self.pool.settle()
 
     def _out(self, entries: list[Out]) -> None:
-        self.pool.out({host: page for _, page, host in entries})
+        self.pool.out({host - 1: page for _, page, host in entries})
 
     def _in(self, entries: list[In]) -> None:
-        self.pool.back({page: host for _, host, page in entries})
+        self.pool.back({page: host - 1 for _, host, page in entries})
 
     def _poison(self, entries: list[Poison]) -> None:
         pages = [page for _, page in entries]
