@@ -188,21 +188,16 @@ def _few(
     inputs = x + m[:, None] * x_stride + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, body, BLOCK_K):
-        if EVEN:
-            w = tl.load(tiles + start)
-            v = tl.load(inputs + start, mask=real[:, None], other=0.0)
-        else:
-            inside = (start + k < body)[None, :]
-            w = tl.load(tiles + start, mask=inside, other=0.0)
-            v = tl.load(inputs + start, mask=real[:, None] & inside, other=0.0)
+        inside = (start + k < body)[None, :]
+        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside, other=0.0)
+        v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
         acc = tl.dot(w, tl.trans(v), acc, input_precision="ieee")
     for i in tl.static_range(EARLY):
         v = tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0)
         acc = tl.dot(early[i], tl.trans(v), acc, input_precision="ieee")
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is not None:
-        pairs = tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1))
-        gate, up = tl.split(pairs)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
         acc = activate(gate, KIND) * up
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     if BIAS:
@@ -232,12 +227,9 @@ def _one(
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.range(0, body, BLOCK_K, num_stages=STAGES):
-        if EVEN:
-            w = tl.load(tiles + start)
-            v = tl.load(x + start + k)
-        else:
-            w = tl.load(tiles + start, mask=(start + k < body)[None, :], other=0.0)
-            v = tl.load(x + start + k, mask=start + k < body, other=0.0)
+        inside = start + k < body
+        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
+        v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
         sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
     for i in tl.static_range(EARLY):
         sums += early[i].to(tl.float32) * tl.load(x + body + i * BLOCK_K + k).to(tl.float32)[None, :]
@@ -341,13 +333,9 @@ def _tile(
     weights = weight + tl.minimum(n, size - 1).to(tl.int64)[:, None] * depth + k[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, depth, BLOCK_K):
-        if EVEN:
-            v = tl.load(inputs + start, mask=real[:, None], other=0.0)
-            w = tl.load(weights + start)
-        else:
-            inside = (start + k < depth)[None, :]
-            v = tl.load(inputs + start, mask=real[:, None] & inside, other=0.0)
-            w = tl.load(weights + start, mask=inside, other=0.0)
+        inside = (start + k < depth)[None, :]
+        v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
+        w = tl.load(weights + start) if EVEN else tl.load(weights + start, mask=inside, other=0.0)
         acc = tl.dot(v, tl.trans(w), acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
