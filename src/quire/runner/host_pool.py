@@ -33,8 +33,8 @@ OUT_PROGRAMS, IN_PROGRAMS = 8, 16
 
 
 class HostPool:
-    """`host` [count, numbers] beside `pages` [pages, numbers]; pinned where a GPU moves them. With `debug` every move is
-    waited for and compared."""
+    """`host` [count, numbers] beside `pages` [pages, numbers]; pinned where a GPU moves them. With `debug` every move
+    is waited for and compared."""
 
     def __init__(self, pages: Tensor, count: int, debug: bool = False) -> None:
         self.pages, self.device, self.debug = pages, pages.device, debug
