@@ -154,7 +154,7 @@ def _runner(
     attention = _attention(config, device)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids, graphs=config.cuda_graphs and attention == "triton",
-        deterministic=config.deterministic,
+        deterministic=config.deterministic, debug=config.debug,
     )  # fmt: skip
 
 

@@ -69,10 +69,11 @@ class ModelRunner:
         *,
         graphs: bool = False,
         deterministic: bool = False,
+        debug: bool = False,
     ) -> None:
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
         self.backend = _backend(attention, deterministic)
-        self.replays, self.deterministic = graphs, deterministic
+        self.replays, self.deterministic, self.debug = graphs, deterministic, debug
         self.depth = 1 if device.type == "cpu" else 2
         self.store: Store
         self.sampler: Sampler
@@ -81,14 +82,14 @@ class ModelRunner:
 
     def bind(self, geometry: Geometry) -> None:
         """Allocate pages, tables and sampling state for a memory of this geometry."""
-        self.store = Store(geometry, self.spec, self.dtype, self.device)
+        self.store = Store(geometry, self.spec, self.dtype, self.device, self.debug)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
         if self.replays:
             from quire.runner.graphs import DecodeGraphs
 
             largest = min(geometry.slots - 1, MOST_GRAPH_ROWS)
-            tails = {"greedy": self.sampler.greedy(self.last, largest), "logits": self._keep(largest)}
+            tails = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
             self.graphs = DecodeGraphs(
                 self.model, self.store, self.last, self.store.staging, largest, tails, self.deterministic
             )
@@ -126,10 +127,13 @@ class ModelRunner:
 
     def _replay(self, rows: tuple[Row, ...]) -> Drawn:
         """A step of one token a row, as one launch."""
-        if self.sampler.plain(rows):
-            tokens, faults = self.graphs.run(rows, "greedy")
-            return self.sampler.from_graph(tokens, faults, rows)
-        return self._draw(rows, self.graphs.run(rows, "logits")[: len(rows)])
+        tail = self.sampler.tail_of(rows)
+        if tail in ("random", "cut"):
+            self.sampler.fill(rows)
+        result = self.graphs.run(rows, tail)
+        if tail:
+            return self.sampler.from_graph(*result, rows)
+        return self._draw(rows, result[: len(rows)])
 
     def _draw(self, sampling: Sequence[Row], logits: Tensor) -> Drawn:
         """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
