@@ -197,18 +197,16 @@ def test_the_contiguous_twin_reads_one_table_entry(page, splits) -> None:
     )
 
 
-def test_scratch_is_used_again_and_its_counters_end_at_zero() -> None:
+def test_scratch_is_used_again_whatever_is_in_it() -> None:
     shape, lengths = Shape(), (300, 40, 0, 130)
     memory = filled(shape, lengths, torch.float32)
     q = random(4, 4, 16, dtype=torch.float32)
-    scratch = decode_scratch(4, 4, 2, 16, 4, DEVICE)
-    scratch = Scratch(scratch.sums.fill_(torch.nan), scratch.stats.fill_(torch.nan), scratch.counters)
+    scratch = Scratch(*(x.fill_(torch.nan) for x in decode_scratch(4, 4, 2, 16, 4, DEVICE)))
     arguments = (q, memory.cache, memory.tables, slots_of(lengths), ints(lengths))
     want = decode(*arguments, scale=0.25, splits=1)
     for splits in (4, 2, 4):
         got = decode(*arguments, scale=0.25, splits=splits, scratch=scratch)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-        assert not scratch.counters.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -228,7 +226,9 @@ def test_splits_fill_a_gpu_and_shrink_as_the_batch_grows() -> None:
     assert splits[0] == 32
     assert splits[-2:] == [1, 1]
     assert splits == sorted(splits, reverse=True)
-    assert choose_splits(1, 1, 1) >= 1
+    assert choose_splits(24, 8, 132) == 2, "192 programs would leave a quarter of the places empty"
+    assert choose_splits(1, 1, 132) == 32
+    assert choose_splits(1, 1, 1) in (1, 2)
 
 
 CHUNKS = ((12, 9), (0, 20), (40, 6), (0, 2), (130, 70))  # (tokens before, tokens of this step)

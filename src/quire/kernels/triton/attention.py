@@ -1,13 +1,14 @@
 """Decode attention over pages: one query a sequence (PagedAttention §4.1), its context split over programs.
 
 A program takes one sequence, one key/value head with all the query heads that share it, and one part of the context;
-the program that ends last joins the parts. How long each part is comes from the lengths on the device, so one captured
-launch serves every length. Recycled pages hold anything: loads are masked with zeros, scores with a select.
+a second kernel joins the parts. How long each part is comes from the lengths on the device, so one captured launch
+serves every length. Recycled pages hold anything: loads are masked with zeros, scores with a select.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,31 +20,40 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.batch import LayerCache
 
 MAX_SPLITS = 32
+RESIDENT = {2: 4, 3: 3}  # programs a multiprocessor holds -> stages of their pipelines, which shared memory allows then
 LOWEST = tl.constexpr(-1.0e30)  # below every score yet finite: the difference of two is 0, where -inf would give NaN
 
 
 class Scratch(NamedTuple):
-    """Where the parts of split contexts meet: `sums` fp32 [rows, kv_heads, splits, group, dim] and `stats` fp32
-    [rows, kv_heads, splits, 2, group] (maximum, weight), flat; `counters` int32, all zero between launches."""
+    """Where the parts of split contexts meet, flat, four bytes a number: `sums` [rows, kv_heads, splits, group, dim],
+    `maxima` and `weights` [rows, kv_heads, splits, group]. Nothing in it outlives a call of `decode`."""
 
     sums: Tensor
-    stats: Tensor
-    counters: Tensor
+    maxima: Tensor
+    weights: Tensor
 
 
 def decode_scratch(rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device) -> Scratch:
     """Scratch for launches of up to `rows` x `splits` parts; one serves all layers of a stream, one after another."""
-    rows = rows if splits > 1 else 0
-    sums = torch.empty(rows * heads * splits * head_dim, dtype=torch.float32, device=device)
-    stats = torch.empty(rows * heads * splits * 2, dtype=torch.float32, device=device)
-    return Scratch(sums, stats, torch.zeros(rows * kv_heads, dtype=torch.int32, device=device))
+    parts = rows * heads * splits if splits > 1 else 0
+    return Scratch(*(torch.empty(n, dtype=torch.float32, device=device) for n in (parts * head_dim, parts, parts)))
 
 
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts a context for `batch` rows: programs enough to fill the GPU, a power of two. It depends on nothing that
-    changes between replays of a CUDA graph."""
-    wanted = 4 * multiprocessors / max(1, batch * kv_heads)
-    return min(MAX_SPLITS, 1 << max(0, math.floor(math.log2(wanted)))) if wanted > 1 else 1
+    """Parts a context for `batch` rows. Programs come in waves, so the last wave should be nearly full; each doubling
+    of the parts costs about a tenth in joining them. Nothing that changes between replays of a CUDA graph matters."""
+    best, most = 1, 0.0
+    for doublings in range(MAX_SPLITS.bit_length()):
+        programs = max(1, batch * kv_heads) << doublings
+        worth = 0.9**doublings * max(fullness(programs, multiprocessors * n) for n in RESIDENT)
+        if worth > most:
+            best, most = 1 << doublings, worth
+    return best
+
+
+def fullness(programs: int, places: int) -> float:
+    """How full `programs` fill their waves of `places`."""
+    return programs / (-(-programs // places) * places)
 
 
 @triton.jit
@@ -88,35 +98,23 @@ def capped(scores, inner, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _join(
-    sums, stats, out, part, active,
-    SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-):  # fmt: skip
-    """out [GROUP, DIM] (contiguous heads) from `active` parts, added in order whoever came last."""
-    splits = tl.arange(0, SPLITS_PAD)
-    d = tl.arange(0, DIM_PAD)
-    live = splits < active
-    for g in tl.static_range(GROUP):
-        stat = stats + (part * SPLITS + splits) * (2 * GROUP) + g
-        # Around L1 (.cg): it may hold lines of the layer before.
-        best = tl.load(stat, mask=live, other=LOWEST, cache_modifier=".cg")
-        weight = tl.load(stat + GROUP, mask=live, other=0.0, cache_modifier=".cg")
-        shrink = tl.exp2(best - tl.max(best, 0))
-        at = ((part * SPLITS + splits) * GROUP + g) * DIM
-        inside = live[:, None] & (d < DIM)[None, :]
-        part_sums = tl.load(sums + at[:, None] + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        total = tl.sum(weight * shrink, 0)
-        result = tl.sum(part_sums * shrink[:, None], 0) / total
-        tl.store(out + g * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+def extent(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """(oldest position seen, start of its tile, tokens a part, parts) of a context of `length` tokens."""
+    oldest = 0
+    if WINDOW is not None:
+        oldest = tl.maximum(length - WINDOW, 0)
+    first = oldest // BLOCK * BLOCK
+    chunk = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    return oldest, first, chunk, tl.cdiv(length - first, tl.maximum(chunk, 1))
 
 
-@triton.jit(do_not_specialize=["stride", "key_row", "value_row"])
+@triton.jit(do_not_specialize=["stride", "key_row"])
 def _decode(
-    q, cache, tables, slots, lengths, rows, out, sums, stats, counters,
-    q_row, q_head, out_row, table_width, stride, key_row, value_row, inner, outer,
+    q, cache, tables, slots, lengths, rows, out, sums, maxima, divisors,
+    q_row, q_head, out_row, table_width, stride, key_row, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
@@ -125,17 +123,11 @@ def _decode(
     slot = tl.load(slots + row)
     length = tl.load(lengths + row).to(tl.int32)
     length = tl.where(slot == 0, 0, length)  # padding sees nothing and gets zeros
-    first = 0
-    oldest = 0
-    if WINDOW is not None:
-        oldest = tl.maximum(length - WINDOW, 0)
-        first = oldest // BLOCK * BLOCK
-    chunk = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    oldest, first, chunk, active = extent(length, WINDOW, BLOCK, SPLITS)
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, length)
     if (split > 0) & (begin >= end):
         return
-    active = tl.cdiv(length - first, tl.maximum(chunk, 1))
     where = row.to(tl.int64)
     if INDEXED:
         where = tl.load(rows + row)
@@ -147,7 +139,6 @@ def _decode(
     table = tables + slot * table_width
     base = tl.load(table) if CONTIGUOUS else 0
     keys = cache + (key_row + head).to(tl.int64) * (PAGE * DIM)
-    values = cache + (value_row + head).to(tl.int64) * (PAGE * DIM)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     weight = tl.zeros([GROUP_PAD], tl.float32)
     total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -163,13 +154,14 @@ def _decode(
         live = seen[:, None]
         if DIM != DIM_PAD:
             live &= (d < DIM)[None, :]
-        key = tl.load(keys + offsets[:, None] + d[None, :], mask=live, other=0.0)
+        places = keys + offsets[:, None] + d[None, :]
+        key = tl.load(places, mask=live, other=0.0)
         scores = capped(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1) * outer)
         weights = tl.exp2(scores * outer - new[:, None])
         shrink = tl.exp2(best - new)
-        value = tl.load(values + offsets[:, None] + d[None, :], mask=live, other=0.0)
+        value = tl.load(places + VALUES_AFTER, mask=live, other=0.0)
         weight = weight * shrink + tl.sum(weights, 1)
         total = tl.dot(weights.to(value.dtype), value, total * shrink[:, None], input_precision="ieee")
         best = new
@@ -181,12 +173,43 @@ def _decode(
         part = row.to(tl.int64) * KV_HEADS + head
         spot = part * SPLITS + split
         tl.store(sums + (spot * GROUP + g)[:, None] * DIM + d[None, :], total, mask=inside)
-        tl.store(stats + spot * (2 * GROUP) + g, best, mask=g < GROUP)
-        tl.store(stats + spot * (2 * GROUP) + GROUP + g, weight, mask=g < GROUP)
-        tl.debug_barrier()  # all threads' stores come before the one thread's atomic, which releases them
-        if tl.atomic_add(counters + part, 1, sem="acq_rel") == active - 1:
-            tl.store(counters + part, 0)
-            _join(sums, stats, target, part, active, SPLITS, SPLITS_PAD, GROUP, DIM, DIM_PAD)
+        tl.store(maxima + spot * GROUP + g, best, mask=g < GROUP)
+        tl.store(divisors + spot * GROUP + g, weight, mask=g < GROUP)
+
+
+@triton.jit
+def _join(
+    sums, maxima, divisors, slots, lengths, rows, out, out_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head's result from the parts that _decode left, if there is more than one."""
+    g, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # Nothing here waits for the length but the mask: all loads are under way at once. What no part wrote is not used.
+    length = tl.load(lengths + row).to(tl.int32)
+    length = tl.where(tl.load(slots + row) == 0, 0, length)
+    where = row.to(tl.int64)
+    if INDEXED:
+        where = tl.load(rows + row)
+    splits = tl.arange(0, SPLITS_PAD)
+    d = tl.arange(0, DIM_PAD)
+    inside = (splits < SPLITS)[:, None] & (d < DIM)[None, :]
+    part = ((row.to(tl.int64) * KV_HEADS + head) * SPLITS + splits) * GROUP + g
+    best = tl.load(maxima + part, mask=splits < SPLITS, other=LOWEST)
+    weight = tl.load(divisors + part, mask=splits < SPLITS, other=0.0)
+    total = tl.load(sums + (part * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
+    active = extent(length, WINDOW, BLOCK, SPLITS)[3]
+    live = (splits < active) & (active > 1)
+    best = tl.where(live, best, LOWEST)
+    shrink = tl.exp2(best - tl.max(best, 0))
+    whole = tl.sum(tl.where(live, weight, 0.0) * shrink, 0)
+    total = tl.sum(tl.where(live[:, None], total, 0.0) * shrink[:, None], 0)
+    result = total / tl.where(active > 1, whole, 1.0)
+    target = out + where * out_row + (head * GROUP + g) * DIM + d
+    tl.store(target, result.to(out.dtype.element_ty), mask=(d < DIM) & (active > 1))
 
 
 def decode(
@@ -212,21 +235,39 @@ def decode(
     else:
         assert splits == 1 or scratch.sums.numel() >= batch * heads * splits * dim, "scratch is too small"
     dim_pad = max(16, triton.next_power_of_2(dim))
-    block, warps, stages = _shape(dim_pad, q.element_size())
+    block, warps, stages = _shape(dim_pad, q.element_size(), batch * kv_heads * splits, q.device)
+    parts = [x.view(torch.float32) for x in scratch]
+    named = slots if rows is None else rows
+    shared = {
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": dim_pad, "WINDOW": cache.window, "BLOCK": block,
+        "SPLITS": splits, "INDEXED": rows is not None, "PDL": pdl, "launch_pdl": pdl,
+    }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
-        q, cache.rows, tables, slots, lengths, slots if rows is None else rows, out, *scratch,
-        q.stride(0), q.stride(1), out.stride(0), tables.stride(0), cache.stride, cache.key_row, cache.value_row,
-        *factors(scale, softcap),
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM=dim, DIM_PAD=dim_pad,
-        PAGE=cache.page_tokens, WINDOW=cache.window, CAPPED=softcap is not None, BLOCK=block, SPLITS=splits,
-        SPLITS_PAD=triton.next_power_of_2(splits), CONTIGUOUS=contiguous, INDEXED=rows is not None, PDL=pdl,
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        q, cache.rows, tables, slots, lengths, named, out, *parts, q.stride(0), q.stride(1), out.stride(0),
+        tables.stride(0), cache.stride, cache.key_row, *factors(scale, softcap),
+        GROUP_PAD=max(16, triton.next_power_of_2(group)), PAGE=cache.page_tokens,
+        VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim, CAPPED=softcap is not None,
+        CONTIGUOUS=contiguous, num_warps=warps, num_stages=stages, **shared,
     )  # fmt: skip
+    if splits > 1:
+        _join[(group, kv_heads, batch)](
+            *parts, slots, lengths, named, out, out.stride(0),
+            SPLITS_PAD=triton.next_power_of_2(splits), num_warps=4, **shared,
+        )  # fmt: skip
     return out
 
 
-def _shape(dim_pad: int, itemsize: int) -> tuple[int, int, int]:
-    """Tokens a tile, warps, stages of the pipeline."""
+def _shape(dim_pad: int, itemsize: int, programs: int, device: torch.device) -> tuple[int, int, int]:
+    """Tokens a tile, warps, stages of the pipeline. Two warps hide latencies as well as four and join less; stages are
+    as many as leave room for as many programs as fill their waves best."""
     if itemsize == 4:
         return 32, 4, 2
-    return (64, 4, 3) if dim_pad <= 128 else (32, 4, 3)
+    count = multiprocessors(device)
+    resident = max(RESIDENT, key=lambda n: fullness(programs, count * n))
+    return min(max(8192 // dim_pad, 32), 128), 2, RESIDENT[resident]
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 of a CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.batch import Batch, LayerCache, to_device
 from quire.kernels.reference import write_pages
-from quire.kernels.triton.attention import choose_splits, decode
+from quire.kernels.triton.attention import choose_splits, decode, multiprocessors
 from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
 from quire.kernels.triton.rope import rope_write
 from quire.specs import Layout
@@ -73,7 +73,7 @@ class TritonBackend:
             rows=ints[2 * n : 3 * n] if n and len(many) else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
             fresh=not batch.starts[many].any(),
-            splits=1 if self.deterministic else self._splits(n, cache, batch.device),
+            splits=1 if self.deterministic else choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
             batch=batch,
         )
 
@@ -110,9 +110,3 @@ class TritonBackend:
                 scale=scale, splits=plan.splits, softcap=self.softcap, rows=plan.rows,
             )  # fmt: skip
         return out
-
-    def _splits(self, rows: int, cache: LayerCache, device: torch.device) -> int:
-        if device.type != "cuda":
-            return 2
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        return choose_splits(rows, cache.kv_heads, count)

@@ -40,8 +40,8 @@ def make_tiles(
 @triton.jit
 def _sweep(
     query, best, weight, total, position, keys, values, table, begin, end, stride, k_row, v_row, inner, outer,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FRESH: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, FRESH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them."""
     d = tl.arange(0, DIM_PAD)
@@ -55,10 +55,12 @@ def _sweep(
         else:
             # Page ids are read a turn ahead, see decode.
             k_at = following
-            v_at = following
             following = token_offsets(table, 0, start + BLOCK_N, end, stride, PAGE, DIM, BLOCK_N, False)
         k_at = keys + k_at[:, None] + d[None, :]
-        v_at = values + v_at[:, None] + d[None, :]
+        if FRESH:
+            v_at = values + v_at[:, None] + d[None, :]
+        else:
+            v_at = k_at + VALUES_AFTER  # a constant: addresses would take too many registers otherwise
         if MASKED or DIM != DIM_PAD:
             live = (at < end)[:, None] & (d < DIM)[None, :]
             key = tl.load(k_at, mask=live, other=0.0)
@@ -84,12 +86,13 @@ def _sweep(
     return best, weight, total
 
 
-@triton.jit(do_not_specialize=["stride", "key_row", "value_row"])
+@triton.jit(do_not_specialize=["stride", "key_row"])
 def _prompt(
     q, keys, values, tables, tiles, out,
-    q_row, q_head, k_row, k_head, v_row, v_head, out_row, table_width, stride, key_row, value_row, inner, outer,
+    q_row, q_head, k_row, k_head, v_row, v_head, out_row, table_width, stride, key_row, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FRESH: tl.constexpr,
+    VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     slot = tl.load(tiles + tile * 4)
@@ -110,7 +113,6 @@ def _prompt(
         values += (token - earliest).to(tl.int64) * v_row + head * v_head
     else:
         keys += (key_row + head).to(tl.int64) * (PAGE * DIM)
-        values += (value_row + head).to(tl.int64) * (PAGE * DIM)
     table = tables + slot.to(tl.int64) * table_width
     best = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -123,15 +125,15 @@ def _prompt(
         whole = tl.minimum(whole, whole_end)
         best, weight, total = _sweep(
             query, best, weight, total, position, keys, values, table, first, whole, stride, k_row, v_row, inner, outer,
-            DIM, DIM_PAD, PAGE, WINDOW, CAPPED, BLOCK_M, BLOCK_N, FRESH, True,
+            DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, FRESH, True,
         )  # fmt: skip
     best, weight, total = _sweep(
         query, best, weight, total, position, keys, values, table, whole, whole_end, stride, k_row, v_row, inner, outer,
-        DIM, DIM_PAD, PAGE, WINDOW, CAPPED, BLOCK_M, BLOCK_N, FRESH, False,
+        DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, FRESH, False,
     )  # fmt: skip
     best, weight, total = _sweep(
         query, best, weight, total, position, keys, values, table, whole_end, latest + 1, stride, k_row, v_row,
-        inner, outer, DIM, DIM_PAD, PAGE, WINDOW, CAPPED, BLOCK_M, BLOCK_N, FRESH, True,
+        inner, outer, DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, FRESH, True,
     )  # fmt: skip
     result = (total / weight[:, None]).to(out.dtype.element_ty)
     tl.store(out + (at * out_row + heads * DIM)[:, None] + d[None, :], result, mask=inside)
@@ -154,20 +156,21 @@ def prompt(
     strides = (0, 0, 0, 0) if fresh is None else (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert all(x.stride(-1) == 1 for x in (q, k, v)), "heads are rows of `dim` numbers"
-    block_m, block_n, warps, stages = _shape(dim, q.element_size())
+    block_m, block_n, warps, stages, registers = _shape(dim, q.element_size())
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
         q, k, v, tables, tiles, out, q.stride(0), q.stride(1), *strides, out.stride(0), tables.stride(0),
-        cache.stride, cache.key_row, cache.value_row, *factors(scale, softcap),
+        cache.stride, cache.key_row, *factors(scale, softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        PAGE=cache.page_tokens, WINDOW=cache.window, CAPPED=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
-        FRESH=fresh is not None, num_warps=warps, num_stages=stages,
+        PAGE=cache.page_tokens, VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim,
+        WINDOW=cache.window, CAPPED=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FRESH=fresh is not None,
+        num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return out
 
 
-def _shape(head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Rows and keys a tile, warps, stages of the pipeline."""
+def _shape(head_dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
+    """Rows and keys a tile, warps, stages of the pipeline, registers a thread (None: as many as the compiler likes)."""
     if itemsize == 4:
-        return 64, 32, 4, 1
-    return (128, 64, 8, 3) if head_dim <= 128 else (64, 32, 4, 2)
+        return 64, 32, 4, 1, None
+    return (128, 64, 8, 2, 128) if head_dim <= 128 else (64, 32, 4, 2, None)
