@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import beams, control, preemption, profile, runs
+from quire.bench import beams, control, preemption, profile, runs, start
 from quire.bench.document import document, table, write
 from quire.bench.workloads import EXPECTED
 from quire.cli import Parser
@@ -133,6 +133,7 @@ ENTRIES: dict[str, Entry] = {
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
+    "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),
     "preemption": Entry(
         "what swapping and recomputation cost, for --calibration; --compare: what they gain",
         preemption.run,

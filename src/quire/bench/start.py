@@ -1,0 +1,56 @@
+"""How long a start takes: from the start of the process until the engine is ready, and until the first tokens are there.
+
+Compiled kernels are kept on disk by Triton; whether any were there is part of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.bench.document import short, table
+from quire.bench.machine import seconds_alive
+from quire.bench.shapes import built
+from quire.cli.flags import config_from
+from quire.request import SamplingParams
+
+PROMPT = 128
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One result: seconds since the process began."""
+    kernels = _cached_kernels()
+    with built(config_from(args)) as made:
+        ready = seconds_alive()
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
+        made.engine.add("first", [10 + i % 97 for i in range(PROMPT)], params)
+        times: list[float] = []
+        while made.engine.unfinished:
+            for output in made.engine.step():
+                times += [seconds_alive()] * len(output.tokens)
+        return [
+            {
+                "model": made.name,
+                "dtype": made.plan.dtype,
+                "device": made.plan.device,
+                "kernels_on_disk": kernels,
+                "ready_s": ready,
+                "token_s": times,
+            }
+        ]
+
+
+def _cached_kernels() -> int:
+    """Compiled kernels that Triton finds on disk."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return sum(1 for _ in folder.glob("*/*.cubin")) if folder.is_dir() else 0
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """One line."""
+    head = ("model", "kernels on disk", "ready s", "first token s", "second", "third")
+    rows = [(r["model"], r["kernels_on_disk"], short(r["ready_s"]), *map(short, r["token_s"])) for r in results]
+    return table(head, rows)
