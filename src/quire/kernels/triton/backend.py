@@ -33,14 +33,13 @@ class Norm(Protocol):
 @dataclass(slots=True)
 class Plan:
     """One group's step: the rows of one token (`slots`, `lengths`, and `rows`, their tokens in the step, None where
-    these are all the step's, in order) and the tiles of the others; `fresh`: these others begin in this step."""
+    these are all the step's, in order) and the tiles of the others."""
 
     tables: Tensor
     slots: Tensor | None
     lengths: Tensor | None
     rows: Tensor | None
     tiles: Tensor | None
-    fresh: bool
     splits: int
     batch: Batch
 
@@ -72,7 +71,6 @@ class TritonBackend:
             lengths=ints[n : 2 * n] if n else None,
             rows=ints[2 * n : 3 * n] if n and len(many) else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
-            fresh=not batch.starts[many].any(),
             splits=1 if self.deterministic else choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
             batch=batch,
         )
@@ -81,7 +79,7 @@ class TritonBackend:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [T, heads, dim] -> [T, heads, dim]."""
         keys, values = cache.views()
         write_pages(keys, values, k, v, plan.batch.write_pages[cache.group], plan.batch.write_offsets)
-        return self._attend(q, (k, v) if plan.fresh else None, cache, plan, scale)
+        return self._attend(q, cache, plan, scale)
 
     def rotate_and_attend(
         self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Plan,
@@ -89,21 +87,18 @@ class TritonBackend:
     ) -> Tensor:  # fmt: skip
         """The same from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised and rotated where
         asked: one launch does that and the write. Queries are rotated in place."""
-        q, k, v = qkv.split((cache.heads, cache.kv_heads, cache.kv_heads), dim=1)
+        q = qkv[:, : cache.heads]
         rope_write(
             qkv, q, cache, plan.tables, plan.batch.token_slots, plan.batch.positions, cache.heads, cache.kv_heads,
             rotary=None if rotary is None else rotary.table,
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps),
         )  # fmt: skip
-        fresh = plan.fresh and rotary is None and norms is None  # rotated keys are in the pages only
-        return self._attend(q, (k, v) if fresh else None, cache, plan, scale)
+        return self._attend(q, cache, plan, scale)
 
-    def _attend(
-        self, q: Tensor, fresh: tuple[Tensor, Tensor] | None, cache: LayerCache, plan: Plan, scale: float
-    ) -> Tensor:
+    def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None:
-            prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap, fresh=fresh)
+            prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap)
         if plan.slots is not None:
             decode(
                 q, cache, plan.tables, plan.slots, plan.lengths, out,
