@@ -102,13 +102,8 @@ class DecodeGraphs:
             (decode_scratch(size, heads, kv, dim, self._splits(size, kv), torch.device("meta")))
             for heads, kv, dim in kinds for size in self.sizes
         ]  # fmt: skip
-        most = [max(need[i].numel() for need in needs) for i in range(3)]
-        device = self.last.device
-        return Scratch(
-            torch.empty(most[0], dtype=torch.float32, device=device),
-            torch.empty(most[1], dtype=torch.float32, device=device),
-            torch.zeros(most[2], dtype=torch.int32, device=device),
-        )
+        most = [max(tensor.numel() for tensor in tensors) for tensors in zip(*needs)]
+        return Scratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
 
     def _splits(self, size: int, kv_heads: int) -> int:
         return 1 if self.deterministic else choose_splits(size, kv_heads, self.multiprocessors)
