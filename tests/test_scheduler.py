@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
@@ -309,6 +310,25 @@ def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
         assert "c" not in [request.id for request in trace.scheduler.running] or not trace.scheduler.swapped
     drain(trace)
     assert trace.scheduler.preempted == {"swap": 1, "recompute": 0}
+
+
+def test_a_sequence_may_leave_again_before_its_birth_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is swapped in while the only others wait for a result, finds no room to compute, and is the next victim."""
+    memory = MEMORIES["paged-4"](Build(tokens=36, chunk=12, host=100))
+    trace = Trace(memory, seed=0, depth=2, budget=12, max_seqs=8, preemption="swap")
+    beams = SamplingParams(beam_width=2, seed=1, max_tokens=16, ignore_eos=True)
+    trace.add(Asked("a", (1, 2, 3, 4), beams, ""))
+    ask(trace, "b", 28, max_tokens=4)
+    gone: list[int] = []  # sequences that are not in memory when the runner is told of them
+
+    def submit(plan: StepPlan, send: Callable[[StepPlan], int] = trace.runner.submit) -> int:
+        gone.extend(birth.seq for birth in plan.births if birth.seq not in trace.memory.residents)
+        return send(plan)
+
+    monkeypatch.setattr(trace.runner, "submit", submit)
+    drain(trace)
+    assert gone
+    assert trace.engine.stats.prompt_tokens == 4 + 28
 
 
 def test_auto_takes_the_cheaper_way_for_each_victim() -> None:

@@ -294,11 +294,14 @@ class Engine:
         self.stats.steps += 1
         self.stats.rows += len(plan.rows)
         for birth in plan.births:
-            if birth.parent < 0:
-                request = self.scheduler.by_slot[birth.slot][0]
-                if request.scheduled is None:
-                    request.scheduled = self.clock()
-                    self.stats.prompt_tokens += birth.prompt_len
+            # Whoever was swapped in without a row, a step being in flight, may have left again, its slot be another's.
+            resident = self.scheduler.by_slot.get(birth.slot)
+            if birth.parent >= 0 or resident is None or resident[1].id != birth.seq:
+                continue
+            request = resident[0]
+            if request.scheduled is None:
+                request.scheduled = self.clock()
+                self.stats.prompt_tokens += birth.prompt_len
 
     def _publish(self, events: list[Event]) -> list[Output]:
         """Events with text; a stop string found in the text ends its sequence."""

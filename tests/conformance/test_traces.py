@@ -80,6 +80,17 @@ def test_many_random_traces(name: str, depth: int) -> None:
         drawn_trace(name, seed, depth)
 
 
+@pytest.mark.parametrize(
+    ("name", "seed", "depth"),
+    [
+        ("paged-4", 1322, 1),  # a request was admitted and, since it couldn't be forked, dropped within one step
+        ("paged-4", 1609, 2),  # a sequence came back and left again before its birth was told
+    ],
+)
+def test_traces_that_failed_once(name: str, seed: int, depth: int) -> None:
+    drawn_trace(name, seed, depth)
+
+
 def open_trace(name: str = "paged-4", *, depth: int, tokens: int = 256, budget: int = 64) -> Trace:
     return Trace(MEMORIES[name](Build(tokens, budget)), seed=0, depth=depth, budget=budget, max_seqs=8)
 

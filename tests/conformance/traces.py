@@ -294,6 +294,8 @@ class Trace:
     def _scheduled(self) -> None:
         """First come first served, all sequences of a request together, nobody new while somebody is swapped."""
         running, swapped, waiting = ([*queue] for queue in self.scheduler_queues())
+        # Who was admitted and, since it couldn't be forked, dropped within one step was never seen running.
+        self.ran |= {request for request in (*swapped, *waiting) if request.preemptions}
         fresh = set(running) - self.ran
         self.ran |= fresh
         assert not (fresh and swapped), "a request was admitted while another is swapped"
