@@ -44,3 +44,6 @@ class DenseContext:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.head_dim**-0.5
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+    def wanted(self, layer: int, x: Tensor) -> Tensor:
+        return x

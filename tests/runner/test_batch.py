@@ -84,3 +84,22 @@ def test_nothing_of_a_batch_changes_with_the_tables_afterwards() -> None:
     before = batch.write_pages.clone()
     store.replay((Table(1, 0, 0, (50, 51)), Table(1, 1, 0, (52, 53))))
     assert torch.equal(batch.write_pages, before)
+
+
+def test_what_the_last_layer_is_asked_for() -> None:
+    """The last token of each row that samples, as a row of its own; the first row's where none samples."""
+    store, last = a_store(), torch.arange(100, 100 + SLOTS)
+    rows = (Row(1, (3, 4, 5), 2, 1), Row(3, (6, 7), 0, 0), Row(2, (LAST,), 9, 1))
+    asked = build_batch(rows, store, last).narrowed()
+    assert asked.tokens.tolist() == [5, 102]
+    assert asked.positions.tolist() == asked.starts.tolist() == [4, 9]
+    assert asked.token_slots.tolist() == asked.slots.tolist() == [1, 2]
+    assert asked.ends.tolist() == [2, 5]
+    assert (asked.lengths.tolist(), asked.offsets.tolist(), asked.asked.tolist()) == ([1, 1], [0, 1], [0, 1])
+    chunk = build_batch((Row(3, (6, 7), 4, 0), Row(1, (8,), 0, 0)), store, last).narrowed()
+    assert (chunk.tokens.tolist(), chunk.ends.tolist(), chunk.starts.tolist(), chunk.slots.tolist()) == (
+        [7],
+        [1],
+        [5],
+        [3],
+    )

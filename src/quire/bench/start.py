@@ -1,4 +1,4 @@
-"""How long a start takes: from the start of the process until the engine is ready, and until the first tokens are there.
+"""How long a start takes: from the start of the process until the engine is ready, and until the first tokens come.
 
 Compiled kernels are kept on disk by Triton; whether any were there is part of the result.
 """

@@ -42,7 +42,8 @@ class LayerCache(NamedTuple):
 class Batch:
     """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `ends` [S] are the
     last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's
-    first token. The page tables [groups, slots, logical pages] are there on the device and on the host.
+    first token; `asked`, the rows that sample. The page tables [groups, slots, logical pages] are there on the device
+    and on the host.
     """
 
     tokens: Tensor
@@ -53,6 +54,7 @@ class Batch:
     starts: np.ndarray
     lengths: np.ndarray
     offsets: np.ndarray
+    asked: np.ndarray
     tables: Tensor
     host_tables: np.ndarray
     caches: list[LayerCache]
@@ -60,6 +62,18 @@ class Batch:
     @property
     def device(self) -> torch.device:
         return self.tokens.device
+
+    def narrowed(self) -> Batch:
+        """The last tokens of the rows that sample alone, each a row of its own: what a model's last layer is asked for,
+        once all keys and values are written. The first row's, if none samples."""
+        rows = self.asked if len(self.asked) else np.zeros(1, dtype=np.int64)
+        at = self.ends if len(self.asked) else self.ends.new_full((1,), int(self.lengths[0]) - 1)
+        count = len(rows)
+        return Batch(
+            self.tokens.index_select(0, at), self.positions.index_select(0, at), self.token_slots.index_select(0, at),
+            at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64), np.arange(count),
+            np.arange(count), self.tables, self.host_tables, self.caches,
+        )  # fmt: skip
 
     @cached_property
     def write_pages(self) -> Tensor:

@@ -61,17 +61,21 @@ class ReferenceBackend:
     needs = Layout.PAGED
     rotates = False
 
-    def plan(self, batch: Batch, group: int) -> Batch:
-        return batch
+    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> tuple[Batch, Batch]:
+        return batch, asked or batch
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Batch, scale: float) -> Tensor:
-        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [T, heads, dim] -> [T, heads, dim]."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[Batch, Batch], scale: float
+    ) -> Tensor:
+        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim], with the
+        queries of the tokens `asked` for, or all T."""
+        batch, asked = plan
         keys, values = cache.views()
-        write_pages(keys, values, k, v, plan.write_pages[cache.group], plan.write_offsets)
-        tables = plan.tables[cache.group]
+        write_pages(keys, values, k, v, batch.write_pages[cache.group], batch.write_offsets)
+        tables = batch.tables[cache.group]
         return torch.stack(
             [
                 paged_attention(query, keys, values, tables[slot], position, scale=scale, window=cache.window)
-                for query, slot, position in zip(q, plan.token_slots, plan.positions.tolist())
+                for query, slot, position in zip(q, asked.token_slots, asked.positions.tolist())
             ]
         )

@@ -52,19 +52,20 @@ class SdpaBackend:
     def __init__(self) -> None:
         self.scratch: dict[str, Tensor] = {}
 
-    def plan(self, batch: Batch, group: int) -> Plan:
-        """Once a step and layer group, on the host."""
+    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Plan:
+        """Once a step and layer group, on the host: keys and values of `batch`, queries of `asked` if given."""
         cache = next(c for c in batch.caches if c.group == group)
-        tiles = _tiles(batch, cache)
+        asked = asked or batch
+        tiles = _tiles(asked, cache)
         heads = torch.arange(cache.kv_heads, device=batch.device)
         rows = batch.write_pages[group][:, None] * cache.stride + heads
         return Plan(
-            [_bucket(batch, cache, tiles[part]) for part in _parts(tiles, cache)],
+            [_bucket(asked, cache, tiles[part]) for part in _parts(tiles, cache)],
             rows * cache.page_tokens + batch.write_offsets[:, None],
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
-        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [T, heads, dim] -> [T, heads, dim]."""
+        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
         dim, size = cache.head_dim, cache.page_tokens
         slots = cache.rows.view(-1, dim)
         writes = plan.writes.reshape(-1)

@@ -23,6 +23,12 @@ class Context(Protocol):
         `layer`; then each token attends to its own sequence up to itself (within the layer's window), with scale
         head_dim ** -0.5.
 
-        -> [T, heads, head_dim]. Rotation and writing are asked for here because a GPU does them in one launch.
+        -> [T, heads, head_dim], for the last layer only of the `wanted` tokens. Rotation and writing are asked for here
+        because a GPU does them in one launch.
         """
+        ...
+
+    def wanted(self, layer: int, x: Tensor) -> Tensor:
+        """The rows of x [T, hidden] that go on after the attention of `layer`: all, but in the last layer only those of
+        tokens whose logits will be asked for. Nothing else of it is read by anybody."""
         ...

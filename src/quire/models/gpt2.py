@@ -55,11 +55,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv).reshape(len(x), -1))
+        return self.out(ctx.attend(self.layer, qkv).flatten(1))
 
 
 class Block(nn.Module):
-    """x += attention(norm(x)), then what is to be added next: mlp(norm(x))."""
+    """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x))."""
 
     def __init__(self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -69,9 +69,10 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = MLP(s.hidden, s.intermediate, s.activation, True, dtype, device)
 
-    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
         delta = self.attention(self.attention_norm(x, delta), ctx)
-        return self.mlp(self.mlp_norm(x, delta))
+        x = ctx.wanted(self.attention.layer, x)
+        return x, self.mlp(self.mlp_norm(x, delta))
 
 
 class GPT2(nn.Module):
@@ -95,11 +96,11 @@ class GPT2(nn.Module):
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden], after the final norm."""
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
         x = self.embed(tokens).add_(self.positions(ctx.positions))
         delta = None
         for layer in self.layers:
-            delta = layer(x, delta, ctx)
+            x, delta = layer(x, delta, ctx)
         return self.norm(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -58,12 +58,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, ctx: Context) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
-        return self.out(ctx.attend(self.layer, qkv, rotary, norms).reshape(len(x), -1))
+        return self.out(ctx.attend(self.layer, qkv, rotary, norms).flatten(1))
 
 
 class Block(nn.Module):
-    """x += attention(norm(x)), then what is to be added next: mlp(norm(x)). Each sum is left to the norm that follows,
-    which reads all of x anyway."""
+    """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x)). Each sum is left to the norm
+    that follows, which reads all of x anyway."""
 
     def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -73,9 +73,10 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
 
-    def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Context) -> tuple[Tensor, Tensor]:
         delta = self.attention(self.attention_norm(x, delta), rotary, ctx)
-        return self.mlp(self.mlp_norm(x, delta))
+        x = ctx.wanted(self.attention.layer, x)
+        return x, self.mlp(self.mlp_norm(x, delta))
 
 
 class Llama(nn.Module):
@@ -99,10 +100,10 @@ class Llama(nn.Module):
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
 
     def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden], after the final norm."""
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
         x, delta = self.embed(tokens), None
         for layer in self.layers:
-            delta = layer(x, delta, self.rotary, ctx)
+            x, delta = layer(x, delta, self.rotary, ctx)
         return self.norm(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:

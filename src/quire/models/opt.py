@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv).reshape(len(x), -1))
+        return self.out(ctx.attend(self.layer, qkv).flatten(1))
 
 
 class Block(nn.Module):
@@ -81,8 +81,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor | None]:
         if self.norm_before:
             delta = self.attention(self.attention_norm(x, delta), ctx)
+            x = ctx.wanted(self.attention.layer, x)
             return x, self.mlp(self.mlp_norm(x, delta))
-        x = self.attention_norm(x, self.attention(x, ctx))
+        delta = self.attention(x, ctx)
+        x = self.attention_norm(ctx.wanted(self.attention.layer, x), delta)
         return self.mlp_norm(x, self.mlp(x)), None
 
 
@@ -110,7 +112,7 @@ class OPT(nn.Module):
         self.head = Linear(s.embed_dim, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden], after the final norm if there is one."""
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm if any."""
         x = self.embed(tokens)
         if self.project_in is not None:
             x = self.project_in(x)

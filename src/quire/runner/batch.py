@@ -22,13 +22,14 @@ def build_batch(rows: tuple[Row, ...], store: Store, last: Tensor) -> Batch:
     inputs[0] = [token for row in rows for token in row.tokens]
     inputs[1] = np.arange(total) - np.repeat(offsets - starts, lengths)
     inputs[2] = np.repeat(slots, lengths)
-    ends = np.array([offsets[i] + lengths[i] - 1 for i, row in enumerate(rows) if row.sample], dtype=np.int64)
+    asked = np.flatnonzero(np.array([row.sample for row in rows]))
+    ends = (offsets + lengths - 1)[asked]
     unseen = bool((inputs[0] == LAST).any())
     there, on_device_ends = store.staging.upload_all([inputs, ends])
     tokens, positions, token_slots = there
     if unseen:
         tokens = torch.where(tokens == LAST, last[token_slots], tokens)
     return Batch(
-        tokens, positions, token_slots, on_device_ends, slots, starts, lengths, offsets, store.tables,
-        store.host_tables, store.caches,
+        tokens, positions, token_slots, on_device_ends, slots, starts, lengths, offsets, asked,
+        store.tables, store.host_tables, store.caches,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.kernels.batch import LayerCache
 from quire.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
 from quire.kernels.triton.launch import early
+from quire.kernels.triton.prompt import prompt
 from quire.kernels.triton.rope import rope_write
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import Rotary
@@ -31,7 +32,7 @@ Tail = Callable[[Tensor, Tensor], Any]
 
 def sizes(largest: int) -> list[int]:
     """Batches that get a graph of their own: few rows more than needed cost next to nothing."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 32)]
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, largest, 64)]
     return [*(size for size in steps if size < largest), largest]
 
 
@@ -39,9 +40,19 @@ class DecodeContext:
     """A model's view of a step of one token a row, all of it on the device. See quire.models.context."""
 
     def __init__(
-        self, store: Store, positions: Tensor, slots: Tensor, splits: dict[int, int], scratch: Scratch
+        self,
+        store: Store,
+        positions: Tensor,
+        slots: Tensor,
+        splits: dict[int, int],
+        scratch: Scratch,
+        deterministic: bool = False,
     ) -> None:
         self.positions, self.slots, self.lengths = positions, slots, positions + 1
+        self.tiles: Tensor | None = None  # of the kernel that computes prompts, if that is to compute these rows too
+        if deterministic:
+            places = torch.arange(len(slots), device=slots.device)
+            self.tiles = torch.stack((slots, places, torch.ones_like(slots), positions), 1).to(torch.int32)
         self.caches, self.tables, self.splits, self.scratch = store.caches, store.tables, splits, scratch
         self.pdl = positions.is_cuda and early(positions.device)
 
@@ -57,10 +68,16 @@ class DecodeContext:
             rotary=None if rotary is None else rotary.table,
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=self.pdl,
         )  # fmt: skip
+        if self.tiles is not None:
+            return prompt(q, cache, tables, self.tiles, scale=cache.head_dim**-0.5)
         return decode(
             q, cache, tables, self.slots, self.lengths, scale=cache.head_dim**-0.5,
             splits=self.splits[cache.kv_heads], scratch=self.scratch, pdl=self.pdl,
         )  # fmt: skip
+
+    def wanted(self, layer: int, x: Tensor) -> Tensor:
+        """All: each row's one token is asked for."""
+        return x
 
 
 class Graph(NamedTuple):
@@ -106,7 +123,7 @@ class DecodeGraphs:
         return Scratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
 
     def _splits(self, size: int, kv_heads: int) -> int:
-        return 1 if self.deterministic else choose_splits(size, kv_heads, self.multiprocessors)
+        return choose_splits(size, kv_heads, self.multiprocessors)
 
     def fits(self, rows: tuple[Row, ...]) -> bool:
         """Every row computes one token and samples what follows it."""
@@ -128,7 +145,7 @@ class DecodeGraphs:
         tokens, slots, positions = self.inputs[: 3 * size].view(3, size)
         tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
         splits = {cache.kv_heads: self._splits(size, cache.kv_heads) for cache in self.store.caches}
-        context = DecodeContext(self.store, positions, slots, splits, self.scratch)
+        context = DecodeContext(self.store, positions, slots, splits, self.scratch, self.deterministic)
         logits = self.model.logits(self.model(tokens, context))
         return self.tails[tail](logits, slots)
 

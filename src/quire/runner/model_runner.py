@@ -27,7 +27,7 @@ from quire.runner.store import Store
 from quire.specs import Geometry, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
-MOST_GRAPH_ROWS = 512  # beyond, a step computes for longer than the host takes to launch it kernel by kernel
+MOST_GRAPH_ROWS = 1024
 SCORED_AT_ONCE = 256  # prompt positions whose logits over the vocabulary are held together
 
 
@@ -117,11 +117,13 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.fits(plan.rows):
             return Ticket(self._replay(plan.rows), [], plan, began)
         batch = build_batch(plan.rows, self.store, self.last)
-        hidden = self.model(batch.tokens, StepContext(batch, self.store, self.backend))
+        scored = any(row.score for row in plan.rows)
+        narrow = not scored and len(batch.asked) < len(batch.tokens)
+        hidden = self.model(batch.tokens, StepContext(batch, self.store, self.backend, narrow))
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(plan.rows, batch.offsets) if row.score]
         drawn = None
-        if len(batch.ends):
-            logits = self.model.logits(hidden.index_select(0, batch.ends))
+        if len(batch.asked):
+            logits = self.model.logits(hidden if narrow else hidden.index_select(0, batch.ends))
             drawn = self._draw([row for row in plan.rows if row.sample], logits)
         return Ticket(drawn, scores, plan, began)
 

@@ -32,8 +32,9 @@ class Norm(Protocol):
 
 @dataclass(slots=True)
 class Plan:
-    """One group's step: the rows of one token (`slots`, `lengths`, and `rows`, their tokens in the step, None where
-    these are all the step's, in order) and the tiles of the others."""
+    """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places, None where these
+    are all, in order) and the tiles of the others. Keys and values are those of `batch`; the queries are its tokens, or
+    only those at `asked`."""
 
     tables: Tensor
     slots: Tensor | None
@@ -42,10 +43,12 @@ class Plan:
     tiles: Tensor | None
     splits: int
     batch: Batch
+    asked: Tensor | None
 
 
 class TritonBackend:
-    """`softcap` caps the model's scores; `deterministic`: no result depends on which rows share the step."""
+    """`softcap` caps the model's scores. `deterministic`: no result depends on which rows share the step, nor on how
+    many of a row's tokens do: all go through one kernel."""
 
     needs = Layout.PAGED
     rotates = True
@@ -53,16 +56,18 @@ class TritonBackend:
     def __init__(self, *, softcap: float | None = None, deterministic: bool = False) -> None:
         self.softcap, self.deterministic = softcap, deterministic
 
-    def plan(self, batch: Batch, group: int) -> Plan:
-        """Once a step and layer group, on the host; one upload."""
+    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Plan:
+        """Once a step and layer group, on the host; one upload. Keys and values are of `batch`, queries of `asked` if
+        given."""
         cache = next(c for c in batch.caches if c.group == group)
-        single = batch.lengths == 1
+        of = asked or batch
+        single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
-        parts = [batch.slots[one], batch.starts[one] + 1]
+        parts = [of.slots[one], of.starts[one] + 1]
         if len(many):
             queries = tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.rows.element_size())
-            tiles = make_tiles(*(x[many] for x in (batch.slots, batch.starts, batch.lengths, batch.offsets)), queries)
-            parts += [batch.offsets[one], tiles.reshape(-1).view(np.int64)]
+            tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
+            parts += [of.offsets[one], tiles.reshape(-1).view(np.int64)]
         ints = to_device(np.concatenate(parts), batch.device)
         n = len(one)
         return Plan(
@@ -71,12 +76,13 @@ class TritonBackend:
             lengths=ints[n : 2 * n] if n else None,
             rows=ints[2 * n : 3 * n] if n and len(many) else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
-            splits=1 if self.deterministic else choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
+            splits=choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
             batch=batch,
+            asked=None if asked is None else asked.ends,
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
-        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [T, heads, dim] -> [T, heads, dim]."""
+        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
         keys, values = cache.views()
         write_pages(keys, values, k, v, plan.batch.write_pages[cache.group], plan.batch.write_offsets)
         return self._attend(q, cache, plan, scale)
@@ -93,7 +99,7 @@ class TritonBackend:
             rotary=None if rotary is None else rotary.table,
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps),
         )  # fmt: skip
-        return self._attend(q, cache, plan, scale)
+        return self._attend(q if plan.asked is None else q.index_select(0, plan.asked), cache, plan, scale)
 
     def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
