@@ -71,8 +71,8 @@ class Batch:
         count = len(rows)
         return Batch(
             self.tokens.index_select(0, at), self.positions.index_select(0, at), self.token_slots.index_select(0, at),
-            at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64), np.arange(count),
-            np.arange(count), self.tables, self.host_tables, self.caches,
+            at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64),
+            np.arange(count), np.arange(count), self.tables, self.host_tables, self.caches,
         )  # fmt: skip
 
     @cached_property
