@@ -1,5 +1,5 @@
-"""With `deterministic` a sequence's tokens and log-probabilities, to the bit, depend on nothing else that is served: not
-on the batch, the chunks of its prompt, the length of a graph's padding, or preemption."""
+"""With `deterministic` a sequence's tokens and log-probabilities, to the bit, depend on nothing else that is served:
+not on the batch, the chunks of its prompt, the length of a graph's padding, or preemption."""
 
 from __future__ import annotations
 
