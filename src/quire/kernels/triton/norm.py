@@ -12,49 +12,46 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _norm(
-    x, delta, weight, bias, out, rows, x_stride, delta_stride, out_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    DELTA: tl.constexpr, LAYER: tl.constexpr, PDL: tl.constexpr,
+    x, delta, weight, bias, out, x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, LAYER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows a program. LAYER: subtract the mean and add the bias."""
+    """A row a program. LAYER: subtract the mean and add the bias."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
-    mask = inside & (row < rows)
+    row = tl.program_id(0).to(tl.int64)
     place = x + row * x_stride + columns
-    values = tl.load(place, mask=mask, other=0.0)
+    values = tl.load(place, mask=inside, other=0.0)
     if DELTA:
-        added = tl.load(delta + row * delta_stride + columns, mask=mask, other=0.0)
+        added = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
         values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(place, values, mask=mask)
+        tl.store(place, values, mask=inside)
     values = values.to(tl.float32)
     if LAYER:
-        mean = tl.sum(values, axis=1, keep_dims=True) / SIZE
+        mean = tl.sum(values, axis=0) / SIZE
         values = tl.where(inside, values - mean, 0.0)
-    variance = tl.sum(values * values, axis=1, keep_dims=True) / SIZE
+    variance = tl.sum(values * values, axis=0) / SIZE
     result = values * tl.rsqrt(variance + eps) * scale
     if LAYER:
         result += shift
-    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
-def configuration(rows: int, block: int) -> tuple[int, int]:
-    """(rows a program, warps) for rows padded to `block` numbers: 32 numbers a thread. Of 2 to 32 warps, 4 were the
-    fastest on an H200 for one row of 4096 (bf16, 1.4 us) and within 1 % of it for 8192 rows, where several rows a
-    program gained nothing. Never more warps than the numbers fill: in another warp, a thread that held a copy could
-    read x after it was changed in place.
+def warps_of(block: int) -> int:
+    """Warps for a row padded to `block` numbers: 32 numbers a thread. Of 2 to 32 warps, 4 were the fastest on an H200
+    for one row of 4096 (bf16, 1.4 us) and within 1 % of it for 8192 rows, where several rows a program gained nothing.
+    The number of rows has no say: a row's sum is to be the same in every batch. Never more warps than the numbers fill:
+    in another warp, a thread that held a copy could read x after it was changed in place.
     """
-    tile = 1 if rows < 512 else max(1, 2048 // block)
-    return tile, min(max(tile * block // 1024, 1), 16)
+    return min(max(block // 1024, 1), 16)
 
 
 def rms_norm(
@@ -89,10 +86,9 @@ def _launch(
     for vector in (weight,) if bias is None else (weight, bias):
         assert (vector.shape, vector.stride()) == ((size,), (1,)), "one weight and one bias a column"
     block = triton.next_power_of_2(size)
-    tile, warps = configuration(rows, block)
-    _norm[(triton.cdiv(rows, tile),)](
-        x, delta, weight, bias, out, rows, x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0), eps,
-        size, block, tile, delta is not None, bias is not None, pdl,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+    _norm[(rows,)](
+        x, delta, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0), eps,
+        size, block, delta is not None, bias is not None, pdl,
+        num_warps=warps_of(block), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

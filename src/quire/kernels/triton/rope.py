@@ -108,7 +108,8 @@ def rope_write(
     in_place = q_out.data_ptr() == qkv.data_ptr()
     queries = 0 if in_place and rotary is None and norms is None else heads
     block = triton.next_power_of_2(dim // 2)
-    tile, warps = configuration(tokens, max(queries, 2 * kv_heads), block)
+    # With norms a head is summed, and is to be the same in every batch: then their number has no say.
+    tile, warps = configuration(tokens if norms is None else 1, max(queries, 2 * kv_heads), block)
     query_blocks = triton.cdiv(queries, tile)
     blocks = query_blocks + triton.cdiv(2 * kv_heads, tile)
     _rope_write[(tokens * blocks,)](
