@@ -53,7 +53,7 @@ class Linear(nn.Module):
         if self.few is not None and len(x) <= self.few_rows:
             return self.few(x, self.weight, self.bias, pdl=self.pdl)
         if self.invariant is not None:
-            return self.invariant(x, self.weight, self.bias)
+            return self.invariant(x, self.weight, self.bias, pdl=self.pdl)
         return F.linear(x, self.weight, self.bias)
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class Linear(nn.Module):
             from quire.kernels.triton.launch import early
 
             if deterministic:
-                self.invariant = linear.invariant
+                self.invariant, self.pdl = linear.invariant, early(self.weight.device)
             elif linear.supports(self.weight, 1):
                 self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
         if self.weight.device.type != "cpu" or self.weight.dtype not in TOLERANCE:

@@ -69,7 +69,7 @@ class DecodeContext:
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=self.pdl,
         )  # fmt: skip
         if self.tiles is not None:
-            return prompt(q, cache, tables, self.tiles, scale=cache.head_dim**-0.5)
+            return prompt(q, cache, tables, self.tiles, scale=cache.head_dim**-0.5, small=True)
         return decode(
             q, cache, tables, self.slots, self.lengths, scale=cache.head_dim**-0.5,
             splits=self.splits[cache.kv_heads], scratch=self.scratch, pdl=self.pdl,

@@ -94,12 +94,25 @@ def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) 
     expected = logits(reference, rows)
     cache = runner.store.caches[0]
     tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 17), (42, 2, 5), (0, 0, 0)], device=DEVICE).T
-    for splits in (1, 4):
+    for splits, deterministic in ((1, False), (4, False), (1, True)):
         scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
         context = DecodeContext(
-            runner.store, positions.contiguous(), slots.contiguous(), {cache.kv_heads: splits}, scratch
+            runner.store, positions.contiguous(), slots.contiguous(), {cache.kv_heads: splits}, scratch, deterministic
         )
         with torch.inference_mode():
             got = runner.model.logits(runner.model(tokens.contiguous(), context))
         assert got.isfinite().all(), "padding is finite"
         torch.testing.assert_close(got[:3], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_deterministic_steps(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """One kernel computes prompts and single tokens; it equals the reference too."""
+    from quire.kernels.triton.backend import TritonBackend
+
+    reference, runner = runners
+    rows = (Row(2, (40,), 5, 1), Row(3, (41, 42, 43, 44), 13, 1), Row(1, (LAST,), 8, 1))
+    batch = build_batch(rows, runner.store, runner.last)
+    context = StepContext(batch, runner.store, TritonBackend(deterministic=True))
+    with torch.inference_mode():
+        got = runner.model.logits(runner.model(batch.tokens, context))
+    torch.testing.assert_close(got, logits(reference, rows), atol=2e-4, rtol=2e-4)

@@ -65,7 +65,8 @@ class TritonBackend:
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
         parts = [of.slots[one], of.starts[one] + 1]
         if len(many):
-            queries = tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.rows.element_size())
+            size = cache.rows.element_size()
+            queries = tile_queries(cache.heads, cache.kv_heads, cache.head_dim, size, self.deterministic)
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
             parts += [of.offsets[one], tiles.reshape(-1).view(np.int64)]
         ints = to_device(np.concatenate(parts), batch.device)
@@ -104,7 +105,7 @@ class TritonBackend:
     def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None:
-            prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap)
+            prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap, small=self.deterministic)
         if plan.slots is not None:
             decode(
                 q, cache, plan.tables, plan.slots, plan.lengths, out,

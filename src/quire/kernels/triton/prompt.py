@@ -17,9 +17,9 @@ from quire.kernels.batch import LayerCache
 from quire.kernels.triton.attention import LOWEST, capped, factors, token_offsets
 
 
-def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
     """Queries a tile: what `prompt` expects of `make_tiles` for these shapes."""
-    return max(1, _shape(head_dim, itemsize)[0] // (heads // kv_heads))
+    return max(1, _shape(head_dim, itemsize, small)[0] // (heads // kv_heads))
 
 
 def make_tiles(
@@ -141,13 +141,14 @@ def _prompt(
 
 def prompt(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, scale: float,
-    softcap: float | None = None, fresh: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None, fresh: tuple[Tensor, Tensor] | None = None, small: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
     dim]; rows of out that no tile names stay as they are.
 
     The keys and values of all queries are in their pages already, or `fresh` is the step's k and v [T, kv_heads, dim]
-    and every sequence begins in this step, its tokens side by side.
+    and every sequence begins in this step, its tokens side by side. `small` tiles waste less on rows of one token. The
+    bits of a query's result depend on the size of tiles, and on nothing else of the step.
     """
     heads, dim = q.shape[1:]
     group = heads // cache.kv_heads
@@ -156,7 +157,7 @@ def prompt(
     strides = (0, 0, 0, 0) if fresh is None else (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert all(x.stride(-1) == 1 for x in (q, k, v)), "heads are rows of `dim` numbers"
-    block_m, block_n, warps, stages, registers = _shape(dim, q.element_size())
+    block_m, block_n, warps, stages, registers = _shape(dim, q.element_size(), small)
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
         q, k, v, tables, tiles, out, q.stride(0), q.stride(1), *strides, out.stride(0), tables.stride(0),
@@ -169,8 +170,10 @@ def prompt(
     return out
 
 
-def _shape(head_dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
+def _shape(head_dim: int, itemsize: int, small: bool) -> tuple[int, int, int, int, int | None]:
     """Rows and keys a tile, warps, stages of the pipeline, registers a thread (None: as many as the compiler likes)."""
     if itemsize == 4:
         return 64, 32, 4, 1, None
-    return (128, 64, 8, 2, 128) if head_dim <= 128 else (64, 32, 4, 2, None)
+    if head_dim > 128:
+        return 64, 32, 4, 2, None
+    return (64, 64, 4, 3, None) if small else (128, 64, 8, 2, 128)
