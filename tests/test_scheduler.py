@@ -254,6 +254,23 @@ def test_blocked_branches_are_not_tried_at_every_step(monkeypatch: pytest.Monkey
     drain(trace)
 
 
+def test_blocked_branches_are_tried_again_when_others_were_swapped_out() -> None:
+    """What blocked a request was swapped out and aborted there: its pages came back without a sequence being freed."""
+    memory = MEMORIES["uncached"](Build(tokens=72, chunk=64, host=100))
+    trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8)
+    ask(trace, "a", 10, max_tokens=30)
+    ask(trace, "b", 10, n=3, max_tokens=12)
+    a, b = trace.scheduler.waiting
+    while trace.scheduler.blocked is None:
+        trace.step()
+    assert (a.status, b.status) == (Status.RUNNING, Status.WAITING)
+    trace.scheduler.preemption = "swap"
+    trace.scheduler._preempt(a)
+    assert a.status is Status.SWAPPED
+    trace.abort("a")
+    drain(trace)
+
+
 def test_a_victim_finds_what_it_had_generated_in_the_prefix_cache() -> None:
     """Recomputation starts behind the last full page that is still cached, outputs included."""
     trace = opened()

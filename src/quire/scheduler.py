@@ -54,7 +54,7 @@ class Scheduler:
         self.births: list[Birth] = []
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = self.added = 0
-        self.left = 0  # sequences that left memory
+        self.left = 0  # sequences that left memory, swapped out or for good
         self.blocked: tuple[Request, int] | None = None  # the request that failed to be admitted, `left` at that time
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
 
@@ -158,6 +158,7 @@ class Scheduler:
             if self.memory.swap_out(victim.live):
                 for slot in slots:
                     del self.by_slot[slot]
+                self.left += len(slots)
                 del self.running[victim]
                 victim.status = Status.SWAPPED
                 _enqueue(self.swapped, victim)
