@@ -1,0 +1,59 @@
+"""In bf16 the engine's log-probabilities are as close to fp64 as transformers' are, of prompts and of generated tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from quire.build import build
+from quire.config import EngineConfig
+from quire.request import SamplingParams
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = (150, 33, 80, 1)
+NEW = 24
+
+
+def test_bf16_is_as_exact_as_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    exact = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.mul(3).bfloat16()  # what all three start from
+    exact.save_pretrained(tmp_path)
+    half = exact.to(DEVICE)
+    engine = build(EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True, kv_tokens=2048)).engine
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    prompts = [[(7 * i + 13 * j) % 500 for j in range(length)] for i, length in enumerate(PROMPTS)]
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt, params)
+    tokens: list[list[int]] = [list(prompt) for prompt in prompts]
+    ours: list[list[float]] = [[] for _ in prompts]
+    while engine.unfinished:
+        for output in engine.step():
+            which = int(output.request)
+            if output.prompt_tops is not None:
+                ours[which] += [top.logprob for top in output.prompt_tops]
+            tokens[which] += output.tokens
+            ours[which] += [top.logprob for top in output.tops]
+    engine.close()
+
+    def logprobs(model: torch.nn.Module, which: int) -> torch.Tensor:
+        ids = torch.tensor([tokens[which]], device=DEVICE)
+        with torch.no_grad():
+            found = model(ids).logits[0, :-1].double().log_softmax(-1)
+        return found.gather(1, ids[0, 1:, None])[:, 0].cpu()
+
+    theirs = [logprobs(half, which) for which in range(len(prompts))]
+    exact = half.double()
+    truth = torch.cat([logprobs(exact, which) for which in range(len(prompts))])
+    got = torch.cat([torch.tensor(one, dtype=torch.float64) for one in ours])
+    assert got.shape == truth.shape
+    own, other = ((x - truth).square().mean().sqrt() for x in (got, torch.cat(theirs)))
+    assert truth.std() > 0.5, "the tokens' probabilities differ"
+    assert 0 < own < 1.2 * other
