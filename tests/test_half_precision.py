@@ -1,4 +1,4 @@
-"""In bf16 the engine's log-probabilities are as close to fp64 as transformers' are, of prompts and of generated tokens."""
+"""In bf16 the log-probabilities of prompts and of generated tokens are as close to fp64 as transformers' are."""
 
 from __future__ import annotations
 
