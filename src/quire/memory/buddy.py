@@ -1,0 +1,77 @@
+"""The buddy allocator: blocks of 2^k units, halved on demand and merged again (Knuth, TAOCP 1, §2.5).
+
+PagedAttention §6.1 assumes that Orca places its reservations with it. A unit here is one logical page. Knows no
+sequences and no tokens.
+"""
+
+from __future__ import annotations
+
+
+def block_units(units: int) -> int:
+    """The size of the block that holds `units`: the next power of two."""
+    assert units > 0, f"a block of {units} units is asked for"
+    return 1 << (units - 1).bit_length()
+
+
+class Buddy:
+    """Units 0 .. total - 1. A block of 2^k units begins at a multiple of 2^k, and merges with its buddy, which begins
+    at `base ^ 2^k`, when both are free. `total` need not be a power of two: its binary digits are the first blocks.
+    Every call is O(log total), and the same calls give the same blocks."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.available = total  # free units
+        self.taken: dict[int, int] = {}  # base -> order of the block
+        # Free blocks by order. The latest one given back is the first to be taken: dicts keep order and forget in O(1).
+        self.free: list[dict[int, None]] = [{} for _ in range(total.bit_length())]
+        base = 0
+        for order in reversed(range(len(self.free))):
+            if total >> order & 1:
+                self.free[order][base] = None
+                base += 1 << order
+
+    def room(self, units: int) -> int:
+        """How many blocks for `units` each could be taken now."""
+        order = (units - 1).bit_length()
+        return sum(len(bases) << larger for larger, bases in enumerate(self.free[order:]))
+
+    def unusable(self, units: int) -> int:
+        """Free units in blocks too small for `units`: waste, as long as nothing smaller is asked for."""
+        return sum(len(bases) << order for order, bases in enumerate(self.free[: (units - 1).bit_length()]))
+
+    def take(self, units: int) -> int | None:
+        """The base of a block for `units`, split off the smallest free one that is large enough; None if there is
+        none."""
+        order = (block_units(units) - 1).bit_length()
+        found = next((k for k in range(order, len(self.free)) if self.free[k]), None)
+        if found is None:
+            return None
+        base, _ = self.free[found].popitem()
+        for half in reversed(range(order, found)):
+            self.free[half][base + (1 << half)] = None  # the upper half stays free
+        self.taken[base] = order
+        self.available -= 1 << order
+        return base
+
+    def give(self, base: int) -> None:
+        """Take back the block at `base`, and merge it as far as its buddies are free."""
+        order = self.taken.pop(base)
+        self.available += 1 << order
+        while order + 1 < len(self.free) and (buddy := base ^ 1 << order) in self.free[order]:
+            del self.free[order][buddy]
+            base = min(base, buddy)
+            order += 1
+        self.free[order][base] = None
+
+    def check(self) -> None:
+        """Assert that blocks tile the pool, that each is aligned, and that no two free buddies are apart."""
+        free = [(base, order) for order, bases in enumerate(self.free) for base in bases]
+        at = 0
+        for base, order in sorted([*free, *self.taken.items()]):
+            assert base == at, f"units {at} to {base} are lost or held twice"
+            assert base % (1 << order) == 0, f"a block of 2^{order} units begins at {base}"
+            at += 1 << order
+        assert at == self.total, "units are lost"
+        assert sum(1 << order for _, order in free) == self.available, "the count of free units is wrong"
+        for base, order in free:
+            assert base ^ 1 << order not in self.free[order], f"two free buddies of 2^{order} units are apart"
