@@ -1,0 +1,217 @@
+"""What a step costs: its work, counted from the plan, times a device's coefficients, read from a calibration.
+
+    matrices  = max(weights read once, operations of every token)      PagedAttention §2.3: a batch shares the weights
+    attention = keys and values read by rows that decode + operations of prompts
+    copies    = pages copied (copy on write) + pages moved to or from the host
+    host      = planning: a step and a row; it overlaps the device's work where steps overlap
+
+Coefficients belong to a device and its kernels, not to a model: another shape's step is an extrapolation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.costs import Costs
+from quire.errors import StartupError
+from quire.plan import Copy, In, Out, StepPlan
+from quire.specs import ModelSpec
+
+FOLDER = Path(__file__).parent / "calibrations"
+MOST_BYTES = 2**24  # of a calibration file
+
+
+class Attention(NamedTuple):
+    """Layers with one window: bytes of a token's keys and values in all of them, and operations for one token to attend
+    to one other (a product with its key and one with its value, for every query head)."""
+
+    window: int | None
+    token_bytes: int
+    pair: int
+
+
+class Shape(NamedTuple):
+    """A model as its steps' costs see it. `body` weights are applied to each token, `head` ones to those that a token
+    is drawn after; both are read once a step. The embedding table is looked up, not read."""
+
+    body: int
+    head: int
+    itemsize: int
+    attention: tuple[Attention, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes read by a step, however few its rows."""
+        return (self.body + self.head) * self.itemsize
+
+    @classmethod
+    def of(cls, spec: ModelSpec, itemsize: int, tied: bool) -> Shape:
+        """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table."""
+        head = spec.vocab_size * spec.hidden
+        parts = []
+        for window in dict.fromkeys(layer.window for layer in spec.layers):
+            layers = [layer for layer in spec.layers if layer.window == window]
+            pair = sum(4 * spec.heads * layer.head_dim for layer in layers)
+            parts.append(Attention(window, sum(layer.token_bytes(itemsize) for layer in layers), pair))
+        return cls(spec.parameters - (head if tied else 2 * head), head, itemsize, tuple(parts))
+
+
+class Work(NamedTuple):
+    """What one step does. `operations` are those of matrix products; `kv_bytes` are read by rows of one token;
+    `attention` is operations of longer rows; `copied` and `swapped` are bytes of pages."""
+
+    rows: int
+    tokens: int
+    operations: float
+    kv_bytes: float
+    attention: float
+    copied: int
+    swapped: int
+
+
+def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
+    """Count a plan's work. `page_bytes` has the size of a page of each group."""
+    tokens = drawn = 0
+    contexts: list[int] = []
+    chunks: list[tuple[int, int]] = []
+    for _, computed, start, sample, _ in plan.rows:
+        count = len(computed)
+        tokens += count
+        drawn += sample > 0
+        if count == 1:
+            contexts.append(start + 1)
+        else:
+            chunks.append((start, start + count))
+    read = attention = 0.0
+    for window, token_bytes, pair in shape.attention:
+        seen = sum(contexts) if window is None else sum(min(length, window) for length in contexts)
+        read += seen * token_bytes
+        attention += pair * sum(_pairs(end, window) - _pairs(start, window) for start, end in chunks)
+    copied = swapped = 0
+    for entry in (*plan.journal, *plan.ahead):
+        if isinstance(entry, Copy):
+            copied += page_bytes[entry.group]
+        elif isinstance(entry, In | Out):
+            swapped += page_bytes[entry.group]
+    operations = 2.0 * (shape.body * tokens + shape.head * drawn)
+    return Work(len(plan.rows), tokens, operations, read, attention, copied, swapped)
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Positions that the first `length` tokens of a sequence attend to, themselves included."""
+    short = length if window is None else min(length, window)
+    return short * (short + 1) // 2 + (length - short) * short
+
+
+class Coefficients(NamedTuple):
+    """Seconds for one of each; none is negative. A `step` and a `row` are what no other coefficient explains."""
+
+    weight_byte: float
+    operation: float
+    kv_byte: float
+    attention: float
+    copied_byte: float
+    swapped_byte: float
+    step: float
+    row: float
+    host_step: float
+    host_row: float
+
+
+class Cost(NamedTuple):
+    """A model's shape on a device."""
+
+    shape: Shape
+    coefficients: Coefficients
+
+    def device(self, work: Work) -> float:
+        """Seconds that the device takes for a step."""
+        c = self.coefficients
+        matrices = max(self.shape.weight_bytes * c.weight_byte, work.operations * c.operation) if work.tokens else 0.0
+        attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
+        copies = work.copied * c.copied_byte + work.swapped * c.swapped_byte
+        return matrices + attention + copies + c.step + work.rows * c.row
+
+    def host(self, work: Work) -> float:
+        """Seconds that the host takes to plan a step."""
+        return self.coefficients.host_step + work.rows * self.coefficients.host_row
+
+    def preemption(self) -> Costs:
+        """The same as the scheduler's policy `auto` wants it."""
+        c = self.coefficients
+        pair = sum(part.pair for part in self.shape.attention) * c.attention
+        return Costs(0.0, 2 * c.swapped_byte, 0.0, 2 * self.shape.body * c.operation, pair)
+
+
+class Calibration(NamedTuple):
+    """A device's coefficients and where they are from. `kind` is "cuda" or "cpu"; `depth` steps are in flight;
+    `memory_bytes` is all of the device's, `kv_bytes` what was left for KV with `model`, if that is known; `error` is
+    that on steps that weren't fitted, None where no steps were measured."""
+
+    name: str
+    device: str
+    kind: str
+    model: str
+    dtype: str
+    depth: int
+    memory_bytes: int
+    kv_bytes: int | None
+    coefficients: Coefficients
+    error: dict[str, Any] | None
+    source: str
+
+
+def names() -> list[str]:
+    """The calibrations that come with quire."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(name: str) -> Calibration:
+    """The calibration of that name, or of the file there. StartupError if it can't be used."""
+    known = names()
+    path = FOLDER / f"{name}.json" if name in known else Path(name)
+    remedy = f"Known: {', '.join(known)}; or a file that `quire bench calibrate --out FILE` wrote"
+    if name not in known and not path.is_file():
+        raise StartupError(f"there is no calibration {name[:80]!r}", remedy)
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
+        return read(path.stem, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"the calibration {name[:200]} can't be used: {error}", remedy) from error
+
+
+def read(name: str, content: object) -> Calibration:
+    """A calibration from its JSON object. ValueError says what is wrong with it."""
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    numbers = content.get("coefficients")
+    if not isinstance(numbers, dict) or set(numbers) != set(Coefficients._fields):
+        raise ValueError(f'"coefficients" must have exactly {", ".join(Coefficients._fields)}')
+    for key, value in numbers.items():
+        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"the coefficient {key} is {str(value)[:40]}, and must be a finite number of at least 0")
+    device, kind = _field(content, "device", str), _field(content, "kind", str)
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f'"kind" is {kind[:40]!r}, and must be "cpu" or "cuda"')
+    depth, memory = _field(content, "depth", int), _field(content, "memory_bytes", int)
+    kv = None if content.get("kv_bytes") is None else _field(content, "kv_bytes", int)
+    if not 1 <= depth <= 64 or memory < 1 or (kv is not None and kv < 1):
+        raise ValueError('"depth" must be from 1 to 64, "memory_bytes" and "kv_bytes" above 0')
+    if not any(numbers[key] for key in Coefficients._fields if not key.startswith(("copied", "swapped"))):
+        raise ValueError("every step would take no time")
+    error = None if content.get("error") is None else _field(content, "error", dict)
+    return Calibration(
+        name, device, kind, _field(content, "model", str), _field(content, "dtype", str), depth, memory, kv,
+        Coefficients(**{key: float(value) for key, value in numbers.items()}), error, _field(content, "source", str),
+    )  # fmt: skip
+
+
+def _field(content: dict[str, Any], key: str, kind: type) -> Any:
+    value = content.get(key)
+    if type(value) is not kind:
+        raise ValueError(f'"{key}" must be of the type {kind.__name__}, and is {str(value)[:40]!r}')
+    return value
