@@ -17,6 +17,7 @@ from quire.costs import DEFAULT, Costs
 from quire.engine import Engine, Limits
 from quire.errors import InputError, StartupError
 from quire.memory import Size, build_memory
+from quire.memory.reserved import STATIC, ReservedMemory
 from quire.models import read_spec, resolve
 from quire.models.configs import CONFIGS
 from quire.request import SamplingParams
@@ -107,6 +108,11 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
+    if isinstance(memory, ReservedMemory) and not memory.fits([plan.max_len]):
+        raise StartupError(
+            f"--memory {config.memory} finds no room for a sequence of {plan.max_len} tokens in {plan.kv_tokens}",
+            "Use a smaller --max-model-len, or a larger --kv-gib or --kv-tokens",
+        )
     runner.bind(memory.geometry)
     assert config.max_num_batched_tokens is not None, "sized above"
     assert config.max_num_seqs is not None, "sized above"
@@ -118,7 +124,10 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
         eos_ids=eos_ids,
         preemption=config.preemption if config.swap_gib else "recompute",
         costs=_read_costs(config.calibration) if config.calibration else DEFAULT,
+        static=config.memory in STATIC,
     )
+    if isinstance(memory, ReservedMemory):
+        memory.queue = scheduler.waiting
     held_by = "the KV memory" if plan.clipped else "the model"
     limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
     text = None

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from quire.errors import StartupError
 
-MEMORIES = ("paged",)
+RESERVED = ("orca-oracle", "orca-pow2", "orca-max", "ft")
+MEMORIES = ("paged", *RESERVED)
 PREEMPTIONS = ("recompute", "swap", "auto")
 ATTENTIONS = ("auto", "reference", "sdpa", "triton")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -23,6 +24,8 @@ MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 class EngineConfig:
     """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
 
+    `memory` is how the KV memory is managed: in pages, or as the baselines of PagedAttention §6.1 did (RESERVED), which
+    share nothing, preempt nobody, and hence ignore the settings of prefix caching and preemption.
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1).
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
     `max_num_seqs` depend on the device where they are None (MOST, `sized`).
@@ -96,6 +99,11 @@ class EngineConfig:
             raise StartupError("--kv-gib and --kv-tokens are both given", "Give the size of the KV memory once")
         if not 0 <= self.swap_gib < 2**20:
             raise StartupError(f"--swap-gib is {self.swap_gib}", "It must be 0 or more")
+        if self.memory in RESERVED and self.prefix_tokens:
+            raise StartupError(
+                f"--prefix-tokens is given, and --memory is {self.memory}, which shares no prefixes",
+                "Use --memory paged",
+            )
         if not 0.05 <= self.gpu_memory_utilization <= 1:
             raise StartupError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"

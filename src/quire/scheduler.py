@@ -30,7 +30,8 @@ class Event(NamedTuple):
 
 class Scheduler:
     """`budget` tokens are computed in a step at most, and `max_seqs` sequences are resident. `preemption` is "swap",
-    "recompute", or "auto": what `costs` says is cheaper for the victim."""
+    "recompute", or "auto": what `costs` says is cheaper for the victim. `static` batches (FasterTransformer) take what
+    the memory holds when nothing runs, whatever the budget, and nobody joins before their last member ends."""
 
     def __init__(
         self,
@@ -42,8 +43,9 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         preemption: str = "recompute",
         costs: Costs = DEFAULT,
+        static: bool = False,
     ) -> None:
-        self.memory = memory
+        self.memory, self.static = memory, static
         self.budget, self.max_seqs, self.max_len = budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
@@ -192,8 +194,10 @@ class Scheduler:
     def _join(self, rows: list[Row]) -> None:
         """Bring requests in, oldest first, while the budget, the slots and the memory allow. Whoever was preempted is
         older than whoever wasn't admitted yet, so nobody new is admitted until the preempted are back (§4.5)."""
+        if self.static and self.running:
+            return
         budget = self.budget - sum(len(row.tokens) for row in rows)
-        while budget > 0 and (self.swapped or self.waiting):
+        while (budget > 0 or self.static) and (self.swapped or self.waiting):
             queue = min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order)
             request = queue[0]
             if not self._has_slots(request):

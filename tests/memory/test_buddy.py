@@ -99,11 +99,12 @@ def test_a_pool_that_is_no_power_of_two() -> None:
 def test_an_empty_pool_is_filled_in_any_order(total: int) -> None:
     """Without gives, blocks fit as long as their sizes sum up: this is what a memory's `fits` counts on."""
     for step in range(1, 12):
-        buddy, left = Buddy(total), total
+        buddy, taken = Buddy(total), list[int]()
         for i in range(60):
-            size = block_units(1 + i * step % 9)
-            assert (buddy.take(size) is not None) == (size <= left), (step, i)
-            left = buddy.available
+            units = 1 + i * step % 9
+            fits = buddy.holds([*taken, units])
+            assert (buddy.take(units) is not None) == fits == (block_units(units) <= total - sum(taken)), (step, i)
+            taken += [block_units(units)] * fits
 
 
 def test_the_same_calls_give_the_same_blocks() -> None:

@@ -31,7 +31,7 @@ ENGINE = (
     Flag("kv_gib", float, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB"),
     Flag("kv_tokens", int, "size of the KV memory in tokens", metavar="N"),
     Flag("page_size", int, "tokens of a page", aliases=("--block-size",), metavar="N"),
-    Flag("memory", str, "how the KV memory is managed", MEMORIES),
+    Flag("memory", str, "how the KV memory is managed: in pages, or as earlier systems did", MEMORIES),
     Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
     Flag("attention", str, "the attention backend", ATTENTIONS),
     Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),

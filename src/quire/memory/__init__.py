@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from quire.config import EngineConfig
 from quire.memory.paged import PagedMemory, Placement
+from quire.memory.reserved import RULES, ReservedMemory
 from quire.memory.usage import Sharing, Usage
 from quire.plan import Journal
 from quire.request import Sequence
@@ -117,4 +118,7 @@ class Size(NamedTuple):
 
 def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> KVMemory:
     """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU."""
-    return PagedMemory.build(config.sized("cpu"), spec, size.tokens, size.max_len, size.itemsize, model_id)
+    config = config.sized("cpu")
+    if config.memory in RULES:
+        return ReservedMemory.build(config, spec, size.tokens, size.max_len, size.itemsize)
+    return PagedMemory.build(config, spec, size.tokens, size.max_len, size.itemsize, model_id)

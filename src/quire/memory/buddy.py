@@ -6,6 +6,8 @@ sequences and no tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def block_units(units: int) -> int:
     """The size of the block that holds `units`: the next power of two."""
@@ -21,7 +23,7 @@ class Buddy:
     def __init__(self, total: int) -> None:
         self.total = total
         self.available = total  # free units
-        self.taken: dict[int, int] = {}  # base -> order of the block
+        self.taken: dict[int, int] = {}  # base -> units of the block
         # Free blocks by order. The latest one given back is the first to be taken: dicts keep order and forget in O(1).
         self.free: list[dict[int, None]] = [{} for _ in range(total.bit_length())]
         base = 0
@@ -29,6 +31,11 @@ class Buddy:
             if total >> order & 1:
                 self.free[order][base] = None
                 base += 1 << order
+
+    def holds(self, asked: Iterable[int]) -> bool:
+        """Could an empty pool hold blocks for all of these units at once? In any order: free blocks that only ever were
+        split have different sizes, so what is left is one block large enough or less than asked for."""
+        return sum(block_units(units) for units in asked) <= self.total
 
     def room(self, units: int) -> int:
         """How many blocks for `units` each could be taken now."""
@@ -49,13 +56,13 @@ class Buddy:
         base, _ = self.free[found].popitem()
         for half in reversed(range(order, found)):
             self.free[half][base + (1 << half)] = None  # the upper half stays free
-        self.taken[base] = order
+        self.taken[base] = 1 << order
         self.available -= 1 << order
         return base
 
     def give(self, base: int) -> None:
         """Take back the block at `base`, and merge it as far as its buddies are free."""
-        order = self.taken.pop(base)
+        order = self.taken.pop(base).bit_length() - 1
         self.available += 1 << order
         while order + 1 < len(self.free) and (buddy := base ^ 1 << order) in self.free[order]:
             del self.free[order][buddy]
@@ -65,13 +72,13 @@ class Buddy:
 
     def check(self) -> None:
         """Assert that blocks tile the pool, that each is aligned, and that no two free buddies are apart."""
-        free = [(base, order) for order, bases in enumerate(self.free) for base in bases]
+        free = {base: 1 << order for order, bases in enumerate(self.free) for base in bases}
         at = 0
-        for base, order in sorted([*free, *self.taken.items()]):
+        for base, size in sorted([*free.items(), *self.taken.items()]):
             assert base == at, f"units {at} to {base} are lost or held twice"
-            assert base % (1 << order) == 0, f"a block of 2^{order} units begins at {base}"
-            at += 1 << order
+            assert base % size == 0, f"a block of {size} units begins at {base}"
+            at += size
         assert at == self.total, "units are lost"
-        assert sum(1 << order for _, order in free) == self.available, "the count of free units is wrong"
-        for base, order in free:
-            assert base ^ 1 << order not in self.free[order], f"two free buddies of 2^{order} units are apart"
+        assert sum(free.values()) == self.available, "the count of free units is wrong"
+        for base, size in free.items():
+            assert free.get(base ^ size) != size, f"two free buddies of {size} units are apart"
