@@ -26,7 +26,7 @@ import echo_service
 stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built(
     echo_service.Echo(pause={pause}, fail_at={fail_at}), max_num_seqs=4, prefix_tokens=config.prefix_tokens,
-    max_num_batched_tokens=config.max_num_batched_tokens)
+    max_num_batched_tokens=config.sized("cpu").max_num_batched_tokens)
 sys.modules["quire.build"] = stand_in
 from quire.cli import main
 sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
