@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import combinations
+
 import numpy as np
 import pytest
 
-from quire.bench.workloads import MAX_PROMPT_TOKENS, parse, poisson
+from quire.bench.workloads import MAX_PROMPT_TOKENS, Sketch, parse
 from quire.errors import StartupError
 
 # From the generators that the other engines' runs used: name, seed, first lengths, sums of prompts and of outputs.
@@ -72,7 +75,7 @@ def test_tokens_are_plain_and_within_the_vocabulary() -> None:
 def test_bad_names_say_what_was_expected(name: str) -> None:
     with pytest.raises(StartupError, match=r"Expected sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N") as caught:
         parse(name)
-    assert len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 400
 
 
 def test_bounds() -> None:
@@ -82,11 +85,85 @@ def test_bounds() -> None:
         parse("fixed:100000:1@100000").jobs(32000)
 
 
-def test_poisson_arrivals() -> None:
-    times = poisson(20_000, 4.0, seed=1)
-    assert times == poisson(20_000, 4.0, seed=1)
-    assert times != poisson(20_000, 4.0, seed=2)
-    gaps = np.diff([0.0, *times])
-    assert gaps.min() >= 0
-    assert gaps.mean() == pytest.approx(0.25, rel=0.03)
-    assert gaps.std() == pytest.approx(0.25, rel=0.05)  # exponential: deviation equals mean
+# name, mean prompt and output, how far off as a share, and the longest request there may be. Where the paper states a
+# mean, the share is small; the others pin what docs/benchmarks.md says.
+MEANS = [
+    ("sharegpt@20000", 145, 300, 0.03, 2048),
+    ("alpaca@20000", 18.5, 57, 0.03, 640),
+    ("longdoc@20000", 82_500, 75, 0.01, 110_100),
+    ("sharegpt1085@20000", 350, 735, 0.03, 8192),
+    ("mmlu-pro@20000", 1395, 212, 0.02, 3076),  # Jenga: at most 3076
+    ("mmmu-pro@20000", 6193 + 43, 212, 0.02, 6193 + 256 + 512),  # Jenga: 6193 and 43
+    ("wmt1shot@20000", 80 + 27.5, 35.5, 0.02, 80 + 96 + 128),
+    ("wmt5shot@20000", 341 + 27.5, 35.5, 0.02, 341 + 96 + 128),
+    ("chat@20000", 820, 302, 0.03, 2048),
+    ("arxiv-qa@20000", 92_333, 75, 0.01, 131_072),  # Jenga: 92,408 together
+    ("docqa:200:20000@20000", 20_040, 75, 0.03, 25_164),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "output", "share", "longest"), MEANS)
+def test_means_and_limits(name: str, prompt: float, output: float, share: float, longest: int) -> None:
+    lengths = np.array(parse(name).lengths(seed=11))
+    assert lengths.shape == (20_000, 2)
+    assert lengths[:, 0].mean() == pytest.approx(prompt, rel=share)
+    assert lengths[:, 1].mean() == pytest.approx(output, rel=share)
+    assert lengths.min() >= 1
+    assert lengths.sum(1).max() <= longest
+
+
+def test_means_that_papers_state_of_whole_requests() -> None:
+    assert np.mean([sum(pair) for pair in parse("sharegpt1085@50000").lengths()]) == pytest.approx(1085.04, rel=0.01)
+    assert np.mean([sum(pair) for pair in parse("arxiv-qa@50000").lengths()]) == pytest.approx(92_408, rel=0.005)
+    texts = [prompt - 6193 for prompt, _ in parse("mmmu-pro@50000").lengths()]
+    assert np.mean(texts) == pytest.approx(43, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in MEANS])
+def test_sketches_depend_on_the_seed_alone(name: str) -> None:
+    workload = parse(name.partition("@")[0] + "@50")
+    assert workload.sketches(3) == workload.sketches(3)
+    assert workload.sketches(3) != workload.sketches(4)
+    assert workload.arrivals is None
+
+
+def test_most_chat_prompts_are_cut() -> None:
+    """PagedAttention §6.5: "the input prompts for most requests have 1024 tokens"; no KV outlives a round."""
+    sketches = parse("chat@5000").sketches()
+    assert 0.5 < sum(sketch.prompt_len == 1024 for sketch in sketches) / len(sketches) < 0.8
+    assert max(sketch.prompt_len for sketch in sketches) == 1024
+    assert max(sketch.output_len for sketch in sketches) == 1024
+    assert {sketch.prefix_len for sketch in sketches} == {0}
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("wmt1shot@30", 80), ("wmt5shot@30", 341)])
+def test_translations_share_their_examples(name: str, prefix: int) -> None:
+    jobs = parse(name).jobs(5000)
+    assert len({tuple(job.prompt[:prefix]) for job in jobs}) == 1
+    assert all(a.prompt[prefix : prefix + 4] != b.prompt[prefix : prefix + 4] for a, b in combinations(jobs, 2))
+
+
+@pytest.mark.parametrize(("name", "documents", "each"), [("docqa:3:400@12", 3, {4}), ("docqa:3:400@10", 3, {3, 4})])
+def test_questions_share_their_document(name: str, documents: int, each: set[int]) -> None:
+    workload = parse(name)
+    sketches = workload.sketches()
+    asked = Counter(sketch.prefix_id for sketch in sketches)
+    assert len(asked) == documents
+    assert set(asked.values()) == each
+    jobs = workload.jobs(5000)
+    for (one, a), (other, b) in combinations(zip(sketches, jobs), 2):
+        shared = one.prefix_id == other.prefix_id
+        assert (one.prefix_len == other.prefix_len) or not shared
+        assert (a.prompt[: one.prefix_len] == b.prompt[: other.prefix_len]) == shared
+        assert a.prompt[one.prefix_len :] != b.prompt[other.prefix_len :]
+
+
+def test_articles_are_asked_four_times() -> None:
+    asked = Counter(sketch.prefix_id for sketch in parse("arxiv-qa@40").sketches())
+    assert sorted(asked.values()) == [4] * 10
+
+
+def test_a_workload_is_parsed_already() -> None:
+    workload = parse("alpaca@3")
+    assert parse(workload) is workload
+    assert workload.sketches() == [Sketch(*pair) for pair in workload.lengths()]

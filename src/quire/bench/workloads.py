@@ -1,15 +1,26 @@
-"""Workloads: seeded lists of prompts and output lengths that know nothing of an engine, so that two engines can run the
-same work. The distributions are those of PagedAttention Figure 11 (sharegpt, alpaca) and Jenga Figure 15 (longdoc).
+"""Workloads: seeded requests that know nothing of an engine, so that two engines can run the same work.
+
+Lengths are those of PagedAttention (Figure 11, §6.4, §6.5) and Jenga (§7, Figures 15 and 17). The data sets themselves
+aren't used: at each workload a comment says which numbers are the paper's, and the rest is assumed.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.bench.arrivals import poisson
 from quire.errors import StartupError
+
+__all__ = [
+    "DRAWN", "EXPECTED", "MAX_LENGTH", "MAX_PROMPT_TOKENS", "MAX_REQUESTS", "Job", "Lengths", "LogNormal", "Named",
+    "Sketch", "Uniform", "Workload", "parse", "poisson",
+]  # fmt: skip
 
 Lengths = npt.NDArray[np.int64]
 
@@ -17,7 +28,6 @@ MAX_REQUESTS = 100_000
 MAX_LENGTH = 2**21
 MAX_PROMPT_TOKENS = 10**8
 EDGE = 10  # token ids this near to either end of a vocabulary are not drawn: special tokens are there
-EXPECTED = "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N or shared:PREFIX:OWN:OUT@N"
 
 
 class Job(NamedTuple):
@@ -25,6 +35,17 @@ class Job(NamedTuple):
 
     prompt: list[int]
     output: int
+
+
+class Sketch(NamedTuple):
+    """A request before it has tokens. Its prompt starts with the first `prefix_len` tokens of the text `prefix_id`, as
+    does any other that names it. `arrival` is in seconds from the start, if the workload says when requests come."""
+
+    prompt_len: int
+    output_len: int
+    prefix_id: str = ""
+    prefix_len: int = 0
+    arrival: float | None = None
 
 
 class LogNormal(NamedTuple):
@@ -58,15 +79,102 @@ class Uniform(NamedTuple):
         return lengths
 
 
+class After(NamedTuple):
+    """`start` tokens, and `rest` after them."""
+
+    start: int
+    rest: LogNormal
+
+    def draw(self, rng: np.random.Generator, count: int) -> Lengths:
+        return self.start + self.rest.draw(rng, count)
+
+    def clip(self, lengths: Lengths) -> Lengths:
+        return self.start + self.rest.clip(lengths - self.start)
+
+
+Length = LogNormal | Uniform | After
+
 # name -> lengths of prompts, lengths of outputs
-DRAWN: dict[str, tuple[LogNormal | Uniform, LogNormal | Uniform]] = {
+DRAWN: dict[str, tuple[Length, Length]] = {
+    # PagedAttention, Figure 11: the means. Assumed: log-normal, the sigmas, the limits.
     "sharegpt": (LogNormal(161, 1.3, 4, 1024), LogNormal(338, 1.0, 4, 1024)),
     "alpaca": (LogNormal(19, 0.6, 4, 128), LogNormal(58, 0.9, 2, 512)),
+    # Jenga, Figure 15: all of it but "uniform".
     "longdoc": (Uniform(55_000, 110_000), Uniform(50, 100)),
+    # Jenga, §4.4: ShareGPT's requests have 1085.04 tokens on average. Assumed: prompt and output together, in the
+    # proportion of sharegpt above, after clipping; its sigmas.
+    "sharegpt1085": (LogNormal(367, 1.3, 4, 4096), LogNormal(767, 1.0, 4, 4096)),
+    # Jenga, §7.1: the longest of MMLU-pro has 3076 tokens. Assumed: prompt and output together, and all the rest:
+    # questions after a few worked examples, answered step by step.
+    "mmlu-pro": (LogNormal(1400, 0.3, 400, 2564), LogNormal(220, 0.6, 16, 512)),
+    # Jenga, §3.2: MMMU-pro has 6193 image and 43 text tokens on average. Assumed: the same image tokens in each request
+    # (ordinary tokens here), the spread of the text, outputs as above.
+    "mmmu-pro": (After(6193, LogNormal(43.5, 0.5, 8, 256)), LogNormal(220, 0.6, 16, 512)),
 }
 
+# PagedAttention, §6.4: prefixes of 80 tokens (one example) and 341 (five). Assumed: the lengths of WMT16's sentences.
+TRANSLATION = {"wmt1shot": 80, "wmt5shot": 341}
+SENTENCE, TRANSLATED = LogNormal(28, 0.5, 4, 96), LogNormal(36, 0.5, 4, 128)
 
-class Workload(NamedTuple):
+# PagedAttention, §6.5: prompts are the last 1024 tokens of history and query, most have all 1024, outputs at most 1024,
+# no KV is kept between rounds. Assumed: turns as long as sharegpt's, a round of 1 to ROUNDS, each as likely.
+CHAT = 1024
+ROUNDS = 8
+
+# Jenga, §7.2: arXiv-QA's requests have 92,408 tokens on average; Figure 17: several questions at the end of an article.
+# Assumed: articles uniform and short enough for a context of 131,072, the number and lengths of the questions, their
+# random order, outputs as in Figure 15. docqa is the same with documents by choice.
+ARTICLE = Uniform(54_586, 130_000)
+ASKED = 4
+QUESTION, ANSWER = Uniform(16, 64), Uniform(50, 100)
+
+NUMBERS = {"docqa": 2, "fixed": 2, "shared": 3, **dict.fromkeys((*DRAWN, *TRANSLATION, "chat", "arxiv-qa"), 0)}
+EXPECTED = ", ".join((
+    "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N, shared:PREFIX:OWN:OUT@N, docqa:DOCUMENTS:TOKENS@N",
+    *(f"{kind}@N" for kind, count in NUMBERS.items() if not count and kind not in ("sharegpt", "alpaca", "longdoc")),
+))  # fmt: skip
+
+
+class Workload(ABC):
+    """Requests by their lengths and, made from a seed, their tokens. `arrivals` are their times in seconds from the
+    start, if the workload itself has any."""
+
+    name: str
+    requests: int
+    arrivals: tuple[float, ...] | None = None
+
+    @abstractmethod
+    def sketches(self, seed: int = 0) -> Sequence[Sketch]:
+        """Every request, without its tokens."""
+
+    def lengths(self, seed: int = 0) -> list[tuple[int, int]]:
+        """(prompt, output) lengths of every request."""
+        return [(sketch.prompt_len, sketch.output_len) for sketch in self.sketches(seed)]
+
+    def jobs(self, vocab_size: int, seed: int = 0) -> list[Job]:
+        """The requests, for a model of `vocab_size` tokens. `seed` gives the lengths, `seed` + 1 the tokens."""
+        low, high = EDGE, vocab_size - EDGE
+        if high <= low:
+            raise StartupError(f"{self.name} needs a vocabulary of more than {2 * EDGE} tokens, this has {vocab_size}")
+        sketches = self.sketches(seed)
+        total = sum(sketch.prompt_len for sketch in sketches)
+        if total > MAX_PROMPT_TOKENS:
+            raise StartupError(
+                f"the prompts of {self.name} have {total:,} tokens", f"At most {MAX_PROMPT_TOKENS:,}: ask for fewer"
+            )
+        rng = np.random.default_rng(seed + 1)
+        prefixes: dict[str, list[int]] = {}
+        jobs = []
+        for prompt, output, name, length, _ in sketches:
+            prefix = prefixes.setdefault(name, [])
+            if len(prefix) < length:
+                prefix += rng.integers(low, high, size=length - len(prefix)).tolist()
+            jobs.append(Job(prefix[:length] + rng.integers(low, high, size=prompt - length).tolist(), output))
+        return jobs
+
+
+@dataclass(frozen=True)
+class Named(Workload):
     """A workload by its name: `kind` with its numbers, and the number of requests."""
 
     name: str
@@ -74,45 +182,71 @@ class Workload(NamedTuple):
     numbers: tuple[int, ...]
     requests: int
 
-    def lengths(self, seed: int = 0) -> list[tuple[int, int]]:
-        """(prompt, output) lengths of every request."""
+    def sketches(self, seed: int = 0) -> list[Sketch]:
+        """Every request, without its tokens: the same for the same seed."""
+        rng = np.random.default_rng(seed)
         if self.kind in DRAWN:
-            rng = np.random.default_rng(seed)
-            prompts, outputs = (kind.clip(kind.draw(rng, self.requests)) for kind in DRAWN[self.kind])
-            return list(zip(prompts.tolist(), outputs.tolist()))
-        *prompt, output = self.numbers
-        return [(sum(prompt), output)] * self.requests
-
-    def jobs(self, vocab_size: int, seed: int = 0) -> list[Job]:
-        """The requests, for a model of `vocab_size` tokens. `seed` gives the lengths, `seed` + 1 the tokens."""
-        low, high = EDGE, vocab_size - EDGE
-        if high <= low:
-            raise StartupError(f"{self.name} needs a vocabulary of more than {2 * EDGE} tokens, this has {vocab_size}")
-        lengths = self.lengths(seed)
-        total = sum(prompt for prompt, _ in lengths)
-        if total > MAX_PROMPT_TOKENS:
-            raise StartupError(
-                f"the prompts of {self.name} have {total:,} tokens", f"At most {MAX_PROMPT_TOKENS:,}: ask for fewer"
-            )
-        rng = np.random.default_rng(seed + 1)
-        shared: list[int] = []
-        if self.kind == "shared":
-            shared = rng.integers(low, high, size=self.numbers[0]).tolist()
-        return [
-            Job(shared + rng.integers(low, high, size=prompt - len(shared)).tolist(), output)
-            for prompt, output in lengths
-        ]
+            return list(_drawn(rng, *DRAWN[self.kind], self.requests))
+        if self.kind in TRANSLATION:
+            prefix = TRANSLATION[self.kind]
+            return [
+                Sketch(prefix + own, output, self.kind, prefix)
+                for own, output, *_ in _drawn(rng, SENTENCE, TRANSLATED, self.requests)
+            ]
+        if self.kind == "chat":
+            return _chat(rng, self.requests)
+        if self.kind == "arxiv-qa":
+            return _questions(rng, -(-self.requests // ASKED), ARTICLE, self.requests)
+        if self.kind == "docqa":
+            documents, tokens = self.numbers
+            around = Uniform(tokens - tokens // 4, tokens + tokens // 4)
+            return _questions(rng, documents, around, self.requests)
+        *prefix_and_own, output = self.numbers
+        shared = ("shared", prefix_and_own[0]) if self.kind == "shared" else ()
+        return [Sketch(sum(prefix_and_own), output, *shared)] * self.requests
 
 
-def parse(name: str) -> Workload:
-    """The workload of a name such as "sharegpt@1000". StartupError says what was expected."""
+def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int) -> Iterator[Sketch]:
+    prompts, outputs = (kind.clip(kind.draw(rng, count)).tolist() for kind in (prompt, output))
+    return map(Sketch, prompts, outputs)
+
+
+def _chat(rng: np.random.Generator, count: int) -> list[Sketch]:
+    """Each request is some round of a conversation of its own: no KV outlives a round, so which one doesn't matter."""
+    query, answer = DRAWN["sharegpt"]
+    rounds = rng.integers(1, ROUNDS + 1, count)
+    queries, answers = (kind.clip(kind.draw(rng, count * ROUNDS)).reshape(count, ROUNDS) for kind in (query, answer))
+    turn = np.arange(ROUNDS)
+    before = ((queries + answers) * (turn < rounds[:, None] - 1)).sum(1)
+    last = rounds - 1, np.arange(count)
+    prompts = np.minimum(before + queries.T[last], CHAT)
+    outputs = np.minimum(answers.T[last], CHAT)
+    return list(map(Sketch, prompts.tolist(), outputs.tolist()))
+
+
+def _questions(rng: np.random.Generator, documents: int, length: Uniform, count: int) -> list[Sketch]:
+    """`count` questions, spread evenly over `documents`, in a random order: a document, then the question."""
+    lengths = length.draw(rng, documents).tolist()
+    which = rng.permutation(np.arange(count) % documents).tolist()
+    asked = _drawn(rng, QUESTION, ANSWER, count)
+    return [
+        Sketch(lengths[document] + question, output, f"document {document}", lengths[document])
+        for document, (question, output, *_) in zip(which, asked)
+    ]
+
+
+def parse(name: str | Workload) -> Workload:
+    """The workload of a name such as "sharegpt@1000"; one that is a workload already stays as it is.
+
+    StartupError says what was expected."""
+    if isinstance(name, Workload):
+        return name
     what, at, count = name.partition("@")
     kind, *given = what.split(":")
-    wanted = {"fixed": 2, "shared": 3, **dict.fromkeys(DRAWN, 0)}.get(kind)
-    if not at or wanted is None or len(given) != wanted:
+    if not at or NUMBERS.get(kind) != len(given):
         raise StartupError(f"there is no workload {name[:60]!r}", f"Expected {EXPECTED}")
     numbers = tuple(_number(name, text, MAX_LENGTH) for text in given)
-    return Workload(name, kind, numbers, _number(name, count, MAX_REQUESTS))
+    return Named(name, kind, numbers, _number(name, count, MAX_REQUESTS))
 
 
 def _number(name: str, text: str, most: int) -> int:
@@ -122,10 +256,3 @@ def _number(name: str, text: str, most: int) -> int:
             f"Expected {EXPECTED}",
         )
     return int(text)
-
-
-def poisson(count: int, rate: float, seed: int = 0) -> list[float]:
-    """Arrival times in seconds from the start of `count` requests, `rate` a second on average."""
-    gaps = np.random.default_rng(seed + 2).exponential(1 / rate, count)
-    times: list[float] = np.cumsum(gaps).tolist()
-    return times
