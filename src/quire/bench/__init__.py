@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import beams, control, preemption, profile, runs, start
+from quire.bench import arrivals, beams, control, preemption, profile, runs, start, traces
 from quire.bench.document import document, table, write
+from quire.bench.drive import Load
 from quire.bench.workloads import EXPECTED
 from quire.cli import Parser
 from quire.cli.flags import add_engine_flags
+from quire.errors import StartupError
+
+Run = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 
 class Entry(NamedTuple):
@@ -22,7 +26,7 @@ class Entry(NamedTuple):
     document says beside the results."""
 
     about: str
-    run: Callable[[argparse.Namespace], list[dict[str, Any]]]
+    run: Run
     show: Callable[[Sequence[dict[str, Any]]], str]
     flags: Callable[[argparse.ArgumentParser], None]
     more: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda results: {}
@@ -59,6 +63,9 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
         group = parser.add_argument_group("measurement")
         group.add_argument("--workload", action="append", metavar="NAME",
                            help=f"{EXPECTED}; may be given repeatedly (default: {default})")  # fmt: skip
+        group.add_argument("--trace", action="append", metavar="FILE",
+                           help="requests of a file, JSONL or ShareGPT's JSON; may be given repeatedly")  # fmt: skip
+        group.add_argument("--trace-requests", type=int, metavar="N", help="only the first N of each trace")
         group.add_argument("--repeat", type=int, default=3, metavar="N", help="measured runs (default: %(default)s)")
         group.add_argument("--warmup", type=int, default=1, metavar="N", help="runs before them (default: %(default)s)")
         group.add_argument("--n", type=int, default=1, metavar="N", help="sequences of each request (default: 1)")
@@ -73,12 +80,39 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _workload_flags("sharegpt@64")(parser)
     group = parser.add_argument_group("service")
-    group.add_argument("--rate", type=float, metavar="X", help="requests a second, at random (Poisson) times")
+    group.add_argument("--arrivals", metavar="HOW", help=f"when requests come: {arrivals.EXPECTED}")
+    group.add_argument("--rate", type=float, metavar="X", help="the same as --arrivals poisson:X")
     group.add_argument("--concurrency", type=int, default=8, metavar="N",
-                       help="without --rate: requests under way at any time (default: %(default)s)")  # fmt: skip
+                       help="without either, and without a trace's own times: requests under way at any time "
+                            "(default: %(default)s)")  # fmt: skip
     group.add_argument("--url", metavar="URL", help="measure the OpenAI-compatible server there, not an engine here")
     group.add_argument("--vocab-size", type=int, default=1024, metavar="N",
                        help="with --url: prompts are made of token ids below N (default: %(default)s)")  # fmt: skip
+
+
+def _traced(run: Run) -> Run:
+    """`run` with the traces of --trace among its workloads."""
+
+    def with_traces(args: argparse.Namespace) -> list[dict[str, Any]]:
+        args.workload = [*(args.workload or []), *traces.given(args)]
+        return run(args)
+
+    return with_traces
+
+
+def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Requests come as --arrivals or --rate says, else at a trace's own times, else as --concurrency says."""
+    if args.arrivals is not None:
+        if args.rate is not None:
+            raise StartupError("--arrivals and --rate are both given", "One says all: --rate X is poisson:X")
+        how = arrivals.parse_arrivals(args.arrivals)
+        return runs.measure(args, lambda workload, seed: Load(how.times(workload.requests, seed)))
+    timed = [getattr(workload, "arrivals", None) is not None for workload in args.workload]
+    if args.rate is not None or not any(timed):
+        return runs.serve(args)
+    if not all(timed):
+        raise StartupError("some traces say when requests come, other workloads don't", "Give --arrivals, or run twice")
+    return runs.measure(args, lambda workload, seed: Load(workload.arrivals))
 
 
 def _preemption_flags(parser: argparse.ArgumentParser) -> None:
@@ -127,9 +161,9 @@ def _control_flags(parser: argparse.ArgumentParser) -> None:
 
 
 ENTRIES: dict[str, Entry] = {
-    "throughput": Entry("all requests at once", runs.throughput, runs.show, _workload_flags("sharegpt@64")),
-    "latency": Entry("one request at a time", runs.latency, runs.show, _workload_flags("fixed:128:128@4")),
-    "serve": Entry("requests that come over time, here or at a server", runs.serve, runs.show, _serve_flags),
+    "throughput": Entry("all requests at once", _traced(runs.throughput), runs.show, _workload_flags("sharegpt@64")),
+    "latency": Entry("one request at a time", _traced(runs.latency), runs.show, _workload_flags("fixed:128:128@4")),
+    "serve": Entry("requests that come over time, here or at a server", _traced(_serve), runs.show, _serve_flags),
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
