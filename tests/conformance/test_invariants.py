@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import MEMORIES, Build, insides
+from memories import CACHED, EVERY, MEMORIES, Build, insides, tell
 
 from quire.memory import KVMemory
 from quire.memory.paged import PagedMemory
 from quire.plan import Copy, In, Journal, Out, Poison
 from quire.request import Sequence
 
-every_memory = pytest.mark.parametrize("name", MEMORIES)
-every_cache = pytest.mark.parametrize("name", [name for name in MEMORIES if "uncached" not in name])
+every_memory = pytest.mark.parametrize("name", EVERY)
+every_cache = pytest.mark.parametrize("name", CACHED)
+every_paged = pytest.mark.parametrize("name", MEMORIES)  # for what reserved memories don't have: sharing, swapping
 
 
 def sequence(id: int, length: int, *, start: int = 1, branches: int = 0, salt: str = "") -> Sequence:
@@ -93,7 +94,7 @@ def lines_run(call: Callable[[], Any]) -> int:
 
 @every_memory
 def test_shortage_is_a_value_and_changes_nothing(name: str) -> None:
-    memory = MEMORIES[name](Build(tokens=64, max_seqs=64))
+    memory = EVERY[name](Build(tokens=64, max_seqs=64))
     cached = sequence(1, 20)
     serve(memory, cached)
     memory.free(cached)
@@ -111,7 +112,7 @@ def test_shortage_is_a_value_and_changes_nothing(name: str) -> None:
 @every_cache
 def test_a_failed_admit_leaves_the_order_of_eviction_alone(name: str) -> None:
     """Hits that a failed admission looked at are still evicted in the order of their last use."""
-    memory = MEMORIES[name](Build(tokens=96, max_seqs=3))
+    memory = EVERY[name](Build(tokens=96, max_seqs=3))
     first, second = sequence(1, 17), sequence(2, 17, start=500)
     for seq in (first, second):
         serve(memory, seq)
@@ -129,7 +130,7 @@ def test_a_failed_admit_leaves_the_order_of_eviction_alone(name: str) -> None:
 
 @every_memory
 def test_a_failed_admit_is_retried_only_after_pages_were_released(name: str) -> None:
-    memory = MEMORIES[name](Build(tokens=64, max_seqs=64))
+    memory = EVERY[name](Build(tokens=64, max_seqs=64))
     residents = fill(memory)
     blocked = sequence(2, 40)
     first = lines_run(lambda: memory.admit(blocked, 64))
@@ -142,7 +143,7 @@ def test_a_failed_admit_is_retried_only_after_pages_were_released(name: str) -> 
 
 @every_memory
 def test_grow_is_monotone_and_idempotent(name: str) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     seq = sequence(1, 9)
     admit(memory, seq)
     assert memory.grow(seq, 21)
@@ -155,7 +156,7 @@ def test_grow_is_monotone_and_idempotent(name: str) -> None:
 
 @every_memory
 def test_admit_is_undone_exactly_by_free(name: str) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     old = sequence(1, 20)
     serve(memory, old)
     memory.free(old)
@@ -171,7 +172,7 @@ def test_admit_is_undone_exactly_by_free(name: str) -> None:
 @every_cache
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33])
 def test_admit_leaves_one_token_to_compute(name: str, length: int) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     for id in (1, 2):
         seq = sequence(id, length)
         reused = serve(memory, seq)
@@ -182,7 +183,7 @@ def test_admit_leaves_one_token_to_compute(name: str, length: int) -> None:
 
 @every_cache
 def test_no_more_is_reused_than_the_sequence_allows(name: str) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     serve(memory, sequence(1, 33))
     for id, allowed in ((2, 0), (3, 16), (4, 31)):
         seq = sequence(id, 33)
@@ -194,7 +195,7 @@ def test_no_more_is_reused_than_the_sequence_allows(name: str) -> None:
 
 @every_cache
 def test_prefixes_of_another_salt_are_not_reused(name: str) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     assert serve(memory, sequence(1, 33)) == 0
     assert serve(memory, sequence(2, 33, salt="adapter")) == 0
     assert serve(memory, sequence(3, 33)) == 32
@@ -202,7 +203,7 @@ def test_prefixes_of_another_salt_are_not_reused(name: str) -> None:
 
 
 @given(
-    name=st.sampled_from(sorted(MEMORIES)),
+    name=st.sampled_from(sorted(EVERY)),
     lengths=st.lists(st.integers(1, 48), min_size=1, max_size=6),
     chunk=st.integers(1, 4) | st.integers(1, 40),
     spare=st.just(0) | st.integers(0, 120),
@@ -213,11 +214,12 @@ def test_fits_means_that_they_can_be_held_together(
 ) -> None:
     """In the smallest memory that says so, sequences are admitted and grown to these lengths, in chunks."""
     memory = next(
-        memory for tokens in range(1 + spare, 2000) if (memory := MEMORIES[name](Build(tokens, chunk))).fits(lengths)
+        memory for tokens in range(1 + spare, 2000) if (memory := EVERY[name](Build(tokens, chunk))).fits(lengths)
     )
     if data.draw(st.booleans()):  # idle, but full of cached prefixes
         for id in range(1000, 1006):
             old = sequence(id, 12, start=id)
+            tell(memory, old, 12)
             if memory.fits([12]) and admit(memory, old, chunk) is not None:
                 while old.planned < 12:
                     assert compute(memory, old, min(chunk, 12 - old.planned))
@@ -225,6 +227,7 @@ def test_fits_means_that_they_can_be_held_together(
     seqs = []
     for id, length in enumerate(lengths):
         seq = sequence(id, data.draw(st.just(length) | st.integers(1, length)), start=100 * id)
+        tell(memory, seq, length)
         assert admit(memory, seq, chunk) is not None, f"{lengths} fit, but sequence {id} isn't admitted"
         seqs.append((seq, length))
     while any(seq.planned < length for seq, length in seqs):
@@ -238,8 +241,8 @@ def test_fits_means_that_they_can_be_held_together(
 def test_what_is_kept_free_for_others_is_counted_by_fits() -> None:
     """From 100 pages on, those who join others leave a page free: what fills the last page doesn't fit."""
     lengths = [48, 48, 10]
-    assert not MEMORIES["paged-1"](Build(tokens=106)).fits(lengths)
-    memory = MEMORIES["paged-1"](Build(tokens=107))
+    assert not EVERY["paged-1"](Build(tokens=106)).fits(lengths)
+    memory = EVERY["paged-1"](Build(tokens=107))
     assert memory.fits(lengths)
     for id, length in enumerate(lengths):
         assert admit(memory, sequence(id, length, start=100 * id)) == 0
@@ -247,11 +250,11 @@ def test_what_is_kept_free_for_others_is_counted_by_fits() -> None:
 
 @every_memory
 def test_what_does_not_fit_is_not_said_to(name: str) -> None:
-    memory = MEMORIES[name](Build(tokens=64, max_seqs=3))
+    memory = EVERY[name](Build(tokens=64, max_seqs=3))
     assert memory.fits([10])
     assert not memory.fits([1] * 4)  # slots
     assert not memory.fits([49])  # the width of a table
-    assert not MEMORIES[name](Build(tokens=16)).fits([48, 48, 48])
+    assert not EVERY[name](Build(tokens=16)).fits([48, 48, 48])
 
 
 @pytest.mark.parametrize("name", ["paged-1", "paged-4", "layer-tables"])
@@ -259,7 +262,7 @@ def test_grow_and_commit_cost_the_pages_that_change(name: str) -> None:
     """One more token costs the same after 40 tokens as after 4000."""
 
     def costs(length: int) -> tuple[int, int, int]:
-        memory = MEMORIES[name](Build(tokens=8192, chunk=8192, max_len=8192))
+        memory = EVERY[name](Build(tokens=8192, chunk=8192, max_len=8192))
         seq = sequence(1, length)
         assert admit(memory, seq, length) is not None
         assert compute(memory, seq, length)
@@ -274,7 +277,7 @@ def test_grow_and_commit_cost_the_pages_that_change(name: str) -> None:
 
 def test_a_window_costs_the_pages_that_change() -> None:
     def costs(length: int) -> list[int]:
-        memory = MEMORIES["window"](Build(tokens=8192, chunk=8192, max_len=8192))
+        memory = EVERY["window"](Build(tokens=8192, chunk=8192, max_len=8192))
         seq = sequence(1, length)
         assert admit(memory, seq, length) is not None
         assert compute(memory, seq, length)
@@ -286,7 +289,7 @@ def test_a_window_costs_the_pages_that_change() -> None:
 @every_memory
 def test_the_journal_has_the_effect_of_in_order_replay(name: str) -> None:
     """Pages freed and reused between two calls of take_journal, slots too: in order, the tables come out right."""
-    memory = MEMORIES[name](Build(tokens=96))
+    memory = EVERY[name](Build(tokens=128))
     tables: dict[tuple[int, int, int], int] = {}
 
     def replay(journal: Journal) -> None:
@@ -314,7 +317,7 @@ def test_the_journal_has_the_effect_of_in_order_replay(name: str) -> None:
 
 @every_memory
 def test_conservation(name: str) -> None:
-    memory = MEMORIES[name](Build(tokens=128))
+    memory = EVERY[name](Build())
     total = memory.usage().total
     geometry = memory.geometry
     assert total == (geometry.pages - 1) * geometry.page_bytes
@@ -332,12 +335,12 @@ def test_conservation(name: str) -> None:
         assert memory.usage().total == total
     usage = memory.usage()
     assert usage.used == usage.reserved == usage.internal == 0
-    assert usage.cached + usage.free == total
+    assert usage.cached + usage.external + usage.free == total
 
 
-@every_memory
+@every_paged
 def test_reference_counts_equal_the_tables_that_name_a_page(name: str) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     parent, child = sequence(1, 18), sequence(2, 0)
     serve(memory, parent)
     child = parent.fork(2, 1, 0)
@@ -350,9 +353,9 @@ def test_reference_counts_equal_the_tables_that_name_a_page(name: str) -> None:
     memory.check()
 
 
-@every_memory
+@every_paged
 def test_a_fork_writes_to_pages_of_its_own(name: str) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     parent = sequence(1, 18)
     serve(memory, parent)
     child = parent.fork(2, 1, 0)
@@ -371,7 +374,7 @@ def test_deterministic(name: str) -> None:
     """The same calls give the same placements and the same journal, so page ids mean the same on every rank."""
 
     def journals() -> list[object]:
-        memory = MEMORIES[name](Build(tokens=96))
+        memory = EVERY[name](Build(tokens=96))
         seen: list[object] = []
         for id in range(12):
             seq = sequence(id, 5 + 7 * (id % 4), start=id % 3)
@@ -393,14 +396,16 @@ def test_deterministic(name: str) -> None:
 @every_memory
 def test_admission_leaves_room_for_the_branches_to_come(name: str) -> None:
     """What an empty memory admits for a prompt alone, it refuses when each branch would need a page more."""
-    tight = next(tokens for tokens in range(1, 200) if MEMORIES[name](Build(tokens)).fits([9]))
-    assert MEMORIES[name](Build(tight)).admit(sequence(1, 9), 64) == 0
-    assert MEMORIES[name](Build(tight)).admit(sequence(1, 9, branches=100), 64) is None
+    tight = next(tokens for tokens in range(1, 200) if EVERY[name](Build(tokens)).fits([9]))
+    for branches, admitted in ((0, 0), (100, None)):
+        memory, seq = EVERY[name](Build(tight)), sequence(1, 9, branches=branches)
+        tell(memory, seq, 9)
+        assert memory.admit(seq, 64) == admitted
 
 
 @every_memory
 def test_only_quiet_sequences_are_freed_and_forked(name: str) -> None:
-    memory = MEMORIES[name](Build())
+    memory = EVERY[name](Build())
     seq = sequence(1, 9)
     admit(memory, seq)
     assert memory.grow(seq, 9)
@@ -415,7 +420,7 @@ def test_only_quiet_sequences_are_freed_and_forked(name: str) -> None:
 
 @every_memory
 def test_slots_are_dense_and_scratch_is_nobodys(name: str) -> None:
-    memory = MEMORIES[name](Build(max_seqs=3))
+    memory = EVERY[name](Build(max_seqs=3))
     seqs = [sequence(id, 4, start=10 * id) for id in range(3)]
     for seq in seqs:
         assert memory.admit(seq, 64) is not None
@@ -435,9 +440,9 @@ def host_keeps(memory: PagedMemory, seqs: Iterable[Sequence]) -> set[int]:
     return {page for seq in seqs for table in memory.swapped[seq.id].tables for page in table if page}
 
 
-@every_memory
+@every_paged
 def test_a_failed_swap_changes_nothing(name: str) -> None:
-    memory = MEMORIES[name](Build(tokens=96, max_seqs=64, host=3))
+    memory = EVERY[name](Build(tokens=96, max_seqs=64, host=3))
     large, small = sequence(1, 20), sequence(2, 1, start=500)
     for seq in (large, small):
         serve(memory, seq)
@@ -458,10 +463,10 @@ def test_a_failed_swap_changes_nothing(name: str) -> None:
     memory.check()
 
 
-@every_memory
+@every_paged
 def test_pages_go_out_before_they_are_used_again_and_come_in_before_they_are_read(name: str) -> None:
     """A device that replays the journal in order finds each sequence's content after the swaps."""
-    memory = MEMORIES[name](Build(tokens=96, max_seqs=64, host=1000))
+    memory = EVERY[name](Build(tokens=96, max_seqs=64, host=1000))
     cells: dict[int, object] = {}
     host: dict[int, object] = {}
 
@@ -501,10 +506,10 @@ def test_pages_go_out_before_they_are_used_again_and_come_in_before_they_are_rea
     assert {cells[page] for page in held} == {1}
 
 
-@every_memory
+@every_paged
 def test_conservation_on_the_host(name: str) -> None:
     """Shared pages go out once and come back shared; none is lost; there are never more than pages."""
-    memory = MEMORIES[name](Build(tokens=128, max_seqs=64, host=10**6))
+    memory = EVERY[name](Build(tokens=128, max_seqs=64, host=10**6))
     assert memory.geometry.host_pages == memory.geometry.pages - 1
     parent = sequence(1, 18)
     serve(memory, parent)
@@ -534,9 +539,9 @@ def test_conservation_on_the_host(name: str) -> None:
     memory.check()
 
 
-@every_memory
+@every_paged
 def test_only_quiet_sequences_are_swapped(name: str) -> None:
-    memory = MEMORIES[name](Build(host=100))
+    memory = EVERY[name](Build(host=100))
     seq = sequence(1, 9)
     admit(memory, seq)
     assert memory.grow(seq, 9)
@@ -561,7 +566,7 @@ def test_what_fits_with_a_common_prefix_comes_back_together(
     memory = next(
         memory
         for tokens in range(1, 3000)
-        if (memory := MEMORIES[name](Build(tokens, chunk))).fits([max(lengths)] * len(lengths), shared)
+        if (memory := EVERY[name](Build(tokens, chunk))).fits([max(lengths)] * len(lengths), shared)
     )
     group: list[Sequence] = []
     for id, tail in enumerate(tails):
@@ -581,18 +586,18 @@ def test_what_fits_with_a_common_prefix_comes_back_together(
 
 
 def test_fits_counts_a_common_prefix_once_but_for_its_last_page() -> None:
-    memory = MEMORIES["paged-4"](Build(tokens=4 * 14))
+    memory = EVERY["paged-4"](Build(tokens=4 * 14))
     assert memory.fits([20] * 4, 16)  # 4 pages in common, 1 page each: 8
     assert memory.fits([24] * 5, 19)  # the fifth page is each one's own: 4 + 5 * 2
     assert not memory.fits([24] * 6, 19)
     assert not memory.fits([24] * 5)
 
 
-@every_memory
+@every_paged
 def test_what_filled_the_memory_comes_back_when_it_is_alone(name: str) -> None:
     """No page beyond its own is asked for then: nobody is left who could give one."""
-    tokens = next(tokens for tokens in range(1, 400) if MEMORIES[name](Build(tokens)).fits([40]))
-    memory = MEMORIES[name](Build(tokens, host=10**6))
+    tokens = next(tokens for tokens in range(1, 400) if EVERY[name](Build(tokens)).fits([40]))
+    memory = EVERY[name](Build(tokens, host=10**6))
     seq = sequence(1, 40)
     assert serve(memory, seq) == 0
     assert memory.swap_out([seq])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from memories import MAX_LEN, MEMORIES, Build
+from memories import EVERY, MAX_LEN, Build
 from soak import soak
 from traces import Trace, draw_request
 
@@ -31,7 +31,7 @@ class Schedules(RuleBasedStateMachine):
         unforked=st.sampled_from((0.0, 0.0, 0.2)),
     )
     def build(self, tokens: int, budget: int, max_seqs: int, host: int, prefix_tokens: int, depth: int, **how) -> None:
-        memory = MEMORIES[self.name](Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
+        memory = EVERY[self.name](Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
         self.trace = Trace(
             memory, seed=0, depth=depth, budget=budget, max_seqs=max_seqs, preemption=how["way"],
             unforked=how["unforked"],
@@ -97,14 +97,14 @@ def machine(name: str) -> type[Schedules]:
     return type("Schedules", (Schedules,), {"name": name})
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_all_work_is_done(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=12, stateful_step_count=25))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_all_work_is_done_at_length(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=3000, stateful_step_count=50))
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from memories import MEMORIES, Build, check_published, insides
+from memories import EVERY, Build, check_published, insides
 from traces import STEMS
 
 from quire.plan import Copy, Table
@@ -48,7 +48,7 @@ class Calls(RuleBasedStateMachine):
 
     @initialize(tokens=st.integers(40, 160), chunk=st.integers(1, 20), max_seqs=st.integers(2, 6))
     def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
-        self.memory = MEMORIES[self.name](Build(tokens, chunk, max_seqs))
+        self.memory = EVERY[self.name](Build(tokens, chunk, max_seqs))
         self.chunk, self.size = chunk, self.memory.geometry.groups[0].page_tokens
         self.device = Device()
         self.alive: dict[int, Sequence] = {}
@@ -177,13 +177,13 @@ def machine(memory: str) -> type[Calls]:
     return type("Calls", (Calls,), {"name": memory})
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_any_calls(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=30, stateful_step_count=30))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_any_calls_at_length(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=500, stateful_step_count=60))

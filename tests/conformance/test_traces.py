@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memories import MEMORIES, VOCAB, Build
+from memories import EVERY, RESERVED, VOCAB, Build
 from traces import Asked, Told, Trace, run_trace
 
 from quire.plan import Row, Sampled
@@ -25,11 +25,11 @@ HOSTS = (0, 6, 1000)
 def drawn_trace(name: str, seed: int, depth: int) -> Told:
     rng = random.Random(seed)
     return run_trace(
-        MEMORIES[name],
+        EVERY[name],
         seed=seed,
         depth=depth,
         budget=rng.choice(BUDGETS),
-        tokens=rng.choice(SIZES),
+        tokens=rng.choice(SIZES) * (4 if name in RESERVED else 1),  # a run may be for the longest sequence
         max_seqs=rng.choice((3, 8)),
         preemption=rng.choice(WAYS),
         host=rng.choice(HOSTS),
@@ -39,7 +39,7 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_random_traces(name: str, depth: int) -> None:
     told = [drawn_trace(name, seed, depth) for seed in range(8)]
     assert sum(t.finished for t in told) > 45
@@ -51,7 +51,7 @@ def test_random_traces(name: str, depth: int) -> None:
 def test_traces_that_are_short_of_memory(name: str, depth: int) -> None:
     """The traces really preempt, refuse admissions, hit prefixes and evict."""
     tight = 96 if name == "mixed-16" else 56
-    told = [run_trace(MEMORIES[name], seed=seed, depth=depth, budget=16, tokens=tight) for seed in range(6)]
+    told = [run_trace(EVERY[name], seed=seed, depth=depth, budget=16, tokens=tight) for seed in range(6)]
     assert sum(t.preemptions for t in told) > 0
     assert sum(t.shortages for t in told) > 5
     assert sum(t.hits for t in told) > 0
@@ -59,7 +59,7 @@ def test_traces_that_are_short_of_memory(name: str, depth: int) -> None:
 
 
 @given(
-    name=st.sampled_from(sorted(MEMORIES)),
+    name=st.sampled_from(sorted(EVERY)),
     depth=st.sampled_from(DEPTHS),
     budget=st.integers(1, 64),
     tokens=st.integers(16, 200),
@@ -68,13 +68,13 @@ def test_traces_that_are_short_of_memory(name: str, depth: int) -> None:
 )
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_any_trace(name: str, depth: int, budget: int, tokens: int, max_seqs: int, seed: int) -> None:
-    run_trace(MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=tokens, max_seqs=max_seqs, requests=8)
+    run_trace(EVERY[name], seed=seed, depth=depth, budget=budget, tokens=tokens, max_seqs=max_seqs, requests=8)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_many_random_traces(name: str, depth: int) -> None:
     for seed in range(1000, 2000):
         drawn_trace(name, seed, depth)
@@ -92,7 +92,7 @@ def test_traces_that_failed_once(name: str, seed: int, depth: int) -> None:
 
 
 def open_trace(name: str = "paged-4", *, depth: int, tokens: int = 256, budget: int = 64) -> Trace:
-    return Trace(MEMORIES[name](Build(tokens, budget)), seed=0, depth=depth, budget=budget, max_seqs=8)
+    return Trace(EVERY[name](Build(tokens, budget)), seed=0, depth=depth, budget=budget, max_seqs=8)
 
 
 def drain(trace: Trace) -> None:
@@ -181,7 +181,7 @@ def test_traces_swap_recompute_share_again_and_are_aborted_in_every_state(way: s
     """What the traces are for really happens in them."""
     told = [
         run_trace(
-            MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=72, requests=24, preemption=way, host=host,
+            EVERY[name], seed=seed, depth=depth, budget=budget, tokens=72, requests=24, preemption=way, host=host,
             prefix_tokens=8, aborts=0.15,
         )
         for seed, (name, budget, host) in enumerate(
@@ -227,7 +227,7 @@ class Faulty(EchoRunner):
 @pytest.mark.parametrize("slot", [1, 2, 3])
 def test_a_request_whose_branches_advance_together_fails_as_one(slot: int, budget: int, depth: int) -> None:
     for step in range(1, 12):
-        memory = MEMORIES["paged-4"](Build(chunk=budget))
+        memory = EVERY["paged-4"](Build(chunk=budget))
         trace = Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=8, runner=Faulty(depth, slot, step))
         params = SamplingParams(n=2, beam_width=3, seed=1, max_tokens=9, ignore_eos=True)
         trace.engine.add("a", (1, 2, 3), params)

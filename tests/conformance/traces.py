@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from memories import MAX_LEN, VOCAB, Build, check_published, insides
+from memories import MAX_LEN, VOCAB, Build, check_published, connect, insides
 
 from quire.costs import Costs
 from quire.decoding import branch_seed
@@ -240,6 +240,7 @@ class Trace:
             self.memory, budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS), preemption=preemption,
             costs=costs,
         )  # fmt: skip
+        self.scheduler.static = connect(memory, self.scheduler.waiting)
         limits = Limits(VOCAB, MAX_LEN, 1000)
         self.engine = Engine(self.scheduler, self.runner, limits, clock=lambda: 0.0)
         self.total = memory.usage().total

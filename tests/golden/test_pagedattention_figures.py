@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from memories import spec
+from memories import connect, spec
 
 from quire.config import EngineConfig
 from quire.decoding import method_of
 from quire.memory import Size, build_memory
 from quire.memory.paged import PagedMemory
+from quire.memory.reserved import ReservedMemory
 from quire.method import Advance, Branch, Choice, Context
 from quire.plan import Copy, Sampled, StepPlan, StepResult, Table
 from quire.request import Request, SamplingParams, Sequence
@@ -288,3 +289,68 @@ def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
         assert usage.internal == sum(wasted) * token
         assert max(wasted) < page
         assert usage.used == sum(seq.computed for seq in seqs) * token
+
+
+class Chunks:
+    """Figure 3's chunk pre-allocation: 2048 slots for the request with a prompt of 7 tokens, 512 for that of 3, in a
+    memory of 4096 slots. A memory page is one slot."""
+
+    def __init__(self) -> None:
+        config = EngineConfig(memory="orca-max", page_size=1, max_num_seqs=4)
+        geometry = build_memory(config, spec((None,), 2048), Size(4096, 2048, 2)).geometry
+        self.memory = ReservedMemory(geometry, lambda prompt, output, longest: {7: 2048, 3: 512}[prompt], longest=2048)
+        self.scheduler = Scheduler(self.memory, budget=64, max_seqs=4, max_len=2048)
+        connect(self.memory, self.scheduler.waiting)
+        self.runner = EchoRunner(vocab_size=1000)
+        self.runner.bind(geometry)
+
+    def add(self, prompt: int, output: int) -> Sequence:
+        seq = Sequence(self.scheduler.new_id(), list(range(prompt)))
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        self.scheduler.add(Request(str(seq.id), seq, params, arrival=0.0, max_tokens=output))
+        return seq
+
+    def iteration(self) -> StepPlan:
+        """The prompts' iteration; then the next one is planned, which the figure shows."""
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.scheduler.update(plan, self.runner.collect(self.runner.submit(plan)))
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.memory.check()
+        return plan
+
+    def slots(self) -> tuple[int, ...]:
+        """Used, reserved, internal, external, free."""
+        usage, slot = self.memory.usage(), self.memory.geometry.page_bytes
+        return tuple(part // slot for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
+
+
+A, B = (7, 3), (3, 2)  # "Four score and seven years ago our", "fathers brought forth"; "You only live", "once <eos>"
+
+
+def test_figure_3_each_chunk() -> None:
+    """A: 7 states of the prompt and that of the current iteration; 2 slots that will be used, 2038 that never will be.
+    B: 3 and 1, 1, 507."""
+    for request, slots in ((A, (7 + 1, 2, 2038, 0, 4096 - 2048)), (B, (3 + 1, 1, 507, 0, 4096 - 512))):
+        chunks = Chunks()
+        chunks.add(*request)
+        chunks.iteration()
+        assert chunks.slots() == slots
+
+
+def test_figure_3_two_requests_keep_others_out() -> None:
+    """Three kinds of waste: 12 of 4096 slots are used, and a request that needs 2048 is not admitted: what is free is
+    in pieces of 1024 and 512."""
+    chunks = Chunks()
+    a, b = chunks.add(*A), chunks.add(*B)
+    plan = chunks.iteration()
+    assert chunks.slots() == (8 + 4, 2 + 1, 2038 + 507, 0, 1024 + 512)
+    (first,), (second,) = chunks.memory.place(a).tables, chunks.memory.place(b).tables
+    assert first == tuple(range(1, 1 + 2048))  # page 0 is scratch
+    assert second == tuple(range(1 + 2048, 1 + 2048 + 512))
+    assert [len(row.tokens) for row in plan.rows] == [1, 1]
+
+    late = chunks.add(*A)
+    assert chunks.memory.admit(late, 64) is None
+    assert chunks.slots() == (8 + 4, 2 + 1, 2038 + 507, 1024 + 512, 0)
