@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import arrivals, beams, control, preemption, profile, runs, start, traces
+from quire.bench import arrivals, beams, calibrate, control, preemption, profile, runs, start, traces
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
 from quire.bench.workloads import EXPECTED
@@ -125,6 +125,11 @@ def _profile_flags(parser: argparse.ArgumentParser) -> None:
     profile.flags(parser)
 
 
+def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    calibrate.flags(parser)
+
+
 def _beams_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     beams.flags(parser)
@@ -174,6 +179,13 @@ ENTRIES: dict[str, Entry] = {
         preemption.show,
         _preemption_flags,
         preemption.costs_of,
+    ),
+    "calibrate": Entry(
+        "what steps cost, for quire simulate --calibration",
+        calibrate.run,
+        calibrate.show,
+        _calibrate_flags,
+        calibrate.calibration_of,
     ),
     "beams": Entry(
         "beam search, copying pages on a write, and all of them at once", beams.run, beams.show, _beams_flags

@@ -1,4 +1,4 @@
-"""The command line: `quire generate | chat | serve | plan | bench | reproduce | env`.
+"""The command line: `quire generate | chat | serve | plan | simulate | bench | reproduce | env`.
 
 Commands import what they need when they run, so that `quire --help` is immediate. A failure ends with one last line
 that names cause and remedy, and exit status 2.
@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "serve OpenAI's API over HTTP",
     "plan": "show how memory would be used, without loading the model",
+    "simulate": "what a model on a device would serve: quire simulate --help",
     "bench": "measure: quire bench NAME",
     "reproduce": "reproduce a figure or table of a paper: quire reproduce NAME, or --list",
     "env": "show versions and hardware, for bug reports",
@@ -86,7 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] in (["bench"], ["reproduce"]):
+    if arguments[:1] in (["bench"], ["reproduce"], ["simulate"]):
         return guarded(lambda: _delegate(arguments[0], list(arguments[1:])), debug="--debug" in arguments)
     args = parse(arguments)
     if args.version:
@@ -123,6 +124,8 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
 def _delegate(command: str, rest: list[str]) -> int:
     if command == "bench":
         from quire.bench import main as run
+    elif command == "simulate":
+        from quire.cli.simulate import main as run
     else:
         from quire.reproduce import main as run
     return run(rest)

@@ -1,11 +1,12 @@
 """What a step costs: its work, counted from the plan, times a device's coefficients, read from a calibration.
 
-    matrices  = max(weights read once, operations of every token)      PagedAttention §2.3: a batch shares the weights
+    matrices  = weights read once + operations of every token      PagedAttention §2.3: a batch shares the weights
     attention = keys and values read by rows that decode + operations of prompts
     copies    = pages copied (copy on write) + pages moved to or from the host
     host      = planning: a step and a row; it overlaps the device's work where steps overlap
 
-Coefficients belong to a device and its kernels, not to a model: another shape's step is an extrapolation.
+The sum of reading and computing fits what was measured better than the larger of the two, as kernels overlap them in
+part. Coefficients belong to a device and its kernels, not to a model: another shape's step is an extrapolation.
 """
 
 from __future__ import annotations
@@ -100,6 +101,18 @@ def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
     return Work(len(plan.rows), tokens, operations, read, attention, copied, swapped)
 
 
+def padded(work: Work, shape: Shape, prompt: int, rows: int) -> Work:
+    """The same beside `prompt` tokens that pad prompts and `rows` of sequences that have ended, which a static batch
+    computes for nothing: these read as much as the others do on average. The padding's attention isn't counted."""
+    decoding = work.kv_bytes / work.rows if work.rows else 0.0
+    return work._replace(
+        rows=work.rows + rows,
+        tokens=work.tokens + prompt + rows,
+        operations=work.operations + 2.0 * (shape.body * (prompt + rows) + shape.head * rows),
+        kv_bytes=work.kv_bytes + rows * decoding,
+    )
+
+
 def _pairs(length: int, window: int | None) -> int:
     """Positions that the first `length` tokens of a sequence attend to, themselves included."""
     short = length if window is None else min(length, window)
@@ -130,9 +143,11 @@ class Cost(NamedTuple):
     def device(self, work: Work) -> float:
         """Seconds that the device takes for a step."""
         c = self.coefficients
-        matrices = max(self.shape.weight_bytes * c.weight_byte, work.operations * c.operation) if work.tokens else 0.0
-        attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
         copies = work.copied * c.copied_byte + work.swapped * c.swapped_byte
+        if not work.tokens:
+            return copies
+        matrices = self.shape.weight_bytes * c.weight_byte + work.operations * c.operation
+        attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
         return matrices + attention + copies + c.step + work.rows * c.row
 
     def host(self, work: Work) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from quire.plan import Birth, Row, Sampled, StepPlan, StepResult
 from quire.sim.clock import VirtualClock
-from quire.sim.cost import Cost, Work, work_of
+from quire.sim.cost import Cost, Work, padded, work_of
 from quire.specs import Geometry
 
 TOKEN = 7
@@ -30,7 +30,8 @@ class Flight(NamedTuple):
 class SimRunner:
     """See quire.engine.Runner. Everything but the end tokens in `avoid` may be drawn: always the same token, unless
     `draw` says what a row of the sequence of a birth brings (beam search needs candidates). `watch` is shown the work
-    and the seconds of every step."""
+    and the seconds of every step. `padding` is asked in each step for the tokens of prompts and the rows that static
+    batches have computed for nothing since the start."""
 
     def __init__(
         self,
@@ -44,6 +45,8 @@ class SimRunner:
     ) -> None:
         self.cost, self.clock, self.depth, self.draw, self.watch = cost, clock, depth, draw, watch
         self.flight: deque[Flight] = deque()
+        self.padding: Callable[[], tuple[int, int]] | None = None
+        self.padded = (0, 0)
         self.free = 0.0  # when the device will have done all that it was given
         self.busy = 0.0  # seconds that it computed
         self.page_bytes: tuple[int, ...] = ()
@@ -59,6 +62,10 @@ class SimRunner:
         """The host takes its time to plan, then the device begins as soon as it is free."""
         assert len(self.flight) < self.depth, f"more than {self.depth} steps are in flight"
         work = work_of(plan, self.cost.shape, self.page_bytes)
+        if self.padding is not None:
+            (prompt, rows), before = self.padding(), self.padded
+            self.padded = prompt, rows
+            work = padded(work, self.cost.shape, prompt - before[0], rows - before[1])
         self.clock.pass_by(self.cost.host(work))
         seconds = self.cost.device(work)
         self.free = max(self.free, self.clock.now) + seconds

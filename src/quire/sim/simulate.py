@@ -16,6 +16,7 @@ from quire.config import EngineConfig
 from quire.engine import Engine, Limits
 from quire.errors import StartupError
 from quire.memory import Size, Usage, build_memory
+from quire.memory.reserved import STATIC, ReservedMemory
 from quire.request import SamplingParams
 from quire.scheduler import Scheduler
 from quire.sim.clock import VirtualClock
@@ -170,7 +171,17 @@ class Simulation:
             eos_ids=spec.eos_ids,
             preemption=config.preemption if config.swap_gib else "recompute",
             costs=cost.preemption(),
+            static=config.memory in STATIC,
         )
+        if isinstance(memory, ReservedMemory):
+            if not memory.fits([max_len]):
+                raise StartupError(
+                    f"--memory {config.memory} finds no room for a sequence of {max_len} tokens in {kv_tokens}",
+                    "Use a smaller --max-model-len, or a larger --kv-gib",
+                )
+            memory.queue = scheduler.waiting
+            reserved = memory
+            self.runner.padding = lambda: (reserved.padding.prompt, reserved.padding.rows)
         limits = Limits(spec.vocab_size, max_len, sys.maxsize)
         self.engine = Engine(scheduler, self.runner, limits, clock=self.clock, seed=config.seed, depth=depth)
 

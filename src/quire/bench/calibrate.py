@@ -1,0 +1,246 @@
+"""What steps cost on this machine: steps of a designed grid are run and timed, and the simulator's coefficients are
+fitted to two thirds of them; the error is that on the rest (`quire simulate --calibration FILE` reads the result).
+
+Or, with --steps, the fit of steps that were recorded elsewhere: the simulator plans the same workloads again, so their
+work is known exactly, and a record of other steps is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quire.bench.calibration import fit
+from quire.bench.document import short, table
+from quire.bench.drive import Decoding
+from quire.bench.machine import Others, machine
+from quire.bench.steps import NOTHING, Sample, Timed, bandwidth_of, grid, moves
+from quire.bench.workloads import Job, parse
+from quire.build import ITEMSIZE, Source, build, read_source
+from quire.cli.flags import config_from
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.models import ARCHITECTURES, architecture
+from quire.sim.cost import Coefficients, Cost, Shape, Work
+from quire.sim.simulate import Arriving, Simulation
+
+TARGET = 0.15  # median error on steps kept out of the fit
+
+
+class Errors(NamedTuple):
+    """Relative errors of predictions: shares."""
+
+    median: float
+    p90: float
+    worst: float
+    steps: int
+
+
+def shape_of(source: Source, itemsize: int) -> Shape:
+    """A model's shape for the cost model."""
+    tied: bool = ARCHITECTURES[architecture(source.config)][0].read(source.config).tied
+    return Shape.of(source.spec, itemsize, tied)
+
+
+# The fit
+
+
+def split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Those to fit, and every third one, to judge the fit by."""
+    return [s for i, s in enumerate(samples) if i % 3 != 2], list(samples[2::3])
+
+
+def fitted(shape: Shape, samples: Sequence[Sample], bandwidth: float, moves: Coefficients = NOTHING) -> Coefficients:
+    """Coefficients of least squared relative errors, none below 0; those of copies and swaps are taken from `moves`.
+    What every step takes is reading the weights, at `bandwidth` bytes a second, and the rest is the step's own."""
+    even = _balanced(samples)
+    rows = [[w.operations, w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in even]
+    moved = [s.work.copied * moves.copied_byte + s.work.swapped * moves.swapped_byte for s in even]
+    operation, kv, attention, each, row = fit(rows, [s.seconds - m for s, m in zip(even, moved)]).coefficients
+    weights = min(shape.weight_bytes / bandwidth, each)
+    hosts = [sample for sample in samples if sample.host > 0]
+    host = [0.0, 0.0]
+    if hosts:
+        host = fit([[1.0, float(s.work.rows)] for s in hosts], [s.host for s in hosts]).coefficients
+    return moves._replace(
+        weight_byte=weights / shape.weight_bytes, operation=operation, kv_byte=kv, attention=attention,
+        step=each - weights, row=row, host_step=host[0], host_row=host[1],
+    )  # fmt: skip
+
+
+def _balanced(samples: Sequence[Sample]) -> list[Sample]:
+    """Every kind of step as often as the most frequent: what is rare in a record isn't unimportant in service."""
+    kinds = {kind: [s for s in samples if s.what == kind] for kind in dict.fromkeys(s.what for s in samples)}
+    most = max(map(len, kinds.values()))
+    return [sample for group in kinds.values() for sample in group * round(most / len(group))]
+
+
+def errors(cost: Cost, samples: Iterable[Sample]) -> Errors:
+    """How far predictions are off, as shares of what was measured."""
+    off = [abs(cost.device(sample.work) / sample.seconds - 1) for sample in samples]
+    return Errors(float(np.median(off)), float(np.percentile(off, 90)), max(off), len(off))
+
+
+def by_kind(cost: Cost, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """Errors of each kind of step."""
+    kinds = dict.fromkeys(sample.what for sample in samples)
+    return {kind: errors(cost, [s for s in samples if s.what == kind])._asdict() for kind in kinds}
+
+
+# Steps that were recorded
+
+
+def recorded(path: str, config: EngineConfig, source: Source, shape: Shape, kv_tokens: int) -> dict[str, list[Sample]]:
+    """The samples of a record {workload: [[rows running, tokens, seconds] a step]}, whose requests all came at once:
+    the simulator plans them again, with `config`. StartupError if its steps have other numbers of tokens."""
+    remedy = "Expected {WORKLOAD: [[rows, tokens, seconds], ...]}, recorded with the same settings"
+    try:
+        content: dict[str, list[list[float]]] = json.loads(Path(path).read_text(encoding="utf-8"))
+        steps = {name: [(int(t), float(s)) for _, t, s in rows] for name, rows in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise StartupError(f"the steps of {path} can't be read: {error}", remedy) from error
+    found: dict[str, list[Sample]] = {}
+    for name, measured in steps.items():
+        works = planned(name, config, source, shape, kv_tokens)
+        if [work.tokens for work in works] != [tokens for tokens, _ in measured]:
+            raise StartupError(f"the steps of {name[:60]} in {path} are not those that this engine plans", remedy)
+        if not all(seconds > 0 for _, seconds in measured):
+            raise StartupError(f"a step of {name[:60]} in {path} took no time", remedy)
+        found[name] = [Sample(kind_of(work), work, seconds) for work, (_, seconds) in zip(works, measured)]
+    return found
+
+
+def kind_of(work: Work) -> str:
+    """ "prompts" if the step computes any, else "decode"."""
+    return "prompts" if work.attention else "decode"
+
+
+def planned(name: str, config: EngineConfig, source: Source, shape: Shape, kv_tokens: int) -> list[Work]:
+    """The work of each step of a workload whose requests all come at once."""
+    works: list[Work] = []
+    cost = Cost(shape, NOTHING._replace(step=1.0))
+    simulation = Simulation(config, source.spec, cost, kv_tokens, depth=2)
+    simulation.runner.watch = lambda work, seconds: works.append(work)
+    simulation.run(at_once(parse(name).jobs(source.spec.vocab_size, config.seed)))
+    return works
+
+
+def at_once(jobs: Sequence[Job]) -> list[Arriving]:
+    """A trace of jobs that all come at the start."""
+    return [Arriving(0.0, job.prompt, Decoding().params(job)) for job in jobs]
+
+
+# The entry
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The entry's own arguments."""
+    group = parser.add_argument_group("recorded steps, instead of steps made here; --calibration has the swaps' cost")
+    group.add_argument(
+        "--steps", metavar="FILE", help="{WORKLOAD: [[rows, tokens, seconds], ...]}, all requests at once"
+    )
+    group.add_argument("--device-name", default="?", metavar="TEXT", help="what they were recorded on")
+    group.add_argument("--memory-gib", type=float, default=1.0, metavar="GIB", help="its memory")
+    group.add_argument("--bandwidth", type=float, default=1.0, metavar="TB/S", help="of that memory")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One result: the calibration, with the steps that it was fitted to and those that judge it."""
+    config = replace(config_from(args), enable_prefix_caching=False)
+    others = Others()
+    facts, shape, samples, bandwidth, moved = _recorded(args, config) if args.steps else _made(config)
+    if len(samples) < 12:
+        raise StartupError(f"there are only {len(samples)} steps to fit", "Give the KV memory more room")
+    fit_to, kept = split(samples)
+    coefficients = fitted(shape, fit_to, bandwidth, moved)
+    cost = Cost(shape, coefficients)
+    error = {
+        **errors(cost, kept)._asdict(),
+        "fitted_steps": len(fit_to),
+        "target": TARGET,
+        "kinds": by_kind(cost, kept),
+    }
+    return [{
+        **facts, "coefficients": coefficients._asdict(), "error": error, "bandwidth": bandwidth,
+        "cores_used_by_others": others.load(),
+        "samples": [] if args.steps else [
+            {"what": s.what, **s.work._asdict(), "seconds": s.seconds, "host": s.host, "cost": cost.device(s.work)}
+            for s in samples
+        ],
+    }]  # fmt: skip
+
+
+Found = tuple[dict[str, Any], Shape, list[Sample], float, Coefficients]
+
+
+def _made(config: EngineConfig) -> Found:
+    source = read_source(config)
+    made = build(config)
+    try:
+        shape = shape_of(source, ITEMSIZE[made.plan.dtype])
+        made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
+        runner: Any = made.engine.runner
+        bandwidth, moved = bandwidth_of(runner.device), moves(made.engine)
+        samples = grid(Timed(made.engine, shape))
+        here = machine()
+    finally:
+        made.engine.close()
+    facts = {
+        "device": here["gpu"] if made.plan.device == "cuda" else here["cpu"], "kind": made.plan.device,
+        "model": made.name, "dtype": made.plan.dtype, "depth": made.engine.depth,
+        "memory_bytes": made.plan.device_bytes, "kv_bytes": made.plan.kv_bytes,
+        "source": f"quire bench calibrate: steps of {made.name} on this device, {here['threads']} threads",
+    }  # fmt: skip
+    return facts, shape, samples, bandwidth, moved
+
+
+def _recorded(args: argparse.Namespace, config: EngineConfig) -> Found:
+    source = read_source(config, weights=False)
+    dtype = config.dtype if config.dtype != "auto" else str(source.config.get("dtype"))
+    shape = shape_of(source, ITEMSIZE[dtype])
+    token_bytes = source.spec.token_bytes(shape.itemsize)
+    if config.kv_gib is None and config.kv_tokens is None:
+        raise StartupError("--steps is given without the size of the KV memory", "Give --kv-gib or --kv-tokens")
+    kv_tokens = config.kv_tokens or int((config.kv_gib or 0) * 2**30) // token_bytes
+    found = recorded(args.steps, config, source, shape, kv_tokens)
+    bandwidth = args.bandwidth * 1e12
+    swap = json.loads(Path(config.calibration).read_text())["costs"]["swap_byte"] / 2 if config.calibration else 0.0
+    facts = {
+        "device": args.device_name, "kind": "cuda", "model": source.name, "dtype": dtype, "depth": 2,
+        "memory_bytes": int(args.memory_gib * 2**30), "kv_bytes": kv_tokens * token_bytes,
+        "source": f"quire bench calibrate --steps: recorded steps of {', '.join(found)} with {source.name}",
+    }  # fmt: skip
+    # A copy reads and writes each byte.
+    moved = NOTHING._replace(swapped_byte=swap, copied_byte=2 / bandwidth)
+    return facts, shape, [sample for steps in found.values() for sample in steps], bandwidth, moved
+
+
+def calibration_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `quire simulate --calibration` reads."""
+    keys = ("device", "kind", "model", "dtype", "depth", "memory_bytes", "kv_bytes", "coefficients", "error", "source")
+    return {key: results[0][key] for key in keys}
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """The coefficients, and how far they are off on steps that weren't fitted."""
+    result = results[0]
+    error = result["error"]
+    rows = [(name, f"{value:.4g}") for name, value in result["coefficients"].items()]
+    kinds = [
+        (name, e["steps"], f"{e['median']:.1%}", f"{e['p90']:.1%}", f"{e['worst']:.1%}")
+        for name, e in {**error["kinds"], "all": error}.items()
+    ]
+    verdict = "within" if error["median"] <= error["target"] else "beyond"
+    return "\n".join([
+        table(("coefficient", "seconds"), rows),
+        table(("steps kept out of the fit", "count", "median error", "p90", "worst"), kinds),
+        f"fitted to {error['fitted_steps']} steps; the median error is {verdict} {error['target']:.0%}; "
+        f"memory bandwidth {short(result['bandwidth'] / 1e9)} GB/s",
+    ])  # fmt: skip

@@ -1,0 +1,208 @@
+"""Steps of a designed grid, run and timed on an engine: sequences that decode, prompts, and both together; and what
+moving pages takes. The material of `quire bench calibrate`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from quire.bench.calibration import TOKEN, swap_seconds
+from quire.engine import Engine
+from quire.plan import Copy, StepPlan, StepResult
+from quire.request import SamplingParams
+from quire.sim.cost import Coefficients, Shape, Work, work_of
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS = (16, 64, 256, 1024, 4096)
+PROMPTS = (1, 2, 8, 32)
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+DECODERS = (4, 32)  # rows beside a prompt
+STEPS, WARM, REPEATS = 9, 2, 3
+SWAPS = (64, 256, 1024, 4096)
+COPIED = 64  # pages
+MOST_TOKENS = 2**16  # of all contexts of one step
+DECODED = 64  # tokens of the sequences that decode beside prompts
+NOTHING = Coefficients(*(0.0,) * len(Coefficients._fields))
+
+
+class Sample(NamedTuple):
+    """A step as it was: what it was one of, its work, and the seconds of the device and of the host."""
+
+    what: str
+    work: Work
+    seconds: float
+    host: float = 0.0
+
+
+class Timed:
+    """A runner that notes what each of its steps did, and how long it took: from when the device could begin."""
+
+    def __init__(self, engine: Engine, shape: Shape) -> None:
+        self.engine, self.runner, self.shape = engine, engine.runner, shape
+        self.depth = engine.depth
+        geometry = engine.scheduler.memory.geometry
+        self.page_bytes = tuple(group.page_bytes for group in geometry.groups)
+        self.began: list[float] = []
+        self.free = self.inside = 0.0
+        self.samples: list[Sample] = []
+        self.what = ""
+        self.clock = clock_of(engine.runner)
+        engine.runner = self  # type: ignore[assignment]
+
+    def submit(self, plan: StepPlan) -> tuple[StepPlan, Any]:
+        began = self.clock()
+        self.began.append(began)
+        ticket = self.runner.submit(plan)
+        if self.depth == 1:  # the host waits for what it submitted; else it does that while the device works
+            self.inside += self.clock() - began
+        return plan, ticket
+
+    def collect(self, ticket: tuple[StepPlan, Any]) -> StepResult:
+        waited = self.clock()
+        result = self.runner.collect(ticket[1])
+        now = self.clock()
+        self.inside += now - waited
+        seconds = now - max(self.began.pop(0), self.free)
+        self.free = now
+        self.samples.append(Sample(self.what, work_of(ticket[0], self.shape, self.page_bytes), seconds))
+        return result
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def step(self) -> Sample:
+        """One step of the engine, and what it took."""
+        began, before = self.clock(), self.inside
+        self.engine.step()
+        host = max(self.clock() - began - (self.inside - before), 1e-9)
+        return self.samples[-1]._replace(host=host)
+
+
+def grid(timed: Timed) -> list[Sample]:
+    """Steps of all kinds that the engine's memory and budget have room for."""
+    samples: list[Sample] = []
+    for context in CONTEXTS:
+        for rows in ROWS:
+            if _room(timed, rows, context):
+                samples.append(decode_step(timed, rows, context))
+    for length in LENGTHS:
+        for count in PROMPTS:
+            if count * length <= timed.engine.scheduler.budget and _room(timed, count, length):
+                samples.append(prompt_step(timed, count, length))
+        for rows in DECODERS:
+            if rows + length <= timed.engine.scheduler.budget and _room(timed, rows + 1, length):
+                samples.append(prompt_step(timed, 1, length, rows))
+        print(f"{len(samples)} steps", file=sys.stderr)
+    return samples
+
+
+def _room(timed: Timed, count: int, length: int) -> bool:
+    engine = timed.engine
+    longest = length + 4 * (STEPS + WARM + timed.depth)
+    fits = longest < engine.limits.max_len and engine.scheduler.memory.fits([longest] * count)
+    return fits and count <= engine.scheduler.max_seqs and count * length <= MOST_TOKENS
+
+
+def decode_step(timed: Timed, rows: int, context: int) -> Sample:
+    """The fastest of some steps of `rows` sequences of about `context` tokens."""
+    timed.what = "decode"
+    _start(timed, rows, context)
+    steps = [timed.step() for _ in range(WARM + STEPS)][WARM:]
+    _end(timed)
+    return _fastest(steps)
+
+
+def prompt_step(timed: Timed, count: int, length: int, rows: int = 0) -> Sample:
+    """The fastest of some steps that compute `count` prompts beside `rows` sequences that decode."""
+    timed.what = "prompts and decode" if rows else "prompts"
+    if rows:
+        _start(timed, rows, DECODED)
+    steps = []
+    for i in range(REPEATS):
+        tokens = timed.engine.stats.computed_tokens
+        for j in range(count):
+            timed.engine.add(f"prompt-{i}-{j}", [TOKEN] * length, _params(1))
+        while timed.engine.stats.computed_tokens - tokens < count * length:
+            sample = timed.step()
+        steps.append(sample)
+    _end(timed)
+    return _fastest(steps)
+
+
+def _start(timed: Timed, rows: int, context: int) -> None:
+    engine = timed.engine
+    for i in range(rows):
+        engine.add(f"decode-{i}", [TOKEN] * context, _params(4 * (STEPS + WARM)))
+    tokens = engine.stats.computed_tokens
+    while engine.stats.computed_tokens - tokens < rows * context or len(engine.scheduler.running) < rows:
+        timed.step()
+
+
+def _end(timed: Timed) -> None:
+    for name in list(timed.engine.requests):
+        timed.engine.abort(name)
+    while timed.engine.unfinished:
+        timed.engine.step()
+
+
+def _params(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def _fastest(steps: Sequence[Sample]) -> Sample:
+    """Whatever disturbs a step makes it slower."""
+    return min(steps, key=lambda sample: sample.seconds)._replace(host=min(sample.host for sample in steps))
+
+
+def moves(engine: Engine) -> Coefficients:
+    """What it takes to swap a byte, one way, and to copy a page's."""
+    memory: Any = engine.scheduler.memory
+    runner: Any = engine.runner
+    geometry = memory.geometry
+    most = min(geometry.host_pages, geometry.pages // 2) * memory.page_tokens // len(geometry.groups)
+    swaps = [swap_seconds(engine, n, REPEATS) for n in SWAPS if n <= most and n + 2 <= engine.limits.max_len]
+    swapped = sum(s.out + s.back for s in swaps) / max(sum(2 * s.bytes for s in swaps), 1)
+    count = min(COPIED, (geometry.pages - 1) // 2)
+    entries = tuple(Copy(0, 1 + i, 1 + count + i) for i in range(count))
+    seconds = []
+    clock = clock_of(runner)
+    for _ in range(REPEATS):
+        began = clock()
+        runner.store.replay(entries)
+        _wait(runner.device)
+        seconds.append(clock() - began)
+    copied = min(seconds) / (count * geometry.groups[0].page_bytes)
+    return NOTHING._replace(swapped_byte=swapped, copied_byte=copied)
+
+
+def bandwidth_of(device: Any) -> float:
+    """Bytes a second that a copy reads and writes there."""
+    import torch
+
+    source = torch.zeros(2**31 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * len(source) / min(seconds)
+
+
+def clock_of(runner: Any) -> Callable[[], float]:
+    """On one thread of a CPU the process's own time, which other processes don't lengthen."""
+    import torch
+
+    alone = runner.device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter
+
+
+def _wait(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

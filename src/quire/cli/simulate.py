@@ -1,0 +1,279 @@
+"""`quire simulate`: what a model on a device would serve, without either: request rates, latencies, memory by category.
+
+The engine, the scheduler and the memory are those that serve; the device is a calibration (quire.sim.cost).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.bench.calibrate import shape_of
+from quire.bench.document import document, short, table, write
+from quire.bench.latency import Trace, latencies, totals
+from quire.bench.traces import Traced, load_trace
+from quire.bench.workloads import EXPECTED, Workload, parse, poisson
+from quire.build import ITEMSIZE, read_source
+from quire.cli import Parser
+from quire.cli.flags import add_engine_flags, config_from
+from quire.config import EngineConfig
+from quire.errors import InputError, StartupError
+from quire.request import SamplingParams
+from quire.runner.budget import activation_bytes
+from quire.sim.cost import Calibration, Cost, load, names
+from quire.sim.simulate import (
+    MEASURES,
+    STATISTICS,
+    Arriving,
+    Objective,
+    Outcome,
+    Simulation,
+    highest_rate,
+    mean_usage,
+    meets,
+    objective,
+)
+from quire.specs import ModelSpec
+
+SECONDS = 600.0  # of a trace that is made here
+MOST_RATE = 1e5
+
+
+class Plant(NamedTuple):
+    """A model on a device with so much memory for KV."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    cost: Cost
+    calibration: Calibration
+    kv_tokens: int
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that a sequence may have."""
+        return min(self.config.max_model_len or self.spec.max_len, self.kv_tokens)
+
+    def simulate(self, trace: Sequence[Arriving], objectives: Sequence[Objective] = ()) -> Outcome:
+        """A fresh engine serves the trace."""
+        kind, depth = self.calibration.kind, self.calibration.depth
+        simulation = Simulation(self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth)
+        return simulation.run(trace, objectives)
+
+
+def main(args: list[str]) -> int:
+    """Simulate each --rate, or find the highest that meets the objectives."""
+    given = _parser().parse_args(args)
+    plant = plant_of(config_from(given), given.costs)
+    objectives = [objective(text) for text in given.objective or ()]
+    trace = _traces(given, plant)
+    results = _find(plant, trace, objectives, given) if given.find_rate else _rates(plant, trace, objectives, given)
+    print(show(results, plant))
+    if given.out:
+        content = document("simulate", "quire simulate", args, results, real=False)
+        write(Path(given.out), {**content, "calibration": plant.calibration._asdict()})
+    if given.plot:
+        from quire.cli.simulated import draw
+        from quire.reproduce.plots import save
+
+        save(draw(results), Path(given.plot))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="quire simulate", usage="quire simulate [MODEL] [FLAGS]", allow_abbrev=False, conflict_handler="resolve",
+        description="Simulate serving: the engine over a calibration in place of a device.",
+    )  # fmt: skip
+    add_engine_flags(parser)
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--calibration", dest="costs", required=True, metavar="NAME|FILE",
+                       help=f"what steps cost: {', '.join(names())}, or a file of quire bench calibrate")  # fmt: skip
+    group.add_argument("--workload", metavar="NAME", help=f"{EXPECTED}; without @N, as many as --seconds brings")
+    group.add_argument("--trace", metavar="FILE", help="requests of a JSONL file, with their times")
+    group.add_argument("--rate", type=float, nargs="+", metavar="X",
+                       help="requests a second (Poisson; a trace is stretched); one run each")  # fmt: skip
+    group.add_argument("--seconds", type=float, default=SECONDS, metavar="S",
+                       help="length of a workload without @N (default: %(default)g)")  # fmt: skip
+    group.add_argument("--find-rate", action="store_true", help="find the highest rate that meets the objectives")
+    group.add_argument("--objective", action="append", metavar="NAME=MS",
+                       help=f"{'|'.join(STATISTICS)}-{'|'.join(MEASURES)}-ms=NUMBER; may be repeated")  # fmt: skip
+    group.add_argument("--out", metavar="FILE", help="write the results as JSON")
+    group.add_argument("--plot", metavar="FILE", help="write a picture (PNG)")
+    return parser
+
+
+def plant_of(config: EngineConfig, calibration: str) -> Plant:
+    """What is to be simulated. Without --kv-gib or --kv-tokens the KV memory is what the calibration's device has left
+    over; what it had with its own model, if it says that."""
+    found = load(calibration)
+    if config.model_config is None and not config.model:
+        config = replace(config, model_config=found.model) if found.model != "tiny" else config
+    source = read_source(config, weights=False)
+    dtype = config.dtype if config.dtype != "auto" else found.dtype
+    itemsize = ITEMSIZE.get(dtype)
+    if itemsize is None:
+        raise StartupError(
+            f"the calibration has the number format {dtype[:40]!r}", f"Give --dtype {', '.join(ITEMSIZE)}"
+        )
+    token_bytes = source.spec.token_bytes(itemsize)
+    config = config.sized(found.kind)
+    tokens = config.kv_tokens
+    if tokens is None:
+        tokens = _kv_bytes(config, source.spec, source.name, itemsize, found) // token_bytes
+    if tokens < 2:
+        raise StartupError(
+            f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
+        )
+    return Plant(config, source.spec, Cost(shape_of(source, itemsize), found.coefficients), found, tokens)
+
+
+def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, found: Calibration) -> int:
+    if config.kv_gib is not None:
+        return int(config.kv_gib * 2**30)
+    if found.kv_bytes is not None and name == found.model:
+        return found.kv_bytes
+    room = found.memory_bytes * config.gpu_memory_utilization
+    return int(room - spec.parameters * itemsize - activation_bytes(config, spec, itemsize))
+
+
+Traces = Callable[[float | None], list[Arriving]]
+
+
+def _traces(args: argparse.Namespace, plant: Plant) -> Traces:
+    """The requests at a rate; None keeps a trace's own times."""
+    if (args.workload is None) == (args.trace is None):
+        raise StartupError("there must be one of --workload and --trace", f"A workload: {EXPECTED}")
+    if not 1 <= args.seconds <= 1e7:
+        raise StartupError(f"--seconds is {args.seconds}", "It must be between 1 and 10,000,000")
+    if args.trace is not None:
+        return partial(_stretched, Traced(Path(args.trace).name, load_trace(args.trace, plant.max_len)), plant)
+    if "@" in args.workload:
+        parse(args.workload)
+    else:
+        parse(f"{args.workload}@1")
+    return partial(_made, args.workload, args.seconds, plant)
+
+
+def _made(name: str, seconds: float, plant: Plant, rate: float | None) -> list[Arriving]:
+    if rate is None:
+        raise StartupError(
+            f"--rate is missing, and {name[:60]} has no times of its own", "Give --rate X, or --find-rate"
+        )
+    workload = parse(name if "@" in name else f"{name}@{max(1, math.ceil(rate * seconds))}")
+    return _arriving(workload, poisson(workload.requests, rate, plant.config.seed), plant)
+
+
+def _stretched(trace: Traced, plant: Plant, rate: float | None) -> list[Arriving]:
+    times = trace.arrivals
+    if times is None:
+        if rate is None:
+            raise StartupError(
+                f"--rate is missing, and {trace.name[:60]} has no times", "Give --rate X, or --find-rate"
+            )
+        times = tuple(poisson(trace.requests, rate, plant.config.seed))
+    elif rate is not None:
+        if times[-1] <= 0:
+            raise StartupError(f"{trace.name[:60]} has no duration", "Leave --rate and --find-rate out")
+        own = len(times) / times[-1]
+        times = tuple(time * own / rate for time in times)
+    return _arriving(trace, times, plant)
+
+
+def _arriving(workload: Workload, times: Sequence[float], plant: Plant) -> list[Arriving]:
+    found = []
+    for time, job in zip(times, workload.jobs(plant.spec.vocab_size, plant.config.seed)):
+        if len(job.prompt) + job.output > plant.max_len:
+            raise StartupError(
+                f"a request of {workload.name[:60]} has {len(job.prompt) + job.output} tokens, but sequences may have "
+                f"{plant.max_len}",
+                "Use a shorter workload, another model or a larger --kv-gib",
+            )
+        params = SamplingParams(temperature=0.0, max_tokens=job.output, ignore_eos=True, detokenize=False)
+        found.append(Arriving(time, job.prompt, params))
+    return found
+
+
+def _rates(
+    plant: Plant, trace: Traces, objectives: Sequence[Objective], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    rates: list[float | None] = list(args.rate or [None])
+    if any(rate is not None and not 0 < rate <= MOST_RATE for rate in rates):
+        raise StartupError(f"--rate is {' '.join(map(str, rates))}", f"Give requests a second, up to {MOST_RATE:,.0f}")
+    return [_result(plant.simulate(_checked(trace, rate)), rate, objectives) for rate in rates]
+
+
+def _find(
+    plant: Plant, trace: Traces, objectives: Sequence[Objective], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """A result a rate that was tried, ascending; "highest_rate" is in each."""
+    if not objectives:
+        raise StartupError("--find-rate needs an --objective", "Such as --objective p99-normalised-ms=200")
+    tried: dict[float, dict[str, Any]] = {}
+
+    def sustains(rate: float) -> bool:
+        outcome = plant.simulate(_checked(trace, rate), objectives)
+        tried[rate] = _result(outcome, rate, objectives)
+        print(f"{rate:.4g} requests/s: {'yes' if tried[rate]['meets'] else 'no'}", file=sys.stderr)
+        return bool(tried[rate]["meets"])
+
+    found = highest_rate(sustains, (args.rate or [1.0])[0])
+    return [{**tried[rate], "highest_rate": found} for rate in sorted(tried)]
+
+
+def _checked(trace: Traces, rate: float | None) -> list[Arriving]:
+    try:
+        return trace(rate)
+    except InputError as error:
+        raise StartupError(str(error), "Use a shorter workload") from error
+
+
+def _result(outcome: Outcome, rate: float | None, objectives: Sequence[Objective]) -> dict[str, Any]:
+    """A run as the document has it. Latencies are of requests that ended."""
+    done = [Trace(one.arrival, one.prompt, one.events) for one in outcome.served if one.done]
+    run = outcome.totals
+    return {
+        "rate": rate,
+        "meets": meets(outcome, objectives) if objectives else None,
+        "objectives": {goal.name: goal.limit * 1000 for goal in objectives},
+        **totals(done, run.seconds), **latencies(done),
+        "finished": run.finished, "steps": run.steps, "busy": run.busy, "mean_batch": run.mean_batch,
+        "mean_running": run.mean_running, "preemptions": run.preemptions, "swapped_bytes": run.swapped_bytes,
+        "sharing_saved": run.saved, "memory_bytes": mean_usage(outcome.moments)._asdict(),
+        "moments": [{"time": m.time, "running": m.running, "waiting": m.waiting, **m.usage._asdict()}
+                    for m in outcome.moments],
+    }  # fmt: skip
+
+
+def show(results: Sequence[dict[str, Any]], plant: Plant) -> str:
+    """A line a run, and what is to be known of the calibration."""
+    head = ("rate", "requests/s", "output tok/s", "TTFT p50 ms", "p99", "normalised ms", "p99", "mean running",
+            "KV used", "reserved", "internal", "external", "cached", "free", "preempted", "meets")  # fmt: skip
+    rows = []
+    for run in results:
+        memory = run["memory_bytes"]
+        whole = sum(memory.values())
+        rows.append((
+            "as in the trace" if run["rate"] is None else short(run["rate"]), short(run["requests_per_s"]),
+            short(run["output_tokens_per_s"]), _ms(run["ttft_s"], "p50"), _ms(run["ttft_s"], "p99"),
+            _ms(run["normalised_s"], "mean"), _ms(run["normalised_s"], "p99"), short(run["mean_running"]),
+            *(f"{memory[name] / whole:.1%}" for name in ("used", "reserved", "internal", "external", "cached", "free")),
+            run["preemptions"],
+            "-" if run["meets"] is None else "yes" if run["meets"] else "no" if run["finished"] else "no (given up)",
+        ))  # fmt: skip
+    error = plant.calibration.error
+    off = f"steps off by {error['median']:.1%} (median)" if error and "median" in error else "not measured"
+    lines = [table(head, rows), f"simulated: {plant.calibration.device}, {plant.kv_tokens:,} tokens of KV; {off}"]
+    if results and "highest_rate" in results[0]:
+        found = results[0]["highest_rate"]
+        lines.append("no rate meets the objectives" if found is None else f"highest rate: {found:.4g} requests/s")
+    return "\n".join(lines)
+
+
+def _ms(spread: dict[str, float] | None, which: str) -> str:
+    return short(spread[which] * 1000) if spread else "-"
