@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from memories import EVERY, MAX_LEN, VOCAB, Alone, Build, insides, spec, tell
-from traces import Asked, Trace
+from traces import Asked, Trace, run_trace
 
 from quire.bench import main as bench
 from quire.build import build
@@ -15,8 +17,9 @@ from quire.config import RESERVED, EngineConfig
 from quire.errors import StartupError
 from quire.llm import LLM
 from quire.memory import Size, build_memory
+from quire.memory.buddy import Buddy
 from quire.memory.reserved import RULES, STATIC, Padding, ReservedMemory
-from quire.plan import Copy, Poison, Table
+from quire.plan import Copy, Journal, Poison, Table
 from quire.request import SamplingParams, Sequence
 from quire.specs import Layout
 
@@ -267,6 +270,71 @@ def test_nobody_is_preempted(name: str, depth: int) -> None:
     assert trace.scheduler.preemptions == 0
     assert waited
     trace.drained()
+
+
+# Bugs planted on purpose: the traces must catch them
+
+
+def lost_copy(patch: pytest.MonkeyPatch) -> None:
+    take = ReservedMemory.take_journal
+
+    def changed(memory: ReservedMemory) -> tuple[Journal, Journal]:
+        now, ahead = take(memory)
+        return tuple(entry for entry in now if not isinstance(entry, Copy)), ahead
+
+    patch.setattr(ReservedMemory, "take_journal", changed)
+
+
+def run_that_begins_a_page_late(patch: pytest.MonkeyPatch) -> None:
+    """Its last page is its neighbour's first one."""
+    pages = ReservedMemory._pages
+
+    def shifted(memory: ReservedMemory, resident: Any, group: int) -> range:
+        run = pages(memory, resident, group)
+        return range(run.start + 1, run.stop + 1)
+
+    patch.setattr(ReservedMemory, "_pages", shifted)
+
+
+def block_of_the_next_smaller_size(patch: pytest.MonkeyPatch) -> None:
+    take = Buddy.take
+    patch.setattr(Buddy, "take", lambda pool, units: take(pool, max(units // 2, 1)))
+
+
+def branches_not_counted(patch: pytest.MonkeyPatch) -> None:
+    admit = ReservedMemory.admit
+
+    def careless(memory: ReservedMemory, seq: Sequence, *more: Any) -> int | None:
+        branches, seq.branches = seq.branches, 0
+        reused = admit(memory, seq, *more)
+        seq.branches = branches
+        return reused
+
+    patch.setattr(ReservedMemory, "admit", careless)
+
+
+def run_traces(depth: int) -> None:
+    """Traces without faults other than aborts, in which nobody may be preempted."""
+    for seed, (name, tokens) in enumerate((("orca-oracle", 256), ("orca-pow2", 320), ("oracle-mixed", 512)) * 2):
+        told = run_trace(EVERY[name], seed=seed, depth=depth, tokens=tokens, requests=20)
+        assert told.preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_traces_pass_without_a_bug(depth: int) -> None:
+    run_traces(depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "plant", [lost_copy, run_that_begins_a_page_late, block_of_the_next_smaller_size, branches_not_counted]
+)
+def test_planted_bug_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        run_traces(depth)
 
 
 # The bundled model
