@@ -211,7 +211,7 @@ def _rates(
 def _find(
     plant: Plant, trace: Traces, objectives: Sequence[Objective], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A result a rate that was tried, ascending; "highest_rate" is in each."""
+    """A result for each rate that was tried, ascending, with the highest: None if all of them do, or none."""
     if not objectives:
         raise StartupError("--find-rate needs an --objective", "Such as --objective p99-normalised-ms=200")
     tried: dict[float, dict[str, Any]] = {}
@@ -223,7 +223,8 @@ def _find(
         return bool(tried[rate]["meets"])
 
     found = highest_rate(sustains, (args.rate or [1.0])[0])
-    return [{**tried[rate], "highest_rate": found} for rate in sorted(tried)]
+    highest = found if 0 < found < math.inf else None
+    return [{**tried[rate], "highest_rate": highest} for rate in sorted(tried)]
 
 
 def _checked(trace: Traces, rate: float | None) -> list[Arriving]:
@@ -271,7 +272,12 @@ def show(results: Sequence[dict[str, Any]], plant: Plant) -> str:
     lines = [table(head, rows), f"simulated: {plant.calibration.device}, {plant.kv_tokens:,} tokens of KV; {off}"]
     if results and "highest_rate" in results[0]:
         found = results[0]["highest_rate"]
-        lines.append("no rate meets the objectives" if found is None else f"highest rate: {found:.4g} requests/s")
+        if found is not None:
+            lines.append(f"highest rate: {found:.4g} requests/s")
+        elif results[-1]["meets"]:
+            lines.append("every rate meets the objectives: the workload is too short to tell")
+        else:
+            lines.append("no rate meets the objectives")
     return "\n".join(lines)
 
 

@@ -27,7 +27,8 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
         for which, colour in zip(("mean", "p99"), COLOURS):
             values = [1000 * run["normalised_s"][which] for run in runs]
             left.plot([run["rate"] for run in runs], values, "o-", color=colour, label=which)
-        left.set_yscale("log")
+        if max(run["normalised_s"]["p99"] for run in runs) > 10 * min(run["normalised_s"]["mean"] for run in runs):
+            left.set_yscale("log")
         left.set_xlabel("requests/s")
         left.set_ylabel("normalised latency, ms a token")
         left.set_title("Latency of requests that ended")
@@ -53,4 +54,4 @@ def _memory(axes: Axes, at: Sequence[float], usages: Sequence[dict[str, Any]], l
     axes.set_xlabel(label)
     axes.set_ylabel("% of the KV memory")
     axes.set_title("Memory by category")
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=len(SHOWN), frameon=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.plan import Birth, Row, Sampled, StepPlan, StepResult
+from quire.request import MAX_N
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost, Work, padded, work_of
 from quire.specs import Geometry
@@ -28,10 +29,10 @@ class Flight(NamedTuple):
 
 
 class SimRunner:
-    """See quire.engine.Runner. Everything but the end tokens in `avoid` may be drawn: always the same token, unless
-    `draw` says what a row of the sequence of a birth brings (beam search needs candidates). `watch` is shown the work
-    and the seconds of every step. `padding` is asked in each step for the tokens of prompts and the rows that static
-    batches have computed for nothing since the start."""
+    """See quire.engine.Runner. Always the same token is drawn, none of the end tokens in `avoid`; branches of one row
+    get different ones, so that they share no more than their prompt. Or `draw` says what a row of the sequence of a
+    birth brings (beam search needs candidates). `watch` is shown the work and the seconds of every step. `padding` is
+    asked in each step for the tokens of prompts and the rows that static batches computed for nothing until then."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class SimRunner:
         self.busy = 0.0  # seconds that it computed
         self.page_bytes: tuple[int, ...] = ()
         self.births: dict[int, Birth] = {}  # by slot; only where `draw` asks for them
-        token = next(token for token in range(TOKEN, TOKEN + len(avoid) + 1) if token not in avoid)
-        self._one, self._none = Sampled((token,)), Sampled(())
+        self.tokens = tuple(t for t in range(TOKEN, TOKEN + MAX_N + len(avoid)) if t not in avoid)
+        self._one, self._none = Sampled(self.tokens[:1]), Sampled(())
 
     def bind(self, geometry: Geometry) -> None:
         """Nothing is allocated; pages have sizes."""
@@ -91,7 +92,7 @@ class SimRunner:
     def _sampled(self, row: Row) -> Sampled:
         if row.sample == 1:
             return self._one
-        return Sampled(self._one.tokens * row.sample) if row.sample else self._none
+        return Sampled(self.tokens[: row.sample]) if row.sample else self._none
 
     def close(self) -> None:
         """Forget what is in flight."""

@@ -6,9 +6,10 @@ Measures are PagedAttention's (§6.1): normalised latency is end-to-end latency 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,7 @@ SAMPLES = 400  # of the memory, in a run
 LOOKS = 1.0  # virtual seconds between questions whether a run is lost
 MEASURES = ("normalised", "ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
-STEEPEST = 2.0**20  # how far from its start the search for a rate goes
+STEEPEST = 2.0**14  # how far from its start the search for a rate goes
 
 
 class Arriving(NamedTuple):
@@ -261,22 +262,22 @@ def meets(outcome: Outcome, objectives: Sequence[Objective]) -> bool:
     return outcome.totals.finished and all(goal.value(outcome.served) <= goal.limit for goal in objectives)
 
 
-def highest_rate(sustains: Callable[[float], bool], start: float = 1.0, tolerance: float = 0.02) -> float | None:
+def highest_rate(sustains: Callable[[float], bool], start: float = 1.0, tolerance: float = 0.02) -> float:
     """The highest rate that `sustains` still says yes to, by doubling or halving from `start`, then bisection until the
-    next rate tried that it refuses is at most `tolerance` (a share) higher. None if it accepts none, however low, or
-    refuses none."""
+    next rate tried that it refuses is at most `tolerance` (a share) higher. 0 if it accepts none, however low; infinite
+    if it refuses none, however high."""
     low, high = start, start
     if sustains(start):
         while sustains(high := high * 2):
             low = high
             if high > start * STEEPEST:
-                return None
+                return math.inf
     else:
         while not sustains(low := low / 2):
             high = low
             if low < start / STEEPEST:
-                return None
+                return 0.0
     while high > low * (1 + tolerance):
-        middle = cast(float, (low * high) ** 0.5)
+        middle = math.sqrt(low * high)
         low, high = (middle, high) if sustains(middle) else (low, middle)
     return low

@@ -1,0 +1,122 @@
+"""`quire bench calibrate`: the fit recovers what made its steps, errors are those of steps kept out, and what the
+command writes is what `quire simulate` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.bench import calibrate, main, steps
+from quire.bench.calibrate import by_kind, errors, fitted, kind_of, planned, recorded, shape_of, split
+from quire.bench.steps import NOTHING, Sample
+from quire.build import read_source
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.sim.cost import Attention, Coefficients, Cost, Shape, Work, load
+
+SHAPE = Shape(10**6, 10**4, 2, (Attention(None, 100, 50),))
+TRUE = Coefficients(1e-9, 1e-12, 1e-8, 1e-10, 0.0, 0.0, 5e-4, 1e-5, 1e-4, 2e-6)
+WORKLOAD = "fixed:40:12@6"
+
+
+def made(cost: Cost, off: float = 0.0) -> list[Sample]:
+    """Steps of all kinds, every third one `off` by that share from its cost."""
+    works = [
+        Work(rows, rows + prompt, 2.0 * 10**6 * (rows + prompt), rows * context * 100.0, prompt**2 * 25.0, 0, 0)
+        for rows in (1, 3, 8, 20)
+        for context in (10, 100, 1000)
+        for prompt in (0, 50, 300)
+    ]
+    return [
+        Sample(kind_of(work), work, cost.device(work) * (1 + off * (i % 3 == 2)), cost.host(work))
+        for i, work in enumerate(works)
+    ]
+
+
+def test_the_fit_recovers_what_made_the_steps() -> None:
+    found = fitted(SHAPE, made(Cost(SHAPE, TRUE)), bandwidth=1e9)
+    assert found == pytest.approx(TRUE, rel=1e-6)
+
+
+def test_weights_are_read_in_no_more_than_a_step_s_time() -> None:
+    found = fitted(SHAPE, made(Cost(SHAPE, TRUE)), bandwidth=1e6)
+    assert found.step == 0
+    assert found.weight_byte * SHAPE.weight_bytes == pytest.approx(TRUE.step + TRUE.weight_byte * SHAPE.weight_bytes)
+
+
+def test_errors_are_those_of_steps_kept_out_of_the_fit() -> None:
+    cost = Cost(SHAPE, TRUE)
+    fit_to, kept = split(made(cost, off=0.25))
+    assert len(fit_to) == 2 * len(kept) == 24
+    assert errors(cost, fit_to).worst == pytest.approx(0)
+    off = errors(cost, kept)
+    assert off[:3] == pytest.approx((0.2, 0.2, 0.2))  # 1 / 1.25 is a fifth too little
+    assert off.steps == 12
+    assert sum(kind["steps"] for kind in by_kind(cost, kept).values()) == 12
+
+
+def test_recorded_steps_are_fitted(tmp_path: Path) -> None:
+    config = EngineConfig(model="tiny", enable_prefix_caching=False)
+    source = read_source(config)
+    shape = shape_of(source, 4)
+    works = planned(WORKLOAD, config, source, shape, 4096)
+    cost = Cost(shape, TRUE)
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({WORKLOAD: [[work.rows, work.tokens, cost.device(work)] for work in works]}))
+    samples = recorded(str(path), config, source, shape, 4096)[WORKLOAD]
+    assert [sample.work for sample in samples] == works
+    assert errors(cost, samples).worst == pytest.approx(0)
+    out = tmp_path / "calibration.json"
+    command = ["calibrate", "--steps", str(path), "--kv-tokens", "4096", "--dtype", "float32", "--out", str(out)]
+    assert main([*command, "--device-name", "a device", "--memory-gib", "2", "--bandwidth", "0.1"]) == 0
+    found = load(str(out))
+    assert (found.device, found.memory_bytes, found.model) == ("a device", 2**31, "tiny")
+    assert found.error is not None
+    assert found.error["median"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("nonsense", "can't be read"),
+        ("[]", "can't be read"),
+        ('{"fixed:40:12@6": [[1, 2]]}', "can't be read"),
+        ('{"fixed:40:12@6": [[1, 2, 0.5]]}', "are not those that this engine plans"),
+        ('{"nothing@6": [[1, 2, 0.5]]}', "there is no workload"),
+    ],
+)
+def test_bad_records_are_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text(content)
+    config = EngineConfig(model="tiny", enable_prefix_caching=False)
+    source = read_source(config)
+    with pytest.raises(StartupError, match=words):
+        recorded(str(path), config, source, shape_of(source, 4), 4096)
+
+
+def test_steps_are_made_and_timed_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("ROWS", (1, 4, 8)), ("CONTEXTS", (16, 64)), ("PROMPTS", (1, 2)), ("LENGTHS", (16, 64, 128))):
+        monkeypatch.setattr(steps, name, value)
+    out = tmp_path / "calibration.json"
+    assert main(["calibrate", "--device", "cpu", "--kv-tokens", "8192", "--out", str(out)]) == 0
+    assert "steps kept out of the fit" in capsys.readouterr().out
+    [result] = json.loads(out.read_text())["results"]
+    kinds = [sample["what"] for sample in result["samples"]]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"decode": 6, "prompts": 6, "prompts and decode": 6}
+    for sample in result["samples"]:
+        assert sample["seconds"] > 0
+        assert sample["host"] > 0
+        assert (sample["attention"] > 0) == (sample["what"] != "decode")
+    assert [s["rows"] for s in result["samples"][:6]] == [1, 4, 8] * 2
+    assert [s["tokens"] for s in result["samples"] if s["what"] == "prompts and decode"] == [20, 48, 68, 96, 132, 160]
+    found = load(str(out))
+    assert found.coefficients != NOTHING
+    assert found.depth == 1
+    assert found.error is not None
+    assert found.error["steps"] == 6
+    assert found.error["target"] == calibrate.TARGET

@@ -1,0 +1,157 @@
+"""Costs: a plan's work counted by hand, calibrations that are refused, and what the committed ones are made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.bench.workloads import parse
+from quire.build import read_source
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.plan import Copy, In, Out, Row, StepPlan, Table
+from quire.sim.cost import FOLDER, Attention, Coefficients, Cost, Shape, load, names, padded, work_of
+
+NOTHING = Coefficients(*(0.0,) * len(Coefficients._fields))
+SHAPE = Shape(100, 10, 2, (Attention(None, 8, 4), Attention(3, 16, 2)))
+
+
+def test_work_of_a_plan() -> None:
+    rows = (Row(1, (5,), 9, 1), Row(2, (1, 2, 3, 4), 2, 0), Row(3, (7, 8), 0, 1))
+    journal = (Table(1, 0, 0, (1,)), Copy(0, 1, 2), Out(1, 3, 1))
+    work = work_of(StepPlan((), journal, rows, (In(0, 1, 3),)), SHAPE, (1000, 10))
+    assert (work.rows, work.tokens) == (3, 7)
+    assert work.operations == 2 * (100 * 7 + 10 * 2)
+    assert work.kv_bytes == 10 * 8 + 3 * 16  # ten positions, of which a window of three shows three
+    full = (3 + 4 + 5 + 6) + (1 + 2)  # positions 2 to 5 of one sequence, 0 and 1 of another
+    near = (3 + 3 + 3 + 3) + (1 + 2)
+    assert work.attention == full * 4 + near * 2
+    assert (work.copied, work.swapped) == (1000, 1010)
+
+
+def test_cost_is_the_sum_of_its_parts() -> None:
+    work = work_of(StepPlan((), (Copy(0, 1, 2),), (Row(1, (5,), 9, 1),)), SHAPE, (1000,))
+    coefficients = Coefficients(1e-3, 1e-2, 1.0, 1.0, 1.0, 1.0, 5.0, 7.0, 0.5, 0.25)
+    assert Cost(SHAPE, coefficients).device(work) == pytest.approx(0.22 + 2.2 + 128 + 1000 + 5 + 7)
+    assert Cost(SHAPE, coefficients).host(work) == 0.75
+    only_copies = work_of(StepPlan((), (Copy(0, 1, 2),), ()), SHAPE, (1000,))
+    assert Cost(SHAPE, coefficients).device(only_copies) == 1000
+
+
+def test_padding_costs_as_much_as_what_it_pads() -> None:
+    work = work_of(StepPlan((), (), (Row(1, (5,), 9, 1), Row(2, (5,), 4, 1))), SHAPE, ())
+    more = padded(work, SHAPE, 3, 2)
+    assert (more.rows, more.tokens) == (4, 7)
+    assert more.operations == 2 * (100 * 7 + 10 * 4)
+    assert more.kv_bytes == 2 * work.kv_bytes
+
+
+def test_shape_of_a_model() -> None:
+    spec = read_source(EngineConfig(model_config="llama3-8b"), weights=False).spec
+    shape = Shape.of(spec, 2, tied=False)
+    assert shape.weight_bytes == pytest.approx(15.01e9, rel=1e-3)  # the embedding table isn't read
+    assert shape.attention == (Attention(None, 131072, 4 * 32 * 128 * 32),)
+    opt = read_source(EngineConfig(model_config="opt-13b"), weights=False).spec
+    assert Shape.of(opt, 2, tied=True).weight_bytes == pytest.approx(2 * opt.parameters)
+
+
+def calibration(**changed: Any) -> dict[str, Any]:
+    content = json.loads((FOLDER / "h200-llama3-8b.json").read_text())
+    return {**content, **changed}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([], "not a JSON object"),
+        ({}, '"coefficients" must have exactly weight_byte'),
+        (calibration(coefficients={"step": 1.0}), "must have exactly"),
+        (calibration(coefficients={**NOTHING._asdict(), "step": -1.0}), "coefficient step is -1.0"),
+        (calibration(coefficients={**NOTHING._asdict(), "row": "1"}), "coefficient row is 1"),
+        (calibration(coefficients={**NOTHING._asdict(), "row": True}), "coefficient row is True"),
+        (calibration(coefficients=NOTHING._asdict()), "would take no time"),
+        (calibration(kind="tpu"), "\"kind\" is 'tpu'"),
+        (calibration(depth=0), '"depth" must be from 1 to 64'),
+        (calibration(memory_bytes=2.5), '"memory_bytes" must be of the type int'),
+        (calibration(kv_bytes=-4), "above 0"),
+        (calibration(source=None), '"source" must be of the type str'),
+        (calibration(error=[]), '"error" must be of the type dict'),
+    ],
+)
+def test_bad_calibrations_are_refused(tmp_path: Path, content: object, words: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(StartupError) as refused:
+        load(str(path))
+    assert words in str(refused.value)
+    assert "quire bench calibrate" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "Expecting"), ("\udc80", "can't decode"), ('{"coefficients": NaN}', "must have exactly"),
+     ("[" * 100_000, "recursion")],
+)  # fmt: skip
+def test_what_is_no_json_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(StartupError, match=words):
+        load(str(path))
+
+
+def test_an_infinite_coefficient_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(calibration(coefficients={**NOTHING._asdict(), "step": float("inf")})))
+    with pytest.raises(StartupError, match="coefficient step is inf"):
+        load(str(path))
+
+
+def test_unknown_names_say_what_is_known() -> None:
+    with pytest.raises(StartupError, match=r"there is no calibration 'h100'.*a100-13b.*h200-llama3-8b"):
+        load("h100")
+
+
+@pytest.mark.parametrize("name", names())
+def test_committed_calibrations_say_where_they_are_from(name: str) -> None:
+    found = load(name)
+    assert len(found.source) > 100
+    if found.error is not None:
+        assert found.error["median"] <= found.error["target"]
+
+
+def test_the_h200_calibration_predicts_runs_of_its_model() -> None:
+    """Those whose steps weren't fitted included; another model's are an extrapolation, and off by more."""
+    error = load("h200-llama3-8b").error
+    assert error is not None
+    assert error["steps"] > 600
+    assert error["kinds"].keys() == {"prompts", "decode"}
+    assert all(abs(run["error"]) < 0.15 for run in error["whole_runs"])
+    assert all(abs(run["error"]) < 0.25 for run in error["another_model"])
+
+
+def test_the_paper_s_device_follows_from_its_numbers() -> None:
+    """The host's time of a100-13b, from Figure 13's mean batches by Little's law."""
+    c = load("a100-13b").coefficients
+    shape = Shape.of(read_source(EngineConfig(model_config="opt-13b"), weights=False).spec, 2, tied=True)
+    assert 1 / c.weight_byte == pytest.approx(0.8 * 1.555e12, rel=1e-4)
+    assert 1 / c.operation == pytest.approx(0.5 * 312e12, rel=1e-4)
+    for name, rate, batch, prompt, output in (("sharegpt", 2, 30.42, 161, 338), ("alpaca", 30, 132.44, 19, 58)):
+        step = batch / (rate * output)
+        lengths = np.array(parse(f"{name}@50000").lengths(0))
+        context = (lengths[:, 1] * (lengths[:, 0] + lengths[:, 1] / 2)).sum() / lengths[:, 1].sum()
+        operations = 2 * (shape.body * (batch + rate * prompt * step) + shape.head * batch)
+        explained = shape.weight_bytes * c.weight_byte + operations * c.operation
+        explained += batch * context * shape.attention[0].token_bytes * c.kv_byte
+        assert c.host_step + batch * c.host_row == pytest.approx(step - explained, rel=1e-3)
+
+
+@pytest.mark.parametrize(("name", "slots"), [("a100-13b", 15_700), ("a100-66b", 9_700), ("a100-175b", 60_100)])
+def test_the_paper_s_memories_hold_the_slots_of_table_1(name: str, slots: int) -> None:
+    found = load(name)
+    spec = read_source(EngineConfig(model_config=found.model), weights=False).spec
+    assert found.kv_bytes is not None
+    assert found.kv_bytes / spec.token_bytes(2) == pytest.approx(slots, rel=0.02)

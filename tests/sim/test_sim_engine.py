@@ -1,0 +1,146 @@
+"""The simulator is the engine: its plans are those of a runner that computes; and its time is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.plan import StepPlan, StepResult
+from quire.request import SamplingParams
+from quire.sim.cost import Attention, Coefficients, Cost, Shape
+from quire.sim.echo import EchoRunner
+from quire.sim.runner import SimRunner
+from quire.sim.simulate import Arriving, Simulation
+from quire.specs import LayerSpec, ModelSpec
+
+SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))
+SHAPE = Shape.of(SPEC, 2, tied=True)
+NOTHING = Coefficients(*(0.0,) * len(Coefficients._fields))
+SOME = NOTHING._replace(step=0.01, row=0.001, operation=1e-9, kv_byte=1e-6, swapped_byte=1e-7, host_step=0.002)
+SMALL = EngineConfig(page_size=4, max_num_seqs=6, max_num_batched_tokens=32, swap_gib=0.001)
+
+
+def asked(output: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=output, n=n, ignore_eos=True, detokenize=False)
+
+
+def trace(count: int) -> list[Arriving]:
+    """Prompts that differ from the first token on, of different lengths; the last ones come after a pause."""
+    found = []
+    for i in range(count):
+        prompt = [10 + (31 * i + 7 * j) % 400 for j in range(5 + 11 * i % 40)]
+        found.append(Arriving(0.02 * i + 5.0 * (i > count - 4), prompt, asked(3 + 13 * i % 30, 1 + i % 2)))
+    return found
+
+
+class Noted(SimRunner):
+    """Notes its plans; the tokens are those of an EchoRunner where there is one."""
+
+    def __init__(self, runner: SimRunner, echo: EchoRunner | None) -> None:
+        super().__init__(runner.cost, runner.clock, runner.depth)
+        self.echo, self.plans = echo, list[StepPlan]()
+
+    def submit(self, plan: StepPlan) -> int:
+        self.plans.append(plan)
+        if self.echo is not None:
+            self.echo.submit(plan)
+        return super().submit(plan)
+
+    def collect(self, ticket: int) -> StepResult:
+        result = super().collect(ticket)
+        return (
+            result if self.echo is None else self.echo.collect(self.echo.collected + 1)._replace(seconds=result.seconds)
+        )
+
+
+def noted(config: EngineConfig, depth: int, echoes: bool, requests: Sequence[Arriving]) -> tuple[list[Any], Simulation]:
+    """What was planned, token values aside, which a simulation doesn't have."""
+    simulation = Simulation(config, SPEC, Cost(SHAPE, SOME), 160, kind="cpu", depth=depth)
+    runner = Noted(simulation.runner, EchoRunner(depth) if echoes else None)
+    geometry = simulation.engine.scheduler.memory.geometry
+    runner.bind(geometry)
+    if runner.echo is not None:
+        runner.echo.bind(geometry)
+    simulation.runner = simulation.engine.runner = runner
+    simulation.run(requests)
+    plans = [
+        (
+            plan.births,
+            plan.journal,
+            [(row.slot, len(row.tokens), row.start, row.sample) for row in plan.rows],
+            plan.ahead,
+        )
+        for plan in runner.plans
+    ]
+    return plans, simulation
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
+def test_plans_are_those_of_a_runner_that_computes(depth: int, preemption: str) -> None:
+    config = EngineConfig(page_size=4, max_num_seqs=6, max_num_batched_tokens=32, swap_gib=0.001, preemption=preemption)
+    simulated, simulation = noted(config, depth, False, trace(24))
+    computed, _ = noted(config, depth, True, trace(24))
+    assert simulated == computed
+    assert simulation.engine.scheduler.preemptions > 0
+    assert not simulation.engine.unfinished
+
+
+def test_time_is_exact_without_overlap() -> None:
+    cost = Cost(SHAPE, NOTHING._replace(step=1.0, host_step=0.25))
+    outcome = Simulation(SMALL, SPEC, cost, 160).run(
+        [Arriving(0.0, [1, 2, 3, 4], asked(3)), Arriving(10.0, [5], asked(1))]
+    )
+    assert outcome.served[0].events == [(1.25, 1), (2.5, 1), (3.75, 1)]
+    assert outcome.served[1].events == [(11.25, 1)]  # the clock went on to its arrival
+    assert outcome.totals.seconds == 11.25
+    assert outcome.totals.busy == 4 / 11.25
+
+
+def test_time_is_exact_with_two_steps_in_flight() -> None:
+    """The host plans the second step at 0.25, while the first computes until 1.25."""
+    cost = Cost(SHAPE, NOTHING._replace(step=1.0, host_step=0.25))
+    outcome = Simulation(SMALL, SPEC, cost, 160, depth=2).run([Arriving(0.0, [1, 2, 3, 4], asked(3))])
+    assert outcome.served[0].events == [(1.25, 1), (2.25, 1), (3.25, 1)]
+
+
+def test_a_slow_host_is_waited_for() -> None:
+    cost = Cost(SHAPE, NOTHING._replace(step=0.25, host_step=1.0))
+    outcome = Simulation(SMALL, SPEC, cost, 160, depth=2).run([Arriving(0.0, [1, 2, 3, 4], asked(3))])
+    # Two plans are made before the first result is looked at.
+    assert outcome.served[0].events == [(2.0, 1), (3.0, 1), (3.25, 1)]
+
+
+def test_a_request_joins_when_it_comes() -> None:
+    cost = Cost(SHAPE, NOTHING._replace(step=1.0))
+    requests = [Arriving(0.0, [1, 2], asked(4)), Arriving(1.5, [3, 4], asked(2))]
+    outcome = Simulation(SMALL, SPEC, cost, 160).run(requests)
+    assert [time for time, _ in outcome.served[0].events] == [1, 2, 3, 4]
+    assert [time for time, _ in outcome.served[1].events] == [3, 4]
+    assert outcome.totals.mean_running == 1.5
+
+
+def test_tokens_end_no_sequence() -> None:
+    """7, which is drawn where it may be, is an end token here."""
+    params = SamplingParams(temperature=0.0, max_tokens=9, detokenize=False)
+    simulation = Simulation(SMALL, SPEC, Cost(SHAPE, SOME), 160)
+    outcome = simulation.run([Arriving(0.0, [1, 2, 3], params)])
+    assert sum(count for _, count in outcome.served[0].events) == 9
+    assert 7 not in simulation.runner.tokens
+    assert 8 not in simulation.runner.tokens
+
+
+def test_static_batches_pay_for_their_padding() -> None:
+    """Two prompts of 8 and 2 tokens and outputs of 1 and 3: 6 tokens pad the second, and the first one's row
+    is computed in the two steps after its end."""
+    shape = Shape(1, 0, 1, (Attention(None, 0, 0),))
+    cost = Cost(shape, NOTHING._replace(operation=0.5))
+    requests = [Arriving(0.0, list(range(10, 18)), asked(1)), Arriving(0.0, [20, 21], asked(3))]
+    config = EngineConfig(memory="ft", page_size=4, max_model_len=32)
+    outcome = Simulation(config, SPEC, cost, 160).run(requests)
+    assert [time for time, _ in outcome.served[1].events] == [16, 18, 20]
+    paged = Simulation(EngineConfig(page_size=4), SPEC, cost, 160).run(requests)
+    assert [time for time, _ in paged.served[1].events] == [10, 11, 12]

@@ -1,0 +1,111 @@
+"""Objectives, runs that are given up, and the bisection for a rate that is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.request import SamplingParams
+from quire.sim.cost import Coefficients, Cost, Shape
+from quire.sim.simulate import (
+    MEASURES,
+    STATISTICS,
+    Arriving,
+    Objective,
+    Outcome,
+    Simulation,
+    highest_rate,
+    mean_usage,
+    meets,
+    objective,
+)
+from quire.specs import LayerSpec, ModelSpec
+
+SPEC = ModelSpec("none", (LayerSpec(2, 16),), 512, 64, 64, 4, 128, 10**6)
+SECOND = Coefficients(*(0.0,) * len(Coefficients._fields))._replace(step=1.0)
+
+
+def serve(rate: float, objectives: list[Objective], count: int = 120, output: int = 1, seqs: int = 1) -> Outcome:
+    """A server that computes one step a second, for `seqs` sequences; a request comes every 1 / rate seconds."""
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+    config = EngineConfig(page_size=4, max_num_seqs=seqs, max_num_batched_tokens=32, enable_prefix_caching=False)
+    simulation = Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64 * seqs, kind="cpu")
+    return simulation.run([Arriving(i / rate, [1, 2, 3], params) for i in range(count)], objectives)
+
+
+@pytest.mark.parametrize(("output", "seqs", "most"), [(1, 1, 1.0), (4, 1, 0.25), (4, 2, 0.5)])
+def test_the_rate_of_a_server_that_is_known(output: int, seqs: int, most: float) -> None:
+    goals = [objective(f"p99-e2e-ms={1000 * (output + 1.5)}")]
+    found = highest_rate(lambda rate: meets(serve(rate, goals, 120, output, seqs), goals), start=8.0)
+    assert 0.97 * most <= found <= 1.03 * most
+
+
+@pytest.mark.parametrize("start", [1e-3, 1.0, 3.7, 500.0])
+def test_bisection_ends_within_its_tolerance(start: float) -> None:
+    asked: list[float] = []
+
+    def sustains(rate: float) -> bool:
+        asked.append(rate)
+        return rate <= 3.7
+
+    found = highest_rate(sustains, start, tolerance=0.01)
+    assert found <= 3.7 < found * 1.01
+    assert len(asked) < 40
+    assert len(set(asked)) == len(asked)
+
+
+def test_bisection_gives_up_where_there_is_no_such_rate() -> None:
+    assert highest_rate(lambda rate: False) == 0
+    assert highest_rate(lambda rate: True) == math.inf
+
+
+def test_an_overloaded_run_is_given_up_early() -> None:
+    goals = [objective("mean-e2e-ms=5000")]
+    outcome = serve(4.0, goals, 1000)
+    assert not outcome.totals.finished
+    assert outcome.totals.seconds < 300  # of 1000: three quarters of all requests have yet to be served
+    assert not meets(outcome, goals)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("measure", MEASURES)
+def test_only_lost_runs_are_given_up(statistic: str, measure: str) -> None:
+    """Whenever a run is given up, the whole run misses the objective too; and some are given up."""
+    rate, gaveup = 1.5, 0
+    whole = serve(rate, [], 60, 3, 2)
+    for limit in np.geomspace(0.2, 100, 14):
+        goal = Objective(statistic, measure, float(limit))
+        outcome = serve(rate, [goal], 60, 3, 2)
+        assert meets(outcome, [goal]) == meets(whole, [goal])
+        gaveup += not outcome.totals.finished
+    assert gaveup > 0
+
+
+def test_measures_of_one_request() -> None:
+    [one] = serve(1.0, [], 1, 4).served
+    assert [one.least(measure, 99.0) for measure in ("e2e", "ttft", "tpot", "normalised")] == [4.0, 1.0, 1.0, 1.0]
+    goal = Objective("mean", "normalised", 1.0)
+    assert goal.value([one]) == 1.0
+    assert goal.name == "mean-normalised-ms"
+
+
+def test_memory_is_sampled_evenly_and_in_bounds() -> None:
+    outcome = serve(1e6, [], 900, 4, 1)  # all come at once, so the trace's length says nothing of the run's
+    times = [moment.time for moment in outcome.moments]
+    assert 200 < len(times) <= 801
+    assert times == sorted(times)
+    assert times[-1] > 0.98 * outcome.totals.seconds
+    assert mean_usage(outcome.moments).total == outcome.moments[0].usage.total
+
+
+@pytest.mark.parametrize(
+    "text", ["", "p99", "p99-normalised=3", "p98-e2e-ms=3", "p99-e2f-ms=3", "p99-e2e-ms=", "mean-ttft-ms=0",
+             "mean-ttft-ms=nan", "mean-ttft-ms=inf", "mean-ttft-ms=-1", "mean-ttft=1"],
+)  # fmt: skip
+def test_bad_objectives_say_what_was_expected(text: str) -> None:
+    with pytest.raises(StartupError, match="such as p99-normalised-ms=200"):
+        objective(text)
