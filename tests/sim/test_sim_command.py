@@ -13,6 +13,7 @@ from quire.cli import main
 from quire.cli.simulate import plant_of
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.sim.cost import FOLDER
 
 A100 = ["simulate", "--calibration", "a100-13b"]
 
@@ -90,6 +91,18 @@ def test_the_size_of_the_kv_memory() -> None:
     assert 15e9 < other.kv_tokens * other.spec.token_bytes(2) < 22e9
     with pytest.raises(StartupError, match="leave no room for KV"):
         plant_of(EngineConfig(model_config="opt-66b"), "a100-13b")
+
+
+def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> None:
+    content = json.loads((FOLDER / "a100-13b.json").read_text())
+    path = tmp_path / "mine.json"
+    for name, layers in (("tiny", 6), ("llama3-8b", 32)):
+        path.write_text(json.dumps({**content, "model": name}))
+        assert len(plant_of(EngineConfig(kv_gib=1.0), str(path)).spec.layers) == layers
+    path.write_text(json.dumps({**content, "model": "mine"}))
+    with pytest.raises(StartupError, match="mine, isn't known by name"):
+        plant_of(EngineConfig(), str(path))
+    assert plant_of(EngineConfig(model_config="llama-7b"), str(path)).spec.heads == 32
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ from quire.bench.document import document, short, table, write
 from quire.bench.latency import Trace, latencies, totals
 from quire.bench.traces import Traced, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
-from quire.build import ITEMSIZE, read_source
+from quire.build import BUNDLED, ITEMSIZE, read_source
 from quire.cli import Parser
 from quire.cli.flags import add_engine_flags, config_from
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
+from quire.models.configs import CONFIGS
 from quire.request import SamplingParams
 from quire.runner.budget import activation_bytes
 from quire.sim.cost import Calibration, Cost, load, names
@@ -112,8 +113,10 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
     """What is to be simulated. Without --kv-gib or --kv-tokens the KV memory is what the calibration's device has left
     over; what it had with its own model, if it says that."""
     found = load(calibration)
-    if config.model_config is None and not config.model:
-        config = replace(config, model_config=found.model) if found.model != "tiny" else config
+    if config.model_config is None and not config.model and found.model != BUNDLED:
+        if found.model not in CONFIGS:
+            raise StartupError(f"the calibration's model, {found.model[:80]}, isn't known by name", "Give MODEL")
+        config = replace(config, model_config=found.model)
     source = read_source(config, weights=False)
     dtype = config.dtype if config.dtype != "auto" else found.dtype
     itemsize = ITEMSIZE.get(dtype)
