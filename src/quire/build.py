@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 BUNDLED = "tiny"
+MOST_GROUP, MOST_HEAD_DIM = 64, 256  # what the Triton kernels take
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -160,18 +161,28 @@ def _runner(
     else:
         load(model, source.folder, progress)
     model.prepare(max_len, config.deterministic)
-    attention = _attention(config, device)
+    attention = _attention(config, source.spec, device)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids, graphs=config.cuda_graphs and attention == "triton",
         deterministic=config.deterministic, debug=config.debug,
     )  # fmt: skip
 
 
-def _attention(config: EngineConfig, device: torch.device) -> str:
+def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str:
     """The name of the attention backend. StartupError for one that the device can't run."""
     chosen = config.attention
-    if chosen == "auto":  # torch brings Triton along wherever its GPU builds have it
-        chosen = "triton" if device.type == "cuda" and find_spec("triton") else "sdpa"
+    if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
+        raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
+    heads = {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers}
+    fits = all(group <= MOST_GROUP and dim % 2 == 0 and dim <= MOST_HEAD_DIM for group, dim in heads)
+    if chosen == "auto":
+        chosen = "triton" if device.type == "cuda" and fits else "sdpa"
+    if chosen == "triton" and not fits:
+        raise StartupError(
+            "--attention is triton, and the model has heads that it doesn't take: (query heads a key head, size) "
+            + ", ".join(map(str, sorted(heads))),
+            f"It takes {MOST_GROUP} query heads a key head and even sizes up to {MOST_HEAD_DIM}; use --attention sdpa",
+        )
     if chosen == "triton" and device.type == "cpu":
         raise StartupError("--attention is triton, which needs a GPU", "Use --attention sdpa")
     if config.deterministic and chosen != "triton" and device.type != "cpu":

@@ -108,3 +108,19 @@ def test_a_wasted_row_is_all_that_a_late_stop_costs(engine: Engine) -> None:
     assert tokens == first[: first.index(stop) + 1]
     assert engine.stats.rows - rows <= len(tokens) + 1
     assert engine.scheduler.memory.usage().used == 0
+
+
+def test_a_step_that_samples_nothing_has_run_when_it_is_collected(engine: Engine) -> None:
+    """Its pages may be given to others then, which swaps write on a stream of their own."""
+    engine.add("long", [(3 * j) % 1000 + 10 for j in range(12000)], SamplingParams(max_tokens=1, ignore_eos=True))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert not any(row.sample for row in plan.rows)
+    ticket = engine.runner.submit(plan)
+    assert not torch.cuda.current_stream().query(), "the step is still running"
+    result = engine.runner.collect(ticket)
+    assert torch.cuda.current_stream().query()
+    engine.scheduler.update(plan, result)
+    engine.abort("long")
+    while engine.unfinished:
+        engine.step()

@@ -68,6 +68,7 @@ class Linear(nn.Module):
             from quire.kernels.triton.launch import early
 
             if deterministic:
+                linear.check_invariant(self.weight)
                 self.invariant, self.pdl = linear.invariant, early(self.weight.device)
             elif linear.supports(self.weight, 1):
                 self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)

@@ -29,6 +29,19 @@ class Placement(NamedTuple):
     tables: tuple[tuple[int, ...], ...]
 
 
+def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int) -> tuple[list[tuple[int, ...]], int]:
+    """The layers of each group, and the bytes of a page. Pages are of one size for all groups: smaller ones are padded,
+    to a whole number of every group's head rows. A token takes a place in a page of each group."""
+    sets: list[tuple[int, ...]]
+    if config.table_scope == "layer":
+        sets = [(i,) for i in range(len(spec.layers))]
+    else:
+        sets = [tuple(i for i, other in enumerate(spec.layers) if other == kind) for kind in dict.fromkeys(spec.layers)]
+    row = math.lcm(*(spec.layers[layers[0]].head_dim * config.page_size * itemsize for layers in sets))
+    largest = max(sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets) * config.page_size
+    return sets, -(-largest // row) * row
+
+
 class PagedMemory(SwappedTables):
     """See KVMemory. `chunk` is the largest number of tokens computed in one step; `watermark` pages stay free when a
     sequence joins others, so that these can grow a little before the newest is preempted again."""
@@ -61,17 +74,7 @@ class PagedMemory(SwappedTables):
         size, seqs, chunk = config.page_size, config.max_num_seqs, config.max_num_batched_tokens
         assert seqs is not None, "a memory is built for a known number of sequences"
         assert chunk is not None, "a memory is built for a known number of tokens in a step"
-        sets: list[tuple[int, ...]]
-        if config.table_scope == "layer":
-            sets = [(i,) for i in range(len(spec.layers))]
-        else:
-            sets = [
-                tuple(i for i, other in enumerate(spec.layers) if other == kind) for kind in dict.fromkeys(spec.layers)
-            ]
-        # Pages of one size for all groups: smaller ones are padded, to a whole number of every group's head rows.
-        row = math.lcm(*(spec.layers[layers[0]].head_dim * size * itemsize for layers in sets))
-        largest = max(sum(spec.layers[i].token_bytes(itemsize) for i in layers) * size for layers in sets)
-        page_bytes = -(-largest // row) * row
+        sets, page_bytes = page_layout(config, spec, itemsize)
         groups = tuple(Group(layers, size, page_bytes, spec.layers[layers[0]].window) for layers in sets)
         pages = -(-tokens // size) * len(sets) + 1
         geometry = Geometry(

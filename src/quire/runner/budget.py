@@ -11,6 +11,7 @@ import psutil
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels.limits import MAX_SCORES
+from quire.memory.paged import page_layout
 from quire.specs import ModelSpec
 
 GIB = 2**30
@@ -62,7 +63,10 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     total, free = device_memory(device)
     weights = spec.parameters * itemsize
     activations = activation_bytes(config, spec, itemsize)
-    token_bytes = spec.token_bytes(itemsize)
+    if device != "cpu":
+        activations += replay_bytes(config, spec, itemsize)
+    sets, page_bytes = page_layout(config, spec, itemsize)
+    token_bytes = -(-len(sets) * page_bytes // config.page_size)  # what pads smaller groups' pages is taken too
     usable = free if device == "cpu" else int(total * config.gpu_memory_utilization) - (total - free)
     room = usable - weights - activations
     wanted_len = config.max_model_len or spec.max_len
@@ -119,6 +123,17 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     )
     rotary = min(config.max_model_len or spec.max_len, spec.max_len) * head_dim * 4
     return int(step + logits + attention + rotary)
+
+
+def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
+    """What a GPU holds beside: logits that graphs leave, in their pool and kept; the sampler's lists; how often each
+    sequence has said each token, and room to double that; page tables."""
+    assert config.max_num_seqs is not None, "a sized config"
+    rows = min(config.max_num_seqs, 1024)
+    groups = len(spec.layers) if config.table_scope == "layer" else len(set(spec.layers))
+    longest = min(config.max_model_len or spec.max_len, spec.max_len)
+    tables = groups * (config.max_num_seqs + 1) * -(-longest // config.page_size) * 8
+    return rows * spec.vocab_size * (2 * itemsize + 4 + 6) + tables
 
 
 def device_memory(device: str) -> tuple[int, int]:

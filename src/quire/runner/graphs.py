@@ -134,12 +134,20 @@ class DecodeGraphs:
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         graph = self.graphs.get((tail, size))
         if graph is None:
-            graph = self.graphs[tail, size] = self._capture(size, tail)
+            graph = self._captured(size, tail)
         filled = np.zeros((3, size), dtype=np.int64)
         filled[:, : len(rows)] = np.array([(row.tokens[0], row.slot, row.start) for row in rows], dtype=np.int64).T
         self.staging.upload(filled, self.inputs[: 3 * size].view(3, size))
         graph.graph.replay()
         return graph.result
+
+    def _captured(self, size: int, tail: str) -> Graph:
+        """A new graph. A tail's largest comes first: what it leaves free in the pool is room for all others."""
+        if (tail, self.largest) not in self.graphs:
+            self.graphs[tail, self.largest] = self._capture(self.largest, tail)
+        if size != self.largest:
+            self.graphs[tail, size] = self._capture(size, tail)
+        return self.graphs[tail, size]
 
     def _step(self, size: int, tail: str) -> Any:
         tokens, slots, positions = self.inputs[: 3 * size].view(3, size)
@@ -161,8 +169,10 @@ class DecodeGraphs:
         try:
             with torch.cuda.stream(self.stream):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                result = self._step(size, tail)
-                graph.capture_end()
+                try:
+                    result = self._step(size, tail)
+                finally:
+                    graph.capture_end()
         finally:
             if collecting:
                 gc.enable()

@@ -24,7 +24,7 @@ def details_of(logits: Tensor, tokens: Tensor, width: int, total: Tensor | None 
 
     Equals come in the order of their ids. `total` [N, 1] normalises in place of the logits' own sum.
     """
-    logprobs = logits.log_softmax(-1) if total is None else logits - total
+    logprobs = log_softmax(logits) if total is None else logits - total
     own = logprobs.gather(1, tokens[:, None])
     rank = 1 + (logits > logits.gather(1, tokens[:, None])).sum(-1, keepdim=True)
     parts = [own, rank]
@@ -39,7 +39,16 @@ def total_of(logits: Tensor) -> Tensor:
     """The logarithm of the sum of exp(logits [N, V]), [N, 1]; as `log_softmax` has it, so that a row's doesn't depend
     on how many rows there are (which `logsumexp` on a GPU does)."""
     best, ids = logits.max(-1, keepdim=True)
-    return best - logits.log_softmax(-1).gather(1, ids)
+    return best - log_softmax(logits).gather(1, ids)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Of float32 [N, V]. On a GPU rows begin at multiples of 16 bytes: torch sums a row in an order that depends on
+    where it begins, so that a row's result would depend on its place in the batch."""
+    vocab = logits.shape[1]
+    if logits.is_cuda and vocab % 4:
+        logits = torch.nn.functional.pad(logits, (0, -vocab % 4), value=-math.inf)
+    return logits.log_softmax(-1)[:, :vocab]
 
 
 def top_of(token: int, details: list[float], k: int) -> Top:

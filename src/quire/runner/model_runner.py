@@ -53,6 +53,7 @@ class Ticket(NamedTuple):
     scores: list[Tensor]
     plan: StepPlan
     began: float
+    done: torch.cuda.Event | None  # behind the step's rows, where no sample says that they have run
 
 
 class ModelRunner:
@@ -113,9 +114,9 @@ class ModelRunner:
             self.sampler.birth(birth)
         self.store.replay(plan.journal)
         if not plan.rows:
-            return Ticket(None, [], plan, began)
+            return Ticket(None, [], plan, began, None)
         if self.graphs is not None and self.graphs.fits(plan.rows):
-            return Ticket(self._replay(plan.rows), [], plan, began)
+            return Ticket(self._replay(plan.rows), [], plan, began, None)
         batch = build_batch(plan.rows, self.store, self.last)
         scored = any(row.score for row in plan.rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
@@ -125,7 +126,11 @@ class ModelRunner:
         if len(batch.asked):
             logits = self.model.logits(hidden if narrow else hidden.index_select(0, batch.ends))
             drawn = self._draw([row for row in plan.rows if row.sample], logits)
-        return Ticket(drawn, scores, plan, began)
+        done = None
+        if drawn is None and self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Ticket(drawn, scores, plan, began, done)
 
     def _replay(self, rows: tuple[Row, ...]) -> Drawn:
         """A step of one token a row, as one launch."""
@@ -155,7 +160,9 @@ class ModelRunner:
         return torch.cat(parts)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step's samples."""
+        """Wait for a step: its rows have run when this returns, so their pages may be moved by others."""
+        if ticket.done is not None:
+            ticket.done.synchronize()
         finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
             return StepResult(tuple(finished), time.perf_counter() - ticket.began)
@@ -172,7 +179,9 @@ class ModelRunner:
         return StepResult(tuple(samples), time.perf_counter() - ticket.began)
 
     def close(self) -> None:
-        """Let go of the pages."""
+        """Let go of the pages, once nothing moves them any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for name in ("graphs", "store", "sampler", "last"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.errors import StartupError
 from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.launch import early
 
@@ -275,6 +276,16 @@ def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: boo
     results = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
     _tiles[(programs,)](inputs, weights, added, results, rows, size, depth, PROGRAMS=programs, **options)
     return out
+
+
+def check_invariant(weight: Tensor) -> None:
+    """StartupError where `invariant`'s tiles don't fit the GPU."""
+    shared = _shared(weight.device)
+    if weight.dtype != torch.float32 and shared < SHARED:
+        raise StartupError(
+            f"--deterministic needs {SHARED:,} bytes of shared memory a program, and this GPU has {shared:,}",
+            "Serve without it, or in --dtype float32",
+        )
 
 
 def any_rows(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Tile:
