@@ -45,7 +45,7 @@ class OnDevice:
     def __init__(self, slots: int, vocab: int) -> None:
         self.inner = Sampler(slots, vocab, DEVICE, EOS)
         self.birth, self.finish = self.inner.birth, self.inner.finish
-        self.plain, self.tail_of = self.inner.plain, self.inner.tail_of
+        self.tail_of = self.inner.tail_of
 
     def sample(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Drawn:
         return self.inner.sample(logits.to(DEVICE), rows)
@@ -220,12 +220,12 @@ def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
     ]  # fmt: skip
     for slot, values in enumerate(kinds):
         born(sampler, slot, SamplingParams(**({"temperature": 0.0} | values)), (1, 2, 3), 3, slot)
-    plain = [sampler.plain([Row(slot, (7,), 6, kinds[slot].get("n", 1))]) for slot in range(len(kinds))]
+    plain = [sampler.tail_of([Row(slot, (7,), 6, kinds[slot].get("n", 1))]) == "greedy" for slot in range(len(kinds))]
     assert plain == [True, True, True, True] + [False] * 9
-    assert not sampler.plain([Row(2, (7,), 5, 1)]), "its end tokens are masked still"
-    assert sampler.plain([Row(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)])
-    assert not sampler.plain([Row(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)])
-    assert sampler.plain([Row(2, (5, 6, 7), 4, 1)])
+    assert sampler.tail_of([Row(2, (7,), 5, 1)]) != "greedy", "its end tokens are masked still"
+    assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)]) == "greedy"
+    assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)]) != "greedy"
+    assert sampler.tail_of([Row(2, (5, 6, 7), 4, 1)]) == "greedy"
     for slot, (values, tail) in enumerate([({"min_p": 0.1}, "random"), ({"top_k": 3}, "cut"), ({"top_p": 0.9}, "cut")]):
         born(sampler, slot, SamplingParams(**values), (1,), 1, slot)
         assert [sampler.tail_of([Row(other, (7,), 6, 1) for other in (3, slot)])] == [tail]

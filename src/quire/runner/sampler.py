@@ -82,10 +82,6 @@ class Sampler:
         assert self._fused is not None, "graphs sample by kernels"
         return self._fused.tails(last, largest)
 
-    def greedy(self, last: Tensor, largest: int) -> Tail:
-        """The tail for plain rows."""
-        return self.tails(last, largest)["greedy"]
-
     def tail_of(self, rows: Sequence[Row]) -> str:
         """The tail that samples `rows`: "greedy", "random" or "cut"; or "" where that takes `sample`: for rows with
         several draws, log-probabilities, masks, biases, penalties, a method."""
@@ -97,10 +93,6 @@ class Sampler:
             return ""
         shape = self._shape[slots]
         return "cut" if cuts(shape).any() else "random" if (shape[:, 0] > 0).any() else "greedy"
-
-    def plain(self, rows: Sequence[Row]) -> bool:
-        """Every row takes one token, the most likely one, and nothing else."""
-        return self.tail_of(rows) == "greedy"
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Before the replay of a graph whose tail is "random" or "cut": give it the parameters and noise of `rows`."""

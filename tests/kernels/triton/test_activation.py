@@ -1,4 +1,4 @@
-"""Activations equal torch's in fp64 within one rounding; embeddings are rows of the table, -1 the last sample."""
+"""Activations equal torch's in fp64 within one rounding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.activation import ACTIVATIONS, act, gate
-from quire.kernels.triton.embed import embed
 from quire.layers import mlp
 
 CUDA = torch.cuda.is_available()
@@ -83,20 +82,3 @@ def test_far_values(name: str, dtype: torch.dtype) -> None:
     want = mlp.activation(name)(x.double())
     assert want.isnan().sum() == 1
     torch.testing.assert_close(act(x.clone(), name).double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.parametrize("pdl", PDL)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 100, 4096, 5120])
-def test_embed(size: int, dtype: torch.dtype, pdl: bool) -> None:
-    """Ids, and -1 for the slot's last sample; only rows asked for are read."""
-    weight = random(50, size, dtype=dtype)
-    tokens = torch.tensor([3, -1, 49, -1, 0], device=DEVICE)
-    slots = torch.tensor([1, 2, 1, 4, 0], device=DEVICE)
-    last = torch.tensor([9, 11, 22, 33, 44], device=DEVICE)
-    want = weight[[3, 22, 49, 44, 0]]
-    weight[1] = torch.nan
-    assert torch.equal(embed(tokens, last, slots, weight, pdl=pdl), want)
-    out = torch.empty(5, 2 * size, dtype=dtype, device=DEVICE)[:, :size]
-    assert embed(tokens, last, slots, weight, out, pdl=pdl) is out
-    assert torch.equal(out, want)
