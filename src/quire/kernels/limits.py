@@ -1,4 +1,5 @@
-"""How much attention through gathered pages holds at once; the memory plan counts with these numbers. No torch here."""
+"""How much is held at once: by attention through gathered pages, and by graphs of decode steps. The memory plan counts
+with these numbers. No torch here."""
 
 from __future__ import annotations
 
@@ -7,3 +8,6 @@ TILE = 256
 
 MAX_SCORES = 1 << 22
 """Numbers in one score matrix, all heads together."""
+
+MOST_GRAPH_ROWS = 1024
+"""Rows of the largest decode step that is replayed as a CUDA graph."""

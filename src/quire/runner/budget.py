@@ -10,7 +10,7 @@ import psutil
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.kernels.limits import MAX_SCORES
+from quire.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS
 from quire.memory.paged import page_layout
 from quire.specs import ModelSpec
 
@@ -129,7 +129,7 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     """What a GPU holds beside: logits that graphs leave, in their pool and kept; the sampler's lists; how often each
     sequence has said each token, and room to double that; page tables."""
     assert config.max_num_seqs is not None, "a sized config"
-    rows = min(config.max_num_seqs, 1024)
+    rows = min(config.max_num_seqs, MOST_GRAPH_ROWS)
     groups = len(spec.layers) if config.table_scope == "layer" else len(set(spec.layers))
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     tables = groups * (config.max_num_seqs + 1) * -(-longest // config.page_size) * 8

@@ -178,7 +178,3 @@ class DecodeGraphs:
                 gc.enable()
         current.wait_stream(self.stream)
         return Graph(graph, result)
-
-    def close(self) -> None:
-        """Let go of the graphs and their memory."""
-        self.graphs.clear()
