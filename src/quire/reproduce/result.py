@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HOLDS, DIFFERS, NOT_BUILT = "holds", "differs", "not built"
+MEASURED = "measured"  # a number that nobody claimed anything of
 
 
 class Result(NamedTuple):
@@ -45,3 +46,8 @@ def near(row: str, what: str, paper: float, ours: float, unit: str, tolerance: f
 def at_most(row: str, what: str, limit: float, ours: float, unit: str) -> Result:
     """Holds if ours is at most `limit`, which is this project's own: the paper gives no number."""
     return Result(row, f"{what} (limit: {limit:g})", None, ours, unit, HOLDS if ours <= limit else DIFFERS)
+
+
+def measured(row: str, what: str, ours: Any, unit: str, real_or_simulated: str = "real") -> Result:
+    """A number to be shown beside the claims."""
+    return Result(row, what, None, ours, unit, MEASURED, real_or_simulated)
