@@ -58,6 +58,19 @@ def test_bisection_ends_within_its_tolerance(start: float) -> None:
     assert len(set(asked)) == len(asked)
 
 
+def test_steps_of_the_search_grow() -> None:
+    asked: list[float] = []
+
+    def sustains(rate: float) -> bool:
+        asked.append(rate)
+        return rate <= 1.0
+
+    found = highest_rate(sustains, 40.0, 0.02, 1.1, 2.0)
+    assert found <= 1.0 < found * 1.02
+    assert asked[:4] == pytest.approx([40.0, 40 / 1.1, 40 / 1.1**3, 40 / 1.1**7])
+    assert len(asked) < 18
+
+
 def test_bisection_gives_up_where_there_is_no_such_rate() -> None:
     assert highest_rate(lambda rate: False) == 0
     assert highest_rate(lambda rate: True) == math.inf
@@ -83,6 +96,40 @@ def test_only_lost_runs_are_given_up(statistic: str, measure: str) -> None:
         assert meets(outcome, [goal]) == meets(whole, [goal])
         gaveup += not outcome.totals.finished
     assert gaveup > 0
+
+
+def test_a_run_can_be_cut() -> None:
+    outcome = serve_until(10.0)
+    assert outcome.totals.seconds == 10.0
+    assert not outcome.totals.finished
+    assert sum(one.done for one in outcome.served) == 10
+    assert serve_until(1000.0).totals.finished
+
+
+def serve_until(seconds: float) -> Outcome:
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    config = EngineConfig(page_size=4, max_num_seqs=1, max_num_batched_tokens=32, enable_prefix_caching=False)
+    simulation = Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64, kind="cpu")
+    return simulation.run([Arriving(0.0, [1, 2, 3], params)] * 40, until=seconds)
+
+
+def test_registered_prefixes_are_shared_from_the_first_request_on() -> None:
+    """A prefix of 10 pages is registered within a second, and time starts after it: then requests hold it once."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    config = EngineConfig(
+        page_size=4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False, prefix_tokens=40
+    )
+    outcomes = []
+    for registered in (True, False):
+        simulation = Simulation(config, SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 128, kind="cpu")
+        if registered:
+            simulation.register("prefix", [5] * 40)
+            assert simulation.clock.now == 1.0
+        outcomes.append(simulation.run([Arriving(0.0, [5] * 40 + [6], params)] * 6))
+    shared, alone = outcomes
+    assert shared.served[0].arrival == 1.0
+    assert shared.totals.mean_running > 2 * alone.totals.mean_running
+    assert all(one.events[-1][0] - one.arrival == 4.0 for one in shared.served)
 
 
 def test_measures_of_one_request() -> None:

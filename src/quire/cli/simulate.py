@@ -28,6 +28,7 @@ from quire.models.configs import CONFIGS
 from quire.request import SamplingParams
 from quire.runner.budget import activation_bytes
 from quire.sim.cost import Calibration, Cost, load, names
+from quire.sim.runner import Draw
 from quire.sim.simulate import (
     MEASURES,
     STATISTICS,
@@ -60,11 +61,14 @@ class Plant(NamedTuple):
         """Tokens that a sequence may have."""
         return min(self.config.max_model_len or self.spec.max_len, self.kv_tokens)
 
+    def simulation(self, draw: Draw | None = None) -> Simulation:
+        """A fresh engine; `draw` as SimRunner takes it."""
+        kind, depth = self.calibration.kind, self.calibration.depth
+        return Simulation(self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw)
+
     def simulate(self, trace: Sequence[Arriving], objectives: Sequence[Objective] = ()) -> Outcome:
         """A fresh engine serves the trace."""
-        kind, depth = self.calibration.kind, self.calibration.depth
-        simulation = Simulation(self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth)
-        return simulation.run(trace, objectives)
+        return self.simulation().run(trace, objectives)
 
 
 def main(args: list[str]) -> int:

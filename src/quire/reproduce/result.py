@@ -26,11 +26,12 @@ class Result(NamedTuple):
 
 
 class Reproduction(NamedTuple):
-    """Results, what to print beside them, and how to draw them."""
+    """Results, what to print beside them, and how to draw them. `data` is what the picture shows, for the document."""
 
     results: list[Result]
     text: str
     draw: Callable[[], Figure]
+    data: Any = None
 
 
 def equal(row: str, what: str, paper: Any, ours: Any, unit: str = "") -> Result:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -115,13 +115,33 @@ class Objective(NamedTuple):
             return float(np.mean(values))
         return float(np.percentile(values, float(self.statistic[1:])))
 
-    def lost(self, served: Sequence[Served], now: float, total: int) -> bool:
-        """The run of `total` requests can't meet the objective any more, whatever comes after `now`."""
-        least = [one.least(self.measure, now) for one in served]
+    def weight(self, value: float) -> float:
+        """What one request's value counts for: itself in a mean; whether it is too high in a percentile."""
+        return value if self.statistic == "mean" else float(value > self.limit)
+
+    def lost(self, weight: float, total: int) -> bool:
+        """Requests that together weigh this much are too many, or too slow, for `total` to meet the objective."""
         if self.statistic == "mean":
-            return sum(least) > self.limit * total
+            return weight > self.limit * total
         rank = int(float(self.statistic[1:]) / 100 * (total - 1))  # if this one and all above are too slow
-        return sum(value > self.limit for value in least) >= total - rank
+        return weight >= total - rank
+
+
+class Doubt:
+    """Whether a run of `total` requests can still meet an objective. What is done is added up once."""
+
+    def __init__(self, goal: Objective, total: int) -> None:
+        self.goal, self.total = goal, total
+        self.settled = 0.0
+
+    def settle(self, one: Served) -> None:
+        """A request is done."""
+        self.settled += self.goal.weight(one.least(self.goal.measure, 0.0))
+
+    def lost(self, others: Iterable[Served], now: float) -> bool:
+        """It can't, whatever comes after `now`; `others` came and aren't done."""
+        goal = self.goal
+        return goal.lost(self.settled + sum(goal.weight(one.least(goal.measure, now)) for one in others), self.total)
 
 
 def objective(text: str) -> Objective:
@@ -186,33 +206,54 @@ class Simulation:
         limits = Limits(spec.vocab_size, max_len, sys.maxsize)
         self.engine = Engine(scheduler, self.runner, limits, clock=self.clock, seed=config.seed, depth=depth)
 
-    def run(self, trace: Sequence[Arriving], objectives: Sequence[Objective] = ()) -> Outcome:
-        """Serve the whole trace, or as much of it as shows that an objective can't be met. Once only."""
+    def register(self, name: str, tokens: Sequence[int]) -> None:
+        """Compute and pin a prefix before any request comes (PagedAttention §4.4), within `config.prefix_tokens`."""
+        self.engine.register_prefix(name, tokens)
+        while self.engine.unfinished:
+            for output in self.engine.step():
+                assert output.finish_reason != "error", f"the prefix {name} was not registered: {output.stop_reason}"
+
+    def run(self, trace: Sequence[Arriving], objectives: Sequence[Objective] = (), until: float = math.inf) -> Outcome:
+        """Serve the whole trace, or as much of it as shows that an objective can't be met, or as comes before `until`
+        seconds. Once only. The trace's time begins now: after prefixes were registered."""
         engine, clock = self.engine, self.clock
+        until += clock.now
+        trace = [one._replace(at=clock.now + one.at) for one in trace] if clock.now else trace
         served: list[Served] = []
+        going: dict[str, Served] = {}
+        doubts = [Doubt(goal, len(trace)) for goal in objectives]
         watch = _Watch(self, trace[-1].at)
         look = LOOKS
         while len(served) < len(trace) or engine.unfinished:
             while len(served) < len(trace) and trace[len(served)].at <= clock.now:
                 at, prompt, params = trace[len(served)]
                 assert params.max_tokens is not None, "a request of a trace has a length"
-                engine.add(str(len(served)), prompt, params)
-                served.append(Served(at, len(prompt), params.max_tokens))
+                name = str(len(served))
+                engine.add(name, prompt, params)
+                going[name] = one = Served(at, len(prompt), params.max_tokens)
+                served.append(one)
             if not engine.unfinished:
                 clock.reach(trace[len(served)].at)
                 continue
             ended = 0
             for output in engine.step():
-                one = served[int(output.request)]
+                one = going[output.request]
                 one.events.append((clock.now, len(output.tokens)))
-                one.done = output.done
-                ended += output.done
+                if output.done:
+                    one.done = True
+                    ended += 1
+                    del going[output.request]
+                    for doubt in doubts:
+                        doubt.settle(one)
             watch.step(ended)
-            if clock.now >= look:
+            if clock.now >= until:
+                break
+            if doubts and clock.now >= look:
                 look = clock.now + LOOKS
-                if any(goal.lost(served, clock.now, len(trace)) for goal in objectives):
+                if any(doubt.lost(going.values(), clock.now) for doubt in doubts):
                     return Outcome(served, watch.moments, watch.totals(finished=False))
-        return Outcome(served, watch.moments, watch.totals(finished=True))
+        finished = len(served) == len(trace) and not engine.unfinished
+        return Outcome(served, watch.moments, watch.totals(finished))
 
 
 class _Watch:
@@ -262,19 +303,26 @@ def meets(outcome: Outcome, objectives: Sequence[Objective]) -> bool:
     return outcome.totals.finished and all(goal.value(outcome.served) <= goal.limit for goal in objectives)
 
 
-def highest_rate(sustains: Callable[[float], bool], start: float = 1.0, tolerance: float = 0.02) -> float:
-    """The highest rate that `sustains` still says yes to, by doubling or halving from `start`, then bisection until the
-    next rate tried that it refuses is at most `tolerance` (a share) higher. 0 if it accepts none, however low; infinite
-    if it refuses none, however high."""
+def highest_rate(
+    sustains: Callable[[float], bool],
+    start: float = 1.0,
+    tolerance: float = 0.02,
+    factor: float = 2.0,
+    growth: float = 1.0,
+) -> float:
+    """The highest rate that `sustains` still says yes to, by steps from `start` up or down, then bisection until the
+    next rate tried that it refuses is at most `tolerance` (a share) higher. The first step is by `factor`, each further
+    one by the one before to the power of `growth`. 0 if no rate is accepted, however low; infinite if none is refused,
+    however high."""
     low, high = start, start
     if sustains(start):
-        while sustains(high := high * 2):
-            low = high
+        while sustains(high := high * factor):
+            low, factor = high, factor**growth
             if high > start * STEEPEST:
                 return math.inf
     else:
-        while not sustains(low := low / 2):
-            high = low
+        while not sustains(low := low / factor):
+            high, factor = low, factor**growth
             if low < start / STEEPEST:
                 return 0.0
     while high > low * (1 + tolerance):

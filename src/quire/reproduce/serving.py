@@ -1,0 +1,206 @@
+"""Serving compared by simulation (PagedAttention §6.1): its systems under one load, and the request rates they sustain.
+
+The requests of a load are one endless sequence, and their times are stretched to the rate: systems differ in their
+memory and in nothing else, rates in how many requests a trace has and how fast they come. Simulations share the cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from quire.bench.workloads import EDGE, Sketch, parse, poisson
+from quire.cli.simulate import Plant, plant_of
+from quire.config import EngineConfig
+from quire.request import SamplingParams
+from quire.sim.simulate import Arriving, Objective, Outcome, highest_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SYSTEMS = {
+    "paged": "vLLM (paged)", "orca-oracle": "Orca (Oracle)", "orca-pow2": "Orca (Pow2)", "orca-max": "Orca (Max)",
+    "ft": "FasterTransformer",
+}  # fmt: skip
+SECONDS = 600.0  # of a trace; with --full the paper's HOUR
+HOUR = 3600.0
+SEED = 0
+BLOCK = 4096  # requests drawn at a time
+LIMIT = 0.2  # seconds a token: mean normalised latency that a sustained rate keeps to, for every system
+SHOWN = 5 * LIMIT  # and up to which curves are drawn; the paper's axes end there
+TOLERANCE = 0.02  # of a sustained rate
+START, STEP, GROWTH = 1.1, 1.1, 2.0  # of the search for it: of the capacity, and see highest_rate
+BELOW = (0.3, 0.6, 0.85)  # of the sustained rate: further points of a curve
+CROWD = 4  # a burst has so many times the requests that fill the memory
+SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else; what they are has no say
+
+
+class Load(NamedTuple):
+    """What is served on what: a calibration's device and, unless `model` and `kv_gib` say otherwise, its model and KV
+    memory. The first `prefix` tokens of all prompts are the same ones; the paged memory has them registered."""
+
+    calibration: str
+    workload: str
+    model: str | None = None
+    kv_gib: float | None = None
+    prefix: int = 0
+
+    def plant(self, system: str) -> Plant:
+        """The load's model under a system's memory. No prefix is cached but those registered, as in the paper."""
+        config = EngineConfig(
+            memory=system, model_config=self.model, kv_gib=self.kv_gib, enable_prefix_caching=False, seed=SEED,
+            prefix_tokens=self.prefix if system == "paged" else 0,
+        )  # fmt: skip
+        return plant_of(config, self.calibration)
+
+    def sketches(self, count: int) -> list[Sketch]:
+        """The first `count` requests."""
+        blocks = range(-(-count // BLOCK))
+        drawn = [one for i in blocks for one in parse(f"{self.workload}@{BLOCK}").sketches(SEED + i)]
+        return drawn[:count]
+
+    def arriving(self, times: Sequence[float]) -> list[Arriving]:
+        """The first requests, at these times."""
+        found = []
+        for time, sketch in zip(times, self.sketches(len(times))):
+            prompt = [SHARED] * self.prefix + [OWN] * (sketch.prompt_len - self.prefix)
+            params = SamplingParams(temperature=0.0, max_tokens=sketch.output_len, ignore_eos=True, detokenize=False)
+            found.append(Arriving(time, prompt, params))
+        return found
+
+    def trace(self, rate: float, seconds: float) -> list[Arriving]:
+        """Poisson arrivals of `rate` requests a second for about `seconds`."""
+        times = np.array(poisson(max(1, math.ceil(rate * seconds)), 1.0, SEED)) / rate
+        return self.arriving(times.tolist())
+
+    def serve(
+        self, system: str, trace: Sequence[Arriving], limit: float = math.inf, until: float = math.inf
+    ) -> Outcome:
+        """A system serves a trace, until its mean normalised latency must exceed `limit`, or for `until` seconds."""
+        simulation = self.plant(system).simulation()
+        if simulation.config.prefix_tokens:
+            simulation.register("prefix", [SHARED] * self.prefix)
+        return simulation.run(trace, [Objective("mean", "normalised", limit)] if limit < math.inf else (), until)
+
+    def capacity(self, system: str) -> float:
+        """Requests a second that a system serves when all have come at once; while the middle ones end, since memory
+        fills at the beginning and empties at the end."""
+        mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(BLOCK)])
+        count = CROWD * math.ceil(self.plant(system).kv_tokens / float(mean))
+        outcome = self.serve(system, self.arriving([0.0] * count))
+        ends = sorted(one.events[-1][0] for one in outcome.served)
+        first, last = count // 5, count - count // 5 - 1
+        return (last - first) / (ends[last] - ends[first])
+
+
+class Point(NamedTuple):
+    """A run at a rate: its mean normalised latency in seconds a token (None: it was given up), the requests that ran at
+    once (mean over steps), how many were preempted, and the share of time in which the device computed."""
+
+    rate: float
+    latency: float | None
+    running: float
+    preemptions: int
+    busy: float
+
+    def keeps(self, limit: float) -> bool:
+        return self.latency is not None and self.latency <= limit
+
+
+class Curve(NamedTuple):
+    """A system's latency by rate, ascending, and the highest rate that it sustains: at LIMIT."""
+
+    system: str
+    highest: float
+    points: tuple[Point, ...]
+
+    def at(self, limit: float) -> float:
+        """The highest rate at another limit, by interpolation between the points; NaN outside of them."""
+        known = [point for point in self.points if point.latency is not None]
+        over = next((i for i, point in enumerate(known) if not point.keeps(limit)), 0)
+        if not over:
+            return math.nan
+        low, high = known[over - 1], known[over]
+        assert low.latency is not None, "points without a latency were left out"
+        assert high.latency is not None, "points without a latency were left out"
+        share = math.log(limit / low.latency) / math.log(high.latency / low.latency)
+        return low.rate + share * (high.rate - low.rate)
+
+    @property
+    def knee(self) -> Point:
+        """The run at the highest rate."""
+        return next(point for point in self.points if point.rate == self.highest)
+
+
+def measure(load: Load, system: str, rate: float, seconds: float, limit: float = SHOWN) -> Point:
+    """One run; it is given up when its latency must exceed `limit`."""
+    outcome = load.serve(system, load.trace(rate, seconds), limit)
+    run = outcome.totals
+    latency = Objective("mean", "normalised", limit).value(outcome.served) if run.finished else None
+    return Point(rate, latency, run.mean_running, run.preemptions, run.busy)
+
+
+def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curve:
+    """A system's latency around the highest rate that it sustains, found from its capacity, and below that."""
+    points: dict[float, Point] = {}
+
+    def sustains(rate: float) -> bool:
+        points[rate] = measure(load, system, rate, seconds)
+        return points[rate].keeps(limit)
+
+    found = highest_rate(sustains, START * load.capacity(system), TOLERANCE, STEP, GROWTH)
+    assert 0 < found < math.inf, f"{system} sustains any rate, or none: the trace of {seconds} s is too short"
+    for share in BELOW:
+        sustains(share * found)
+    return Curve(system, found, tuple(points[rate] for rate in sorted(points)))
+
+
+def in_parallel(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], most: int = 8) -> list[Any]:
+    """The function of each job's arguments, in the jobs' order, by as many processes as there are cores. It must be
+    importable by its name. Give the longest jobs first."""
+    workers = min(len(jobs), len(os.sched_getaffinity(0)), most)
+    if workers < 2:
+        return [function(*job) for job in jobs]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        return list(pool.map(function, *zip(*jobs)))
+
+
+def curves(
+    loads: Sequence[Load], systems: Sequence[str], seconds: Sequence[float], limit: float = LIMIT
+) -> list[dict[str, Curve]]:
+    """The curves of each load, whose traces have so many seconds, by system."""
+    jobs = [(load, system, length) for load, length in zip(loads, seconds) for system in systems]
+    done: list[Curve] = in_parallel(partial(curve, limit=limit), jobs)
+    return [
+        {system: done[i * len(systems) + k] for k, system in enumerate(systems)} for i in range(len(loads))
+    ]  # fmt: skip
+
+
+def draw_curves(axes: Axes, found: dict[str, Curve], title: str, labels: dict[str, str] | None = None) -> None:
+    """Latency by rate, a line a system, as in Figure 12."""
+    from quire.reproduce.plots import COLOURS
+
+    for (system, curve), colour in zip(found.items(), COLOURS):
+        shown = [(point.rate, point.latency) for point in curve.points if point.latency is not None]
+        axes.plot(*zip(*shown), "o-", color=colour, markersize=3, label=(labels or SYSTEMS)[system])
+    axes.axhline(LIMIT, color="black", linewidth=0.6, linestyle=":")
+    axes.set_ylim(0, SHOWN)
+    axes.set_xlim(0)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("requests/s")
+    axes.set_ylabel("normalised latency, s a token")
+
+
+def as_data(found: dict[str, Curve]) -> dict[str, Any]:
+    """Curves as JSON."""
+    return {
+        system: {"highest": curve.highest, "points": [point._asdict() for point in curve.points]}
+        for system, curve in found.items()
+    }
