@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quire.bench import calibrate, main, steps
 from quire.bench.calibrate import by_kind, errors, fitted, kind_of, planned, recorded, shape_of, split
-from quire.bench.steps import NOTHING, Sample
+from quire.bench.steps import NOTHING, Sample, Timed, grid
 from quire.build import read_source
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost import Attention, Coefficients, Cost, Shape, Work, load
+from quire.sim.simulate import Simulation
 
 SHAPE = Shape(10**6, 10**4, 2, (Attention(None, 100, 50),))
 TRUE = Coefficients(1e-9, 1e-12, 1e-8, 1e-10, 0.0, 0.0, 5e-4, 1e-5, 1e-4, 2e-6)
@@ -97,11 +99,52 @@ def test_bad_records_are_refused(tmp_path: Path, content: str, words: str) -> No
         recorded(str(path), config, source, shape_of(source, 4), 4096)
 
 
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROWS": (1, 4, 8), "CONTEXTS": (16, 64), "PROMPTS": (1, 2), "LENGTHS": (16, 64, 128),
+                        "DECODERS": (4, 32)}.items():  # fmt: skip
+        monkeypatch.setattr(steps, name, value)
+
+
+class Mark:
+    """An event of a GPU that is simulated."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.at = max(simulation.runner.free, simulation.clock.now)
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Mark) -> float:
+        return 1000 * (later.at - self.at)
+
+
+def test_overlapping_steps_are_told_apart_by_the_device_s_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a simulated GPU with two steps in flight, exactly the coefficients are found that it was made of."""
+    smaller(monkeypatch)
+    config = EngineConfig(model="tiny", enable_prefix_caching=False, max_num_seqs=64)
+    source = read_source(config)
+    cost = Cost(shape_of(source, 4), TRUE)
+    simulation = Simulation(config, source.spec, cost, 8192, depth=2)
+    simulation.runner.device = SimpleNamespace(type="cuda")  # type: ignore[attr-defined]
+    monkeypatch.setattr(steps, "mark", lambda runner: Mark(simulation))
+    timed = Timed(simulation.engine, cost.shape)
+    timed.clock = simulation.clock
+    samples = grid(timed)
+    for sample in samples:
+        assert (sample.work.attention > 0) == (sample.what != "decode")
+        assert (sample.host > 0) == (sample.what == "decode"), "launches aren't the host's"
+        assert sample.seconds == pytest.approx(cost.device(sample.work))
+    prompts = [s.work for s in samples if s.what == "prompts"]
+    assert [work.rows for work in prompts] == [2, 3] * 3, "something decodes beside"
+    assert [work.tokens for work in prompts] == [17, 33, 65, 129, 129, 257]
+    found = fitted(cost.shape, samples, bandwidth=1e9)
+    assert found == pytest.approx(TRUE, rel=1e-3)
+
+
 def test_steps_are_made_and_timed_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("ROWS", (1, 4, 8)), ("CONTEXTS", (16, 64)), ("PROMPTS", (1, 2)), ("LENGTHS", (16, 64, 128))):
-        monkeypatch.setattr(steps, name, value)
+    smaller(monkeypatch)
     out = tmp_path / "calibration.json"
     assert main(["calibrate", "--device", "cpu", "--kv-tokens", "8192", "--out", str(out)]) == 0
     assert "steps kept out of the fit" in capsys.readouterr().out

@@ -15,11 +15,11 @@ from quire.plan import Copy, StepPlan, StepResult
 from quire.request import SamplingParams
 from quire.sim.cost import Coefficients, Shape, Work, work_of
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXTS = (16, 64, 256, 1024, 4096)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
+CONTEXTS = (16, 64, 256, 512, 1024, 1900, 4096)
 PROMPTS = (1, 2, 8, 32)
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-DECODERS = (4, 32)  # rows beside a prompt
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192)
+DECODERS = (4, 16, 32)  # rows beside a prompt
 STEPS, WARM, REPEATS = 9, 2, 3
 SWAPS = (64, 256, 1024, 4096)
 COPIED = 64  # pages
@@ -38,7 +38,9 @@ class Sample(NamedTuple):
 
 
 class Timed:
-    """A runner that notes what each of its steps did, and how long it took: from when the device could begin."""
+    """A runner that notes what each of its steps did, and how long it took: from when the device could begin. A GPU's
+    own events tell that: while a step is launched kernel by kernel, the step before it still runs, and by the host's
+    clock the launches would count as that one's."""
 
     def __init__(self, engine: Engine, shape: Shape) -> None:
         self.engine, self.runner, self.shape = engine, engine.runner, shape
@@ -46,6 +48,7 @@ class Timed:
         geometry = engine.scheduler.memory.geometry
         self.page_bytes = tuple(group.page_bytes for group in geometry.groups)
         self.began: list[float] = []
+        self.marks: list[tuple[Any, Any]] = []  # before and behind each step in flight, on the GPU's stream
         self.free = self.inside = 0.0
         self.samples: list[Sample] = []
         self.what = ""
@@ -55,7 +58,9 @@ class Timed:
     def submit(self, plan: StepPlan) -> tuple[StepPlan, Any]:
         began = self.clock()
         self.began.append(began)
+        before = mark(self.runner)
         ticket = self.runner.submit(plan)
+        self.marks.append((before, mark(self.runner)))
         if self.depth == 1:  # the host waits for what it submitted; else it does that while the device works
             self.inside += self.clock() - began
         return plan, ticket
@@ -63,9 +68,14 @@ class Timed:
     def collect(self, ticket: tuple[StepPlan, Any]) -> StepResult:
         waited = self.clock()
         result = self.runner.collect(ticket[1])
+        before, behind = self.marks.pop(0)
+        if behind is not None:
+            behind.synchronize()
         now = self.clock()
         self.inside += now - waited
         seconds = now - max(self.began.pop(0), self.free)
+        if behind is not None:
+            seconds = before.elapsed_time(behind) / 1000
         self.free = now
         self.samples.append(Sample(self.what, work_of(ticket[0], self.shape, self.page_bytes), seconds))
         return result
@@ -84,13 +94,14 @@ class Timed:
 def grid(timed: Timed) -> list[Sample]:
     """Steps of all kinds that the engine's memory and budget have room for."""
     samples: list[Sample] = []
+    beside = _beside(timed)
     for context in CONTEXTS:
         for rows in ROWS:
             if _room(timed, rows, context):
                 samples.append(decode_step(timed, rows, context))
     for length in LENGTHS:
         for count in PROMPTS:
-            if count * length <= timed.engine.scheduler.budget and _room(timed, count, length):
+            if count * length + beside <= timed.engine.scheduler.budget and _room(timed, count + beside, length):
                 samples.append(prompt_step(timed, count, length))
         for rows in DECODERS:
             if rows + length <= timed.engine.scheduler.budget and _room(timed, rows + 1, length):
@@ -116,20 +127,27 @@ def decode_step(timed: Timed, rows: int, context: int) -> Sample:
 
 
 def prompt_step(timed: Timed, count: int, length: int, rows: int = 0) -> Sample:
-    """The fastest of some steps that compute `count` prompts beside `rows` sequences that decode."""
+    """The fastest of some steps that compute `count` prompts beside `rows` sequences that decode. Where steps overlap,
+    one sequence decodes in any case: in service, too, a step is launched while another one runs. Its launches are part
+    of the device's time as far as that leaves them to be seen, so they aren't counted as the host's."""
     timed.what = "prompts and decode" if rows else "prompts"
-    if rows:
-        _start(timed, rows, DECODED)
+    beside = _beside(timed)
+    if rows or beside:
+        _start(timed, max(rows, beside), DECODED)
     steps = []
     for i in range(REPEATS):
-        tokens = timed.engine.stats.computed_tokens
         for j in range(count):
             timed.engine.add(f"prompt-{i}-{j}", [TOKEN] * length, _params(1))
-        while timed.engine.stats.computed_tokens - tokens < count * length:
-            sample = timed.step()
-        steps.append(sample)
+        while not (sample := timed.step()).work.attention:
+            pass
+        steps.append(sample._replace(host=0.0) if beside else sample)
     _end(timed)
     return _fastest(steps)
+
+
+def _beside(timed: Timed) -> int:
+    """Sequences that decode beside any prompt."""
+    return int(timed.depth > 1)
 
 
 def _start(timed: Timed, rows: int, context: int) -> None:
@@ -199,6 +217,17 @@ def clock_of(runner: Any) -> Callable[[], float]:
 
     alone = runner.device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if alone else time.perf_counter
+
+
+def mark(runner: Any) -> Any:
+    """An event on a GPU's stream, here and now; None on a CPU."""
+    import torch
+
+    if runner.device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _wait(device: Any) -> None:

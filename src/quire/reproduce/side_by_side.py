@@ -1,0 +1,245 @@
+"""The same trace served by an engine on this device, and simulated: the systems of PagedAttention §6.1 side by side.
+
+`serve` is driven by the wall clock or by a virtual one, so both are measured in the same way. One model and one runner
+serve all systems in turn: these differ in their memory and in nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quire.build import ITEMSIZE, Built
+from quire.cli.simulate import plant_of
+from quire.config import EngineConfig
+from quire.engine import Engine
+from quire.errors import QuireError
+from quire.memory import Size, Usage, build_memory
+from quire.memory.reserved import STATIC, ReservedMemory
+from quire.reproduce.serving import BLOCK, Load
+from quire.request import SamplingParams
+from quire.scheduler import Scheduler
+from quire.sim.simulate import Arriving, Served, Simulation
+
+LOOK = 0.25  # seconds between samples of the memory
+CROWD = 1024  # requests that come at once where a capacity is measured, by simulation,
+FILLING, SATURATED = 1000, 4000  # in so many steps while the memory is being filled, and after them
+SWEPT = 128  # tokens of the KV memory for each sequence of the warm-up
+SHORT = 8  # tokens of its prompts
+WARM = 3.0  # seconds of a burst of requests after that
+
+Wait = Callable[[float], None]
+
+
+class Span(NamedTuple):
+    """Seconds of a run: it is measured from `start` to `end`, when the last request came, and given up at `until`."""
+
+    start: float
+    end: float
+    until: float
+
+
+class Plan(NamedTuple):
+    """A run to be made: a system at a rate, in requests a second."""
+
+    system: str
+    rate: float
+    span: Span
+
+
+class Run(NamedTuple):
+    """A plan as it went. `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over
+    `steps`, those of the measured part. `latency` is the mean normalised latency (s a token) of all requests; for the
+    `unfinished` ones what it was at the end. `shares` is the memory by category."""
+
+    system: str
+    rate: float
+    by: str
+    seconds: float
+    steps: int
+    batch: float
+    running: float
+    tokens_per_s: float
+    latency: float
+    requests: int
+    unfinished: int
+    preemptions: int
+    shares: dict[str, float]
+
+
+class Step(NamedTuple):
+    """When a step was taken in; the steps and their rows that were planned meanwhile; the requests that ran, the tokens
+    that came."""
+
+    at: float
+    planned: int
+    rows: int
+    running: int
+    tokens: int
+
+
+class Place(NamedTuple):
+    """What is served where: an engine of `config`, for real and by `calibration`; requests are those of `workload`, the
+    same ones in the same order at any rate."""
+
+    config: EngineConfig
+    calibration: str
+    workload: str
+
+    def trace(self, rate: float, seconds: float) -> list[Arriving]:
+        """Poisson arrivals."""
+        return Load(self.calibration, self.workload).trace(rate, seconds)
+
+    def mean_output(self) -> float:
+        """Tokens that a request brings."""
+        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).sketches(BLOCK)]))
+
+    def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
+        """The system by the calibration. This engine doesn't compute what FasterTransformer computes for nothing, so
+        a simulation beside it does so only if `padded`."""
+        plant = plant_of(replace(self.config, memory=system), self.calibration)
+        plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens)
+        made = plant.simulation()
+        if not padded:
+            made.runner.padding = None
+        return made
+
+    def simulate(self, plan: Plan, kv_tokens: int | None = None, padded: bool = False) -> Run:
+        """A plan on the virtual clock."""
+        made = self.simulation(plan.system, kv_tokens, padded)
+        by = "simulated, padded" if padded else "simulated"
+        return run(made.engine, made.clock.reach, self.trace(plan.rate, plan.span.end), plan, by)
+
+    def capacity(self, system: str) -> float:
+        """Requests a second that a system serves, by simulation, while more of them wait than it can take."""
+        made = self.simulation(system)
+        for i, one in enumerate(self.trace(CROWD, 1.0)):
+            made.engine.add(str(i), one.prompt, one.params)
+        _tokens(made.engine, FILLING)
+        began = made.clock()
+        tokens = _tokens(made.engine, SATURATED)
+        return tokens / (made.clock() - began) / self.mean_output()
+
+
+def _tokens(engine: Engine, steps: int) -> int:
+    """Tokens that so many steps bring."""
+    return sum(len(output.tokens) for _ in range(steps) if engine.unfinished for output in engine.step())
+
+
+# A run
+
+
+def serve(
+    engine: Engine, wait: Wait, trace: Sequence[Arriving], span: Span
+) -> tuple[list[Served], list[Step], list[Usage]]:
+    """Requests come at their times by the engine's clock; `wait` lets time pass until a moment of it. What is
+    unfinished at the end is aborted, so that the engine is idle again."""
+    clock = engine.clock
+    began, look = clock(), span.start
+    served: list[Served] = []
+    steps: list[Step] = []
+    usages: list[Usage] = []
+    while (now := clock() - began) < span.until and (len(served) < len(trace) or engine.unfinished):
+        while len(served) < len(trace) and trace[len(served)].at <= now:
+            at, prompt, params = trace[len(served)]
+            assert params.max_tokens is not None, "a request of a trace has a length"
+            engine.add(str(len(served)), prompt, params)
+            served.append(Served(at, len(prompt), params.max_tokens))
+        if engine.unfinished:
+            steps.append(_step(engine, served, began))
+        else:
+            wait(began + min(trace[len(served)].at, span.until))
+        if look <= clock() - began <= span.end:
+            usages.append(engine.scheduler.memory.usage())
+            look = clock() - began + LOOK
+    for name in list(engine.requests):
+        engine.abort(name)
+    while engine.unfinished:
+        engine.step()
+    return served, steps, usages
+
+
+def _step(engine: Engine, served: Sequence[Served], began: float) -> Step:
+    """One step of the engine. Requests that it ended were running in it."""
+    planned, rows = engine.stats.steps, engine.stats.rows
+    outputs = engine.step()
+    now = engine.clock() - began
+    tokens, running = 0, len(engine.scheduler.running)
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise QuireError(f"request {output.request} failed: {output.stop_reason}")
+        one = served[int(output.request)]
+        one.events.append((now, len(output.tokens)))
+        one.done = output.done
+        tokens += len(output.tokens)
+        running += output.done
+    return Step(now, engine.stats.steps - planned, engine.stats.rows - rows, running, tokens)
+
+
+def run(engine: Engine, wait: Wait, trace: Sequence[Arriving], plan: Plan, by: str) -> Run:
+    """Serve a trace, which is the plan's. What is real goes to stderr at once, so that no later error loses it."""
+    start, end, _ = plan.span
+    before = engine.scheduler.preemptions
+    served, steps, usages = serve(engine, wait, trace, plan.span)
+    now = steps[-1].at
+    part = [step for step in steps if start < step.at <= end]
+    planned = sum(step.planned for step in part)
+    sizes = np.mean(usages, axis=0)
+    done = Run(
+        plan.system, plan.rate, by, end - start, planned,
+        sum(step.rows for step in part) / max(planned, 1), sum(step.running for step in part) / max(len(part), 1),
+        sum(step.tokens for step in part) / (end - start),
+        float(np.mean([one.least("normalised", now) for one in served])),
+        len(served), sum(not one.done for one in served), engine.scheduler.preemptions - before,
+        dict(zip(Usage._fields, (sizes / sizes.sum()).tolist())),
+    )  # fmt: skip
+    if by == "real":
+        print(json.dumps(done._asdict()), file=sys.stderr, flush=True)
+    return done
+
+
+# For real
+
+
+def engine_of(made: Built, config: EngineConfig, system: str) -> Engine:
+    """Another engine over the runner of `made`, idle since, with a system's memory: the pages and page tables are as
+    large whatever the memory, so what `made` has captured and compiled serves on."""
+    runner: Any = made.engine.runner
+    config = replace(config, memory=system).sized(made.plan.device)
+    assert config.max_num_seqs is not None, "sized above"
+    assert config.max_num_batched_tokens is not None, "sized above"
+    max_len = made.plan.max_len
+    memory = build_memory(config, made.spec, Size(made.plan.kv_tokens, max_len, ITEMSIZE[made.plan.dtype]), made.name)
+    there = runner.store.geometry
+    assert replace(memory.geometry, layout=there.layout) == there, "the memories have other tables"
+    scheduler = Scheduler(
+        memory, budget=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, max_len=max_len,
+        static=system in STATIC,
+    )  # fmt: skip
+    if isinstance(memory, ReservedMemory):
+        memory.queue = scheduler.waiting
+    limits = made.engine.limits._replace(max_queued=sys.maxsize)
+    return Engine(scheduler, runner, limits, clock=time.monotonic, seed=config.seed, depth=made.engine.depth)
+
+
+def sleep_until(moment: float) -> None:
+    """Let the wall clock reach a moment of time.monotonic."""
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def warm_up(made: Built, place: Place) -> None:
+    """What is compiled or captured at first use is used: every batch up to more than a trace brings, then a trace."""
+    engine = engine_of(made, place.config, "paged")
+    rows = min(engine.scheduler.max_seqs, made.plan.kv_tokens // SWEPT)
+    for i in range(rows):
+        params = SamplingParams(temperature=0.0, max_tokens=1 + i, ignore_eos=True, detokenize=False)
+        engine.add(str(i), [SHORT] * SHORT, params)
+    while engine.unfinished:
+        engine.step()
+    serve(engine, sleep_until, place.trace(2 * rows / WARM, WARM), Span(0.0, WARM, WARM))

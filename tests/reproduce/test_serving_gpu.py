@@ -1,0 +1,164 @@
+"""Figures 12a and 13a for real, at a small scale: the bundled model on this CPU, every system over one runner, beside
+simulations. What the numbers are is not tested, but that they are what they are called.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.bench.document import document, write
+from quire.bench.shapes import built
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.reproduce import ENTRIES, side_by_side
+from quire.reproduce.plots import save
+from quire.reproduce.result import Reproduction
+from quire.reproduce.serving import SYSTEMS
+from quire.reproduce.serving_gpu import GPU, Setting, batches, rates
+from quire.reproduce.side_by_side import Place, Plan, Span, engine_of, serve, sleep_until
+from quire.request import SamplingParams
+from quire.sim.simulate import Arriving
+
+CONFIG = EngineConfig(
+    device="cpu", dtype="float32", threads=1, kv_tokens=1536, max_model_len=1024, max_num_seqs=16,
+    max_num_batched_tokens=512, enable_prefix_caching=False, preemption="recompute", swap_gib=0.0,
+    skip_tokenizer_init=True,
+)  # fmt: skip
+PLACE = Place(CONFIG, "h200-llama3-8b", "alpaca")
+SMALL = Setting(PLACE, ramp=0.1, seconds=0.5, requests=4, least=0.3, most=0.5, drain=0.1)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WARM", 0.3), ("CROWD", 200), ("FILLING", 50), ("SATURATED", 200)):
+        monkeypatch.setattr(side_by_side, name, value)
+
+
+def arriving(*times: float) -> list[Arriving]:
+    return [Arriving(at, [11 + i] * 20, PARAMS) for i, at in enumerate(times)]
+
+
+def written(done: Reproduction, folder: Path) -> str:
+    """It becomes a document and a picture."""
+    results = [result._asdict() for result in done.results]
+    write(folder / "a.json", {**document("a", "quire reproduce", [], results), "data": done.data})
+    save(done.draw(), folder / "a.png")
+    return (folder / "a.json").read_text()
+
+
+def test_figure_13a_at_a_small_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = batches(SMALL)
+    written(done, tmp_path)
+    assert {(run["system"], run["by"]) for run in done.data} == {
+        *((system, by) for system in SYSTEMS for by in ("real", "simulated")), ("ft", "simulated, padded"),
+    }  # fmt: skip
+    assert len({run["rate"] for run in done.data}) == 1
+    for run in done.data:
+        assert run["steps"] > 0
+        assert run["batch"] > 0
+        assert sum(run["shares"].values()) == pytest.approx(1)
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert told == [run for run in done.data if run["by"] == "real"]
+    assert [r.what for r in done.results if r.paper == 30.42] == ["vLLM (paged): mean batch"]
+    assert [r.paper for r in done.results if "/ Orca" in r.what] == [2.23, 3.1, 4.35]
+
+
+def test_figure_12a_at_a_small_scale(tmp_path: Path) -> None:
+    done = rates(SMALL)
+    written(done, tmp_path)
+    for system in SYSTEMS:
+        mine = [run for run in done.data if run["system"] == system]
+        assert [run["by"] for run in mine].count("real") == 2
+        within, beyond = (run["rate"] for run in mine if run["by"] == "real")
+        assert within / beyond == pytest.approx(0.8 / 1.3)
+    assert sum("throughput, off by" in result.what for result in done.results) == 2 * len(SYSTEMS)
+    assert [r.paper for r in done.results if r.paper is not None] == ["1.7-2.7", "2.7-8", "up to 22"]
+
+
+def test_systems_share_a_runner_and_its_tokens() -> None:
+    with built(CONFIG) as made:
+        found = []
+        for system in SYSTEMS:
+            engine = engine_of(made, CONFIG, system)
+            for i, one in enumerate(arriving(0, 0, 0)):
+                engine.add(str(i), one.prompt, one.params)
+            tokens: dict[str, list[int]] = {}
+            while engine.unfinished:
+                for output in engine.step():
+                    tokens.setdefault(output.request, []).extend(output.tokens)
+                engine.scheduler.memory.check()
+            found.append(tokens)
+    assert found == [found[0]] * len(SYSTEMS)
+    assert {name: len(tokens) for name, tokens in found[0].items()} == {"0": 9, "1": 9, "2": 9}
+
+
+def test_requests_come_at_their_times() -> None:
+    with built(CONFIG) as made:
+        engine = engine_of(made, CONFIG, "paged")
+        began = time.monotonic()
+        served, steps, usages = serve(engine, sleep_until, arriving(0.0, 0.3), Span(0.0, 0.5, 5.0))
+        took = time.monotonic() - began
+    assert all(one.done for one in served)
+    assert [sum(count for _, count in one.events) for one in served] == [9, 9]
+    assert served[1].events[0][0] > 0.3
+    assert 0.3 < took < 5.0, "it is over when all are done"
+    assert sum(step.tokens for step in steps) == 18
+    assert usages
+
+
+def test_what_is_unfinished_is_given_up() -> None:
+    simulation = PLACE.simulation("ft", 1536)
+    engine = simulation.engine
+    served, steps, _ = serve(engine, simulation.clock.reach, arriving(*[0.0] * 8), Span(0.0, 1e-4, 1e-4))
+    assert not any(one.done for one in served)
+    assert not engine.unfinished
+    assert len(steps) == 1
+
+
+def test_the_same_trace_is_simulated() -> None:
+    plan = Plan("orca-max", 50.0, Span(0.1, 1.0, 60.0))
+    done = PLACE.simulate(plan, 1536)
+    assert done.unfinished == 0
+    assert done.requests == len(PLACE.trace(50.0, 1.0)) == 50
+    assert 0 < done.batch <= 1
+    assert done == PLACE.simulate(plan, 1536), "it is deterministic"
+
+
+def test_padding_is_only_simulated_where_asked() -> None:
+    plan = Plan("ft", 400.0, Span(0.1, 1.0, 9.0))
+    without, with_it = PLACE.simulate(plan, 4096), PLACE.simulate(plan, 4096, padded=True)
+    assert with_it.tokens_per_s < without.tokens_per_s
+
+
+def test_rates_are_scaled_to_equal_saturation() -> None:
+    one = Setting(PLACE._replace(calibration="a100-13b"))
+    assert one.rate() == pytest.approx(2.0), "on the paper's device it is the paper's"
+
+
+def test_entries_need_a_gpu() -> None:
+    for name in ("fig13-gpu", "fig12a-gpu"):
+        assert ENTRIES[name].gpu
+        with pytest.raises(StartupError, match="finds none"):
+            ENTRIES[name].run()
+    assert GPU.place.config.kv_gib == 12
+
+
+def test_it_needs_none_of_a_server_s_packages() -> None:
+    """Nor does calibrating: the GPU machine has none of them."""
+    source = (
+        "import sys\n"
+        "for name in ('pydantic', 'fastapi', 'uvicorn', 'starlette', 'msgspec', 'matplotlib', 'tokenizers'):\n"
+        "    sys.modules[name] = None\n"
+        "import quire.cli, quire.bench, quire.reproduce.serving_gpu\n"
+        "from quire.reproduce import main\n"
+        "assert main(['--list']) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
