@@ -61,7 +61,7 @@ def test_step_overhead_has_a_number_for_each_load(tmp_path: Path, monkeypatch: p
 def test_sharing_saves_what_sequences_have_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.reproduce.sharing.WORKLOADS", {"alpaca": (3, 3), "sharegpt": (1, 1)})
     monkeypatch.setattr("quire.reproduce.sharing.WIDTHS", (2, 4))
-    monkeypatch.setattr("quire.reproduce.sharing.STORY", 200)
+    monkeypatch.setattr("quire.bench.histories.STORY", 200)
     results = reproduced("fig15", tmp_path)["results"]
     saved = [result for result in results if result["unit"] == "%"]
     assert [result["paper"] for result in saved] == [6.1, 8.5, 37.6, 53.1, 16.2, 44.3]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import arrivals, beams, calibrate, control, preemption, profile, runs, start, traces
+from quire.bench import arrivals, beams, calibrate, control, histories, preemption, profile, runs, start, traces
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
 from quire.bench.workloads import EXPECTED
@@ -135,6 +135,11 @@ def _beams_flags(parser: argparse.ArgumentParser) -> None:
     beams.flags(parser)
 
 
+def _histories_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    histories.flags(parser)
+
+
 def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     from quire.bench import kernels  # which needs torch, as the other entries don't before they run
 
@@ -189,5 +194,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "beams": Entry(
         "beam search, copying pages on a write, and all of them at once", beams.run, beams.show, _beams_flags
+    ),
+    "histories": Entry(
+        "how beams part, for simulations of beam search", histories.run, histories.show, _histories_flags
     ),
 }

@@ -36,8 +36,6 @@ ENTRIES = {
     "fig6": Entry("block_tables:figure_6", "PagedAttention Figure 6: the block table of one request"),
     "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
     "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
-    "fig12a-gpu": Entry("serving_gpu:figure_12a_gpu", "PagedAttention Figure 12a on a GPU, every system", gpu=True),
-    "fig13-gpu": Entry("serving_gpu:figure_13_gpu", "PagedAttention Figure 13a on a GPU, every system", gpu=True),
     "fig15": Entry("sharing:figure_15", "PagedAttention Figure 15: memory saved by sharing", samples=True),
     "fig18a": Entry("attention_blocks:figure_18a", "PagedAttention Figure 18a: what paging costs attention", gpu=True),
     "fig18b": Entry("attention_blocks:figure_18b", "PagedAttention Figure 18b: latency by page size", samples=True),

@@ -14,18 +14,16 @@ import numpy as np
 
 from quire.bench.document import table
 from quire.bench.drive import Decoding, Load, drive
-from quire.bench.workloads import Job, parse
+from quire.bench.histories import SEED, cut, stories
+from quire.bench.workloads import Job
 from quire.build import build
 from quire.config import EngineConfig
 from quire.engine import Engine
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
-from quire.request import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEED = 0
-STORIES, STORY = 8, 1500  # how many, and tokens of each
 WIDTHS = (2, 4, 6)
 TOLERANCE = 0.3  # of the paper's number: another model's beams part elsewhere
 # (workload, requests, with --full), way -> the paper's per cent for WIDTHS; ShareGPT's are ranges, least to most
@@ -53,10 +51,10 @@ def figure_15(full: bool = False) -> Reproduction:
     engine = build(
         EngineConfig(threads=1, enable_prefix_caching=False, kv_tokens=2**17, max_num_seqs=64, seed=SEED)
     ).engine
-    text = _stories(engine)
+    text = stories(engine)
     points = []
     for (name, way), paper in PAPER.items():
-        jobs = _jobs(name, WORKLOADS[name][full], text)
+        jobs = cut(name, WORKLOADS[name][full], text)
         for width, number in zip(WIDTHS, paper):
             print(f"fig15: {name}, {way} {width}", file=sys.stderr)
             points.append(Point(name, way, width, number, _saved(engine, jobs, way, width)))
@@ -65,24 +63,6 @@ def figure_15(full: bool = False) -> Reproduction:
     counts = ", ".join(f"{count[full]} of {name}" for name, count in WORKLOADS.items())
     text_of = table(("workload", "way", "width", "paper %", "ours %"), rows)
     return Reproduction(_verdicts(points), f"requests: {counts}; seed {SEED}\n{text_of}", partial(_draw, points))
-
-
-def _stories(engine: Engine) -> list[int]:
-    """Tokens of stories that the model makes up, one after another."""
-    params = SamplingParams(temperature=1.0, max_tokens=STORY, seed=SEED, n=STORIES, ignore_eos=True, detokenize=False)
-    engine.add("stories", [0], params)
-    told: list[list[int]] = [[] for _ in range(STORIES)]
-    while engine.unfinished:
-        for output in engine.step():
-            told[output.branch] += output.tokens
-    return [token for story in told for token in story]
-
-
-def _jobs(name: str, count: int, text: list[int]) -> list[Job]:
-    """The workload's lengths; each prompt begins somewhere in the text."""
-    lengths = parse(f"{name}@{count}").lengths(SEED)
-    starts = np.random.default_rng(SEED).integers(0, len(text) - 1024, count).tolist()
-    return [Job(text[start : start + prompt], output) for start, (prompt, output) in zip(starts, lengths)]
 
 
 def _saved(engine: Engine, jobs: list[Job], way: str, width: int) -> float:

@@ -1,0 +1,149 @@
+"""Recording beam histories for simulations: which beam each next beam of the bundled model's searches goes on from.
+
+`quire bench histories --out FILE` leaves the document that quire.sim.histories reads. The model decodes stories that it
+wrote itself, cut to the lengths of prompts of PagedAttention's data sets; end tokens are drawn, and end nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from quire.bench.document import table
+from quire.bench.shapes import built
+from quire.bench.workloads import Job, parse
+from quire.build import read_source
+from quire.cli.flags import config_from
+from quire.config import EngineConfig
+from quire.decoding import BeamSearch
+from quire.engine import Engine
+from quire.errors import StartupError
+from quire.method import Advance, Branch, Context
+from quire.request import SamplingParams
+from quire.sim.histories import packed
+
+SEED = 0
+STORIES, STORY = 8, 1500  # how many, and tokens of each
+LONGEST = 1024  # prompt
+WIDTHS = (2, 4, 6)
+WORKLOADS = {"alpaca": (64, 512), "sharegpt": (16, 1024)}  # prompts, and steps of each: outputs are clipped there
+
+
+class Recorded(BeamSearch):
+    """Beam search that notes in `steps` which beam each next beam goes on from."""
+
+    def __init__(self, width: int, steps: list[tuple[int, ...]]) -> None:
+        super().__init__(width)
+        self.steps = steps
+
+    def advance(self, branches: Sequence[Branch], context: Context) -> Advance:
+        """The search's own step. The last one, in which all beams end, has no choices."""
+        done = super().advance(branches, context)
+        if done.choices:
+            self.steps.append(tuple(choice.parent for choice in done.choices))
+        return done
+
+
+def stories(engine: Engine) -> list[int]:
+    """Tokens of stories that the model makes up, one after another."""
+    params = SamplingParams(temperature=1.0, max_tokens=STORY, seed=SEED, n=STORIES, ignore_eos=True, detokenize=False)
+    engine.add("stories", [0], params)
+    told: list[list[int]] = [[] for _ in range(STORIES)]
+    while engine.unfinished:
+        for output in engine.step():
+            told[output.branch] += output.tokens
+    return [token for story in told for token in story]
+
+
+def cut(name: str, count: int, text: list[int]) -> list[Job]:
+    """`count` requests with a workload's lengths; each prompt begins somewhere in the text."""
+    lengths = parse(f"{name}@{count}").lengths(SEED)
+    starts = np.random.default_rng(SEED).integers(0, len(text) - LONGEST, count).tolist()
+    return [Job(text[start : start + prompt], output) for start, (prompt, output) in zip(starts, lengths)]
+
+
+def record(engine: Engine, prompts: Sequence[list[int]], width: int, steps: int) -> list[list[tuple[int, ...]]]:
+    """The histories of beam searches after `prompts`, of so many steps each."""
+    histories: list[list[tuple[int, ...]]] = [[] for _ in prompts]
+    for i, (prompt, history) in enumerate(zip(prompts, histories)):
+        params = SamplingParams(
+            temperature=0.0, method=partial(Recorded, width, history), max_tokens=steps + 1, ignore_eos=True,
+            detokenize=False,
+        )  # fmt: skip
+        engine.add(str(i), prompt, params)
+    while engine.unfinished:
+        engine.step()
+    return histories
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The entry's own arguments."""
+    group = parser.add_argument_group("recording")
+    group.add_argument("--beam-width", type=int, action="append", metavar="N",
+                       help=f"may be given repeatedly (default: {' '.join(map(str, WIDTHS))})")  # fmt: skip
+    group.add_argument("--prompts", type=int, metavar="N",
+                       help="of each workload (default: " + ", ".join(f"{n} {k}" for k, (n, _) in WORKLOADS.items())
+                            + ")")  # fmt: skip
+    group.add_argument("--steps", type=int, metavar="N",
+                       help="of each search (default: as many as a workload's longest output)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A result for each workload and width."""
+    widths = args.beam_width or list(WIDTHS)
+    if not all(1 <= width <= 36 for width in widths):
+        raise StartupError(f"--beam-width is {' '.join(map(str, widths))}", "It must be between 1 and 36")
+    if any(number is not None and number < 1 for number in (args.prompts, args.steps)):
+        raise StartupError("--prompts or --steps is below 1", "They must be at least 1")
+    given = config_from(args)
+    config = replace(given, dtype="float32" if given.dtype == "auto" else given.dtype, enable_prefix_caching=False)
+    results = []
+    with built(config) as made:
+        text = stories(made.engine)
+        for name, (count, steps) in WORKLOADS.items():
+            count, steps = args.prompts or count, args.steps or steps
+            prompts = [job.prompt for job in cut(name, count, text)]
+            for width in widths:
+                print(f"{name}: {width} beams", file=sys.stderr)
+                found = record(made.engine, prompts, width, steps)
+                results.append({
+                    "workload": name, "beam_width": width, "prompts": count, "steps": steps, "model": made.name,
+                    "weights": weights_of(config), "dtype": config.dtype, "seed": SEED,
+                    "histories": [packed(history) for history in found],
+                })  # fmt: skip
+    return results
+
+
+def weights_of(config: EngineConfig) -> str | None:
+    """The SHA-256 of a model's weights; None where they are made up."""
+    folder = read_source(config).folder
+    if folder is None or config.dummy_weights:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def parted(history: str) -> float:
+    """The share of steps in which some beam goes on twice, and so another one ends."""
+    words = history.split()
+    return sum(word != "." and len(set(word)) < len(word) for word in words) / len(words)
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """A line a recording."""
+    rows = []
+    for r in results:
+        shares = [parted(history) for history in r["histories"]]
+        rows.append(
+            (r["workload"], r["beam_width"], r["prompts"], r["steps"], f"{100 * sum(shares) / len(shares):.1f}")
+        )
+    return table(("workload", "beams", "prompts", "steps", "steps that fork %"), rows)
