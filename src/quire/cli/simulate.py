@@ -61,6 +61,10 @@ class Plant(NamedTuple):
         """Tokens that a sequence may have."""
         return min(self.config.max_model_len or self.spec.max_len, self.kv_tokens)
 
+    def limited(self, requests: int) -> Plant:
+        """The same, running at most so many sequences at a time."""
+        return self._replace(config=replace(self.config, max_num_seqs=requests))
+
     def simulation(self, draw: Draw | None = None) -> Simulation:
         """A fresh engine; `draw` as SimRunner takes it."""
         kind, depth = self.calibration.kind, self.calibration.depth

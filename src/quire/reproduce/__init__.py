@@ -19,12 +19,16 @@ from quire.reproduce.result import DIFFERS, Reproduction
 
 class Entry(NamedTuple):
     """`function` is "module:name" below quire.reproduce; it is loaded when it runs. If it `samples`, it takes how much
-    to run: False, or with --full True. `gpu`: it is nothing without one."""
+    to run: False, or with --full True. `gpu`: it is nothing without one. `timed`: its numbers are times of this
+    machine; others are the same anywhere: closed forms, counts and simulations. `part_of`: --all runs that entry
+    instead."""
 
     function: str
     about: str
     samples: bool = False
     gpu: bool = False
+    timed: bool = False
+    part_of: str | None = None
 
     def run(self, full: bool = False) -> Reproduction:
         module, _, name = self.function.partition(":")
@@ -33,17 +37,57 @@ class Entry(NamedTuple):
 
 
 ENTRIES = {
+    "fig1": Entry("waste:figure_1", "PagedAttention Figure 1: memory of a 13B model, and its growth"),
+    "fig2": Entry("waste:figure_2", "PagedAttention Figure 2: what the KV memory of each system holds", samples=True),
     "fig6": Entry("block_tables:figure_6", "PagedAttention Figure 6: the block table of one request"),
     "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
     "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
+    "fig12": Entry("basic_sampling:figure_12", "PagedAttention Figure 12: latency by request rate", samples=True),
+    "fig12a": Entry(
+        "basic_sampling:figure_12a", "PagedAttention Figure 12a: OPT-13B, ShareGPT", samples=True, part_of="fig12"
+    ),
+    "fig12b": Entry(
+        "basic_sampling:figure_12b", "PagedAttention Figure 12b: OPT-66B, ShareGPT", samples=True, part_of="fig12"
+    ),
+    "fig12c": Entry(
+        "basic_sampling:figure_12c", "PagedAttention Figure 12c: OPT-175B, ShareGPT", samples=True, part_of="fig12"
+    ),
+    "fig12d": Entry(
+        "basic_sampling:figure_12d", "PagedAttention Figure 12d: OPT-13B, Alpaca", samples=True, part_of="fig12"
+    ),
+    "fig12e": Entry(
+        "basic_sampling:figure_12e", "PagedAttention Figure 12e: OPT-66B, Alpaca", samples=True, part_of="fig12"
+    ),
+    "fig12f": Entry(
+        "basic_sampling:figure_12f", "PagedAttention Figure 12f: OPT-175B, Alpaca", samples=True, part_of="fig12"
+    ),
+    "fig13": Entry("batches:figure_13", "PagedAttention Figure 13: requests that run at once", samples=True),
+    "fig12a-gpu": Entry(
+        "serving_gpu:figure_12a_gpu", "PagedAttention Figure 12a on a GPU, every system", gpu=True, timed=True
+    ),
+    "fig13-gpu": Entry(
+        "serving_gpu:figure_13_gpu", "PagedAttention Figure 13a on a GPU, every system", gpu=True, timed=True
+    ),
     "fig15": Entry("sharing:figure_15", "PagedAttention Figure 15: memory saved by sharing", samples=True),
-    "fig18a": Entry("attention_blocks:figure_18a", "PagedAttention Figure 18a: what paging costs attention", gpu=True),
-    "fig18b": Entry("attention_blocks:figure_18b", "PagedAttention Figure 18b: latency by page size", samples=True),
-    "fig19a": Entry("swap_or_recompute:figure_19a", "PagedAttention Figure 19a: swapping and recomputing by page size"),
+    "fig16": Entry("shared_prefix:figure_16", "PagedAttention Figure 16: translation, a prefix shared", samples=True),
+    "fig17": Entry("chat:figure_17", "PagedAttention Figure 17: chatbot", samples=True),
+    "fig18a": Entry(
+        "attention_blocks:figure_18a", "PagedAttention Figure 18a: what paging costs attention", gpu=True, timed=True
+    ),
+    "fig18b": Entry(
+        "attention_blocks:figure_18b", "PagedAttention Figure 18b: latency by page size", samples=True, timed=True
+    ),
+    "fig19a": Entry(
+        "swap_or_recompute:figure_19a", "PagedAttention Figure 19a: swapping and recomputing by page size", timed=True
+    ),
     "table1": Entry("closed_forms:table_1", "PagedAttention Table 1: model sizes and KV slots"),
     "x1": Entry("closed_forms:kv_of_a_request", "PagedAttention §3: KV bytes of a token and of a request"),
-    "table-scope": Entry("overheads:table_scope", "PagedAttention footnote 1: one page table, or one a layer"),
-    "step-overhead": Entry("overheads:step_overhead", "PagedAttention: what the control plane costs a step"),
+    "table-scope": Entry(
+        "overheads:table_scope", "PagedAttention footnote 1: one page table, or one a layer", timed=True
+    ),
+    "step-overhead": Entry(
+        "overheads:step_overhead", "PagedAttention: what the control plane costs a step", timed=True
+    ),
 }
 
 
@@ -53,11 +97,12 @@ def main(args: list[str]) -> int:
     parser.add_argument("name", nargs="*", metavar="NAME", help="what to reproduce")
     parser.add_argument("--list", action="store_true", help="show what there is to reproduce")
     parser.add_argument("--all", action="store_true", help="everything")
+    parser.add_argument("--simulated", action="store_true", help="with --all: only what times nothing and needs no GPU")
     parser.add_argument("--full", action="store_true", help="larger samples, where a result is an average")
     parser.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png there")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     given = parser.parse_args(args)
-    names = _all() if given.all else given.name
+    names = _all(given.simulated) if given.all else given.name
     for name in names:
         if name not in ENTRIES:
             raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
@@ -68,15 +113,18 @@ def main(args: list[str]) -> int:
     return int(any(result.verdict == DIFFERS for reproduction in done for result in reproduction.results))
 
 
-def _all() -> list[str]:
-    """Everything that this machine can reproduce."""
+def _all(simulated: bool) -> list[str]:
+    """Everything that this machine can reproduce, once; if `simulated`, only what any machine would find the same."""
+    names = [name for name, entry in ENTRIES.items() if entry.part_of is None]
+    if simulated:
+        return [name for name in names if not ENTRIES[name].timed and not ENTRIES[name].gpu]
     import torch
 
     there = torch.cuda.is_available()
-    left_out = [name for name, entry in ENTRIES.items() if entry.gpu and not there]
+    left_out = [name for name in names if ENTRIES[name].gpu and not there]
     if left_out:
         print(f"{', '.join(left_out)}: left out, since torch finds no GPU", file=sys.stderr)
-    return [name for name in ENTRIES if name not in left_out]
+    return [name for name in names if name not in left_out]
 
 
 def reproduce(name: str, args: list[str], out: Path | None, full: bool = False) -> Reproduction:
@@ -93,7 +141,8 @@ def reproduce(name: str, args: list[str], out: Path | None, full: bool = False) 
     if out is not None:
         real = all(result.real_or_simulated == "real" for result in done.results)
         results = [result._asdict() for result in done.results]
-        write(out / f"{name}.json", document(name, "quire reproduce", args, results, real=real))
+        content = document(name, "quire reproduce", args, results, real=real)
+        write(out / f"{name}.json", content if done.data is None else {**content, "data": done.data})
         from quire.reproduce.plots import save
 
         save(done.draw(), out / f"{name}.png")

@@ -36,7 +36,7 @@ BLOCK = 4096  # requests drawn at a time
 LIMIT = 0.2  # seconds a token: mean normalised latency that a sustained rate keeps to, for every system
 SHOWN = 5 * LIMIT  # and up to which curves are drawn; the paper's axes end there
 TOLERANCE = 0.02  # of a sustained rate
-START, STEP, GROWTH = 1.1, 1.1, 2.0  # of the search for it: of the capacity, and see highest_rate
+STEP, GROWTH = 1.1, 2.0  # of the search for it, see highest_rate
 BELOW = (0.3, 0.6, 0.85)  # of the sustained rate: further points of a curve
 CROWD = 4  # a burst has so many times the requests that fill the memory
 SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else; what they are has no say
@@ -102,13 +102,13 @@ class Load(NamedTuple):
 
 class Point(NamedTuple):
     """A run at a rate: its mean normalised latency in seconds a token (None: it was given up), the requests that ran at
-    once (mean over steps), how many were preempted, and the share of time in which the device computed."""
+    once (mean over steps), seconds a step, and how many requests were preempted."""
 
     rate: float
     latency: float | None
     running: float
+    step: float
     preemptions: int
-    busy: float
 
     def keeps(self, limit: float) -> bool:
         return self.latency is not None and self.latency <= limit
@@ -144,7 +144,7 @@ def measure(load: Load, system: str, rate: float, seconds: float, limit: float =
     outcome = load.serve(system, load.trace(rate, seconds), limit)
     run = outcome.totals
     latency = Objective("mean", "normalised", limit).value(outcome.served) if run.finished else None
-    return Point(rate, latency, run.mean_running, run.preemptions, run.busy)
+    return Point(rate, latency, run.mean_running, run.seconds / run.steps, run.preemptions)
 
 
 def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curve:
@@ -155,7 +155,7 @@ def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curv
         points[rate] = measure(load, system, rate, seconds)
         return points[rate].keeps(limit)
 
-    found = highest_rate(sustains, START * load.capacity(system), TOLERANCE, STEP, GROWTH)
+    found = highest_rate(sustains, load.capacity(system), TOLERANCE, STEP, GROWTH)
     assert 0 < found < math.inf, f"{system} sustains any rate, or none: the trace of {seconds} s is too short"
     for share in BELOW:
         sustains(share * found)

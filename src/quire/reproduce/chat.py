@@ -1,0 +1,63 @@
+"""PagedAttention Figure 17 by simulation: a chatbot.
+
+OPT-13B; prompts are the last 1,024 tokens of history and query, and no KV is kept between rounds (§6.5). The buddy
+allocator rounds 1,024 tokens and any output up to 2,048, so that what Orca knows of outputs has no say.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire.bench.document import table
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+from quire.reproduce.serving import HOUR, LIMIT, SECONDS, SYSTEMS, Curve, Load, as_data, curves, draw_curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOAD = Load("a100-13b", "chat")
+COMPARED = ("paged", "orca-oracle", "orca-pow2", "orca-max")
+PAPER = 2.0
+SLACK = 0.2  # of it
+ALIKE = 0.1  # the Orcas' rates lie so close together: (highest - lowest) / lowest
+
+
+def figure_17(full: bool = False) -> Reproduction:
+    """Sustained rates of vLLM and of the three Orcas."""
+    seconds = HOUR if full else SECONDS
+    [found] = curves([LOAD], COMPARED, [seconds])
+    rates = {system: curve.highest for system, curve in found.items()}
+    orcas = [rates[system] for system in COMPARED[1:]]
+    results = [_judged(f"vLLM / {SYSTEMS[system]}", rates["paged"] / rates[system]) for system in COMPARED[1:]]
+    apart = max(orcas) / min(orcas) - 1
+    what = f"the three Orcas alike: their rates differ by (at most {ALIKE:.0%})"
+    verdict = HOLDS if apart <= ALIKE else DIFFERS
+    results.append(Result("P-F17", what, None, round(100 * apart, 1), "%", verdict, "simulated"))
+    long = sum(sketch.prompt_len == 1024 for sketch in LOAD.sketches(4096)) / 4096
+    rows = [
+        (SYSTEMS[system], f"{curve.highest:.3g}", f"{curve.knee.running:.1f}", f"{1000 * curve.knee.step:.1f}")
+        for system, curve in found.items()
+    ]
+    text = (
+        f"Sustained: mean normalised latency of at most {LIMIT:g} s a token. Simulated; {seconds:g} s of requests; "
+        f"{long:.0%} of the prompts have all 1,024 tokens\n"
+        f"{table(('system', 'requests/s', 'running at once', 'device busy'), rows)}"
+    )
+    return Reproduction(results, text, partial(_draw, found), as_data(found))
+
+
+def _judged(what: str, ours: float) -> Result:
+    holds = abs(ours - PAPER) <= SLACK * PAPER
+    what = f"{what} (within {SLACK:.0%})"
+    return Result("P-F17", what, PAPER, round(ours, 2), "ratio", HOLDS if holds else DIFFERS, "simulated")
+
+
+def _draw(found: dict[str, Curve]) -> Figure:
+    from quire.reproduce.plots import figure
+
+    fig = figure(6, 4)
+    axes = fig.add_subplot()
+    draw_curves(axes, found, "Figure 17: chatbot (OPT-13B, simulated)")
+    axes.legend()
+    return fig

@@ -1,0 +1,86 @@
+"""PagedAttention Figure 16 by simulation: translation, where all prompts begin with the same examples.
+
+LLaMA-13B in the memory of OPT-13B. vLLM's memory has the prefix registered: computed in advance, and held once (§4.4,
+Figure 10). Orca holds and computes it for every request.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire.bench.document import table
+from quire.bench.workloads import TRANSLATION
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
+from quire.reproduce.serving import HOUR, LIMIT, SECONDS, Curve, Load, as_data, curve, draw_curves, in_parallel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODEL, KV_GIB = "llama-13b", 12.0
+PANELS = {"wmt1shot": ("one example", 1.67), "wmt5shot": ("five examples", 3.58)}  # the paper's vLLM / Orca (Oracle)
+SHARE = 0.5  # of the usual trace: hundreds of requests end while one of ShareGPT does
+SLACK = 0.2  # of the paper's numbers
+LABELS = {
+    "paged": "vLLM (paged), prefix registered", "alone": "vLLM (paged), each with its own prefix",
+    "orca-oracle": "Orca (Oracle)",
+}  # fmt: skip
+
+
+def figure_16(full: bool = False) -> Reproduction:
+    """Sustained rates with a prefix of 80 and of 341 tokens; also of pages that share nothing, to tell them apart."""
+    seconds = SHARE * (HOUR if full else SECONDS)
+    jobs = [(_load(name, way), "orca-oracle" if way == "orca-oracle" else "paged", seconds)
+            for name in PANELS for way in LABELS]  # fmt: skip
+    done = iter(in_parallel(curve, jobs))
+    found: dict[str, dict[str, Curve]] = {name: {way: next(done) for way in LABELS} for name in PANELS}
+    results = []
+    for name, (about, paper) in PANELS.items():
+        rates = {way: curve.highest for way, curve in found[name].items()}
+        label = f"{about}, {TRANSLATION[name]} tokens"
+        results.append(judged(f"{label}: vLLM / Orca (Oracle)", paper, rates["paged"] / rates["orca-oracle"]))
+        apart = rates["alone"] / rates["orca-oracle"]
+        what = f"{label}: vLLM / Orca (Oracle), each with its own prefix"
+        results.append(measured("P-F16", what, round(apart, 2), "ratio", "simulated"))
+    one, five = (result.ours for result in results[::2])
+    more = Result("P-F16", "a longer prefix, more gain", True, five > one, "", HOLDS if five > one else DIFFERS)
+    results.append(more._replace(real_or_simulated="simulated"))
+    data = {name: as_data(curves) for name, curves in found.items()}
+    return Reproduction(results, _text(found, seconds), partial(_draw, found), data)
+
+
+def _load(name: str, way: str) -> Load:
+    return Load("a100-13b", name, MODEL, KV_GIB, TRANSLATION[name] if way == "paged" else 0)
+
+
+def judged(what: str, paper: float, ours: float) -> Result:
+    """Holds if ours is within SLACK of the paper's."""
+    holds = abs(ours - paper) <= SLACK * paper
+    what = f"{what} (within {SLACK:.0%})"
+    return Result("P-F16", what, paper, round(ours, 2), "ratio", HOLDS if holds else DIFFERS, "simulated")
+
+
+def _text(found: dict[str, dict[str, Curve]], seconds: float) -> str:
+    rows = [
+        (f"{TRANSLATION[name]} tokens", LABELS[way], f"{curve.highest:.3g}", f"{curve.knee.running:.1f}",
+         f"{1000 * curve.knee.step:.1f}")
+        for name, curves in found.items() for way, curve in curves.items()
+    ]  # fmt: skip
+    head = ("prefix", "system", "requests/s", "running at once", "ms a step")
+    return (
+        f"LLaMA-13B, sustained: mean normalised latency of at most {LIMIT:g} s a token. Simulated; {seconds:g} s of "
+        "requests\n"
+        f"{table(head, rows)}"
+    )
+
+
+def _draw(found: dict[str, dict[str, Curve]]) -> Figure:
+    from quire.reproduce.plots import figure
+
+    fig = figure(10, 4.4)
+    for axes, (name, curves) in zip(fig.subplots(1, 2), found.items()):
+        draw_curves(axes, curves, f"{PANELS[name][0]}, {TRANSLATION[name]} tokens", LABELS)
+    handles, labels = axes.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncol=len(LABELS), frameon=False)
+    fig.suptitle("Figure 16: translation with a shared prefix (LLaMA-13B, simulated)")
+    return fig
