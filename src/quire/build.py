@@ -117,6 +117,8 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     runner.bind(memory.geometry)
     assert config.max_num_batched_tokens is not None, "sized above"
     assert config.max_num_seqs is not None, "sized above"
+    if config.warm_up:
+        runner.warm_up(config.max_num_batched_tokens, plan.max_len)
     scheduler = Scheduler(
         memory,
         budget=config.max_num_batched_tokens,

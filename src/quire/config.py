@@ -33,7 +33,8 @@ class EngineConfig:
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
     `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `deterministic` makes a
-    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay decode steps.
+    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay decode steps, and
+    `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed.
     """
 
     model: str = ""
@@ -66,6 +67,7 @@ class EngineConfig:
     debug: bool = False
     deterministic: bool = False
     cuda_graphs: bool = True
+    warm_up: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here

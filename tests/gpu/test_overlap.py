@@ -112,7 +112,7 @@ def test_a_wasted_row_is_all_that_a_late_stop_costs(engine: Engine) -> None:
 
 def test_a_step_that_samples_nothing_has_run_when_it_is_collected(engine: Engine) -> None:
     """Its pages may be given to others then, which swaps write on a stream of their own."""
-    engine.add("long", [(3 * j) % 1000 + 10 for j in range(12000)], SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.add("long", [(3 * j) % 1000 + 10 for j in range(8000)], SamplingParams(max_tokens=1, ignore_eos=True))
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert not any(row.sample for row in plan.rows)

@@ -56,6 +56,7 @@ ENGINE = (
     Flag("depth", int, "steps in flight at once", metavar="N"),
     Flag("deterministic", bool, "on a GPU, tokens don't depend on what else is in a batch"),
     Flag("cuda_graphs", bool, "on a GPU, replay decode steps as CUDA graphs"),
+    Flag("warm_up", bool, "on a GPU, compile kernels and capture graphs at start, not when they are first needed"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )
 

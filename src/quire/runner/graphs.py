@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs: a step in which every sequence computes one token is one launch, whatever the model.
+"""Decode steps as CUDA graphs: a step in which every sequence computes one token is two launches, whatever the model:
+the model up to its logits, and the tail that follows them.
 
-A graph is captured for each size of batch, when it is first needed; smaller batches are padded with rows of slot 0,
-which read and write scratch memory. All that changes between replays is on the device already (page tables, last
-samples) or is one small copy: each row's token, slot and position.
+Graphs are captured for each size of batch, at start or when it is first needed; smaller batches are padded with rows
+of slot 0, which read and write scratch memory. All that changes between replays is on the device already (page tables,
+last samples) or is one small copy: each row's token, slot and position.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +83,7 @@ class DecodeContext:
 
 
 class Graph(NamedTuple):
-    """A captured step and what it leaves on the device."""
+    """What was captured, and what it leaves on the device."""
 
     graph: torch.cuda.CUDAGraph
     result: Any
@@ -89,7 +91,7 @@ class Graph(NamedTuple):
 
 class DecodeGraphs:
     """Graphs for up to `largest` rows. `tails` say what follows the logits, by name: a function of the logits [B, V]
-    and the slots [B], captured with the step; what it returns is valid until the next replay."""
+    and the slots [B], captured for each size; what it returns is valid until the next replay."""
 
     def __init__(
         self,
@@ -104,7 +106,9 @@ class DecodeGraphs:
         self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
         self.sizes, self.deterministic = sizes(largest), deterministic
         self.largest = largest
-        self.graphs: dict[tuple[str, int], Graph] = {}
+        self.models: dict[int, torch.cuda.CUDAGraph] = {}  # by size
+        self.ends: dict[tuple[int, str], Graph] = {}
+        self.rehearsed: set[int] = set()
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(last.device)
         # Slot 0 and position 0: what padding is, until a step fills them in.
@@ -132,36 +136,50 @@ class DecodeGraphs:
     def run(self, rows: tuple[Row, ...], tail: str) -> Any:
         """Enqueue the step; what its tail leaves on the device, padding included."""
         size = self.sizes[bisect_left(self.sizes, len(rows))]
-        graph = self.graphs.get((tail, size))
-        if graph is None:
-            graph = self._captured(size, tail)
+        if size not in self.models:
+            self.capture(size)
         filled = np.zeros((3, size), dtype=np.int64)
         filled[:, : len(rows)] = np.array([(row.tokens[0], row.slot, row.start) for row in rows], dtype=np.int64).T
-        self.staging.upload(filled, self.inputs[: 3 * size].view(3, size))
-        graph.graph.replay()
-        return graph.result
+        self.staging.upload(filled, self._rows(size))
+        self.models[size].replay()
+        end = self.ends[size, tail]
+        end.graph.replay()
+        return end.result
 
-    def _captured(self, size: int, tail: str) -> Graph:
-        """A new graph. A tail's largest comes first: what it leaves free in the pool is room for all others."""
-        if (tail, self.largest) not in self.graphs:
-            self.graphs[tail, self.largest] = self._capture(self.largest, tail)
-        if size != self.largest:
-            self.graphs[tail, size] = self._capture(size, tail)
-        return self.graphs[tail, size]
+    def rehearse(self, size: int) -> None:
+        """Run a step of padding as it is, so that its kernels are compiled and loaded. From any thread, but not while
+        another one captures."""
+        logits, slots = self._logits(size), self._rows(size)[1]
+        for tail in self.tails.values():
+            tail(logits, slots)
+        self.rehearsed.add(size)
 
-    def _step(self, size: int, tail: str) -> Any:
-        tokens, slots, positions = self.inputs[: 3 * size].view(3, size)
+    def capture(self, size: int) -> None:
+        """Capture the graphs of a size. The largest one's come first: what they leave free in the pool is room for all
+        others. Logits are of no use to any graph but the size's own tails, so they are left free too."""
+        if size != self.largest and self.largest not in self.models:
+            self.capture(self.largest)
+        self.inputs.zero_()
+        if size not in self.rehearsed:
+            self.rehearse(size)
+        slots = self._rows(size)[1]
+        self.models[size], logits = self._captured(lambda: self._logits(size))
+        for name, tail in self.tails.items():
+            self.ends[size, name] = self._captured(partial(tail, logits, slots))
+
+    def _rows(self, size: int) -> Tensor:
+        """Tokens, slots and positions [3, size]."""
+        return self.inputs[: 3 * size].view(3, size)
+
+    def _logits(self, size: int) -> Tensor:
+        tokens, slots, positions = self._rows(size)
         tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
         splits = {cache.kv_heads: self._splits(size, cache.kv_heads) for cache in self.store.caches}
         context = DecodeContext(self.store, positions, slots, splits, self.scratch, self.deterministic)
-        logits = self.model.logits(self.model(tokens, context))
-        return self.tails[tail](logits, slots)
+        return self.model.logits(self.model(tokens, context))
 
-    def _capture(self, size: int, tail: str) -> Graph:
-        """Capture on a stream of its own. The step first runs as it is, on padding alone: kernels are compiled and
-        loaded by then."""
-        self.inputs.zero_()
-        self._step(size, tail)
+    def _captured(self, step: Callable[[], Any]) -> Graph:
+        """What `step` enqueues as a graph, captured on a stream of its own."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.last.device)
         self.stream.wait_stream(current)
         collecting = gc.isenabled()
@@ -170,7 +188,7 @@ class DecodeGraphs:
             with torch.cuda.stream(self.stream):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
-                    result = self._step(size, tail)
+                    result = step()
                 finally:
                     graph.capture_end()
         finally:

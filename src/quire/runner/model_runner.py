@@ -23,6 +23,7 @@ from quire.runner.batch import build_batch
 from quire.runner.context import StepContext
 from quire.runner.drawn import Drawn
 from quire.runner.logprobs import details_of, top_of
+from quire.runner.rehearsal import rehearse
 from quire.runner.sampler import Sampler
 from quire.runner.store import Store
 from quire.specs import Geometry, ModelSpec
@@ -73,7 +74,7 @@ class ModelRunner:
         debug: bool = False,
     ) -> None:
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
-        self.backend = _backend(attention, deterministic)
+        self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug = graphs, deterministic, debug
         self.depth = 1 if device.type == "cpu" else 2
         self.store: Store
@@ -97,14 +98,18 @@ class ModelRunner:
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
         """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs."""
-        kept: list[Tensor] = []
+        kept = torch.empty((largest, self.spec.vocab_size), dtype=self.dtype, device=self.device)
 
         def tail(logits: Tensor, slots: Tensor) -> Tensor:
-            if not kept:
-                kept.append(logits.new_empty((largest, logits.shape[1])))
-            return kept[0][: len(logits)].copy_(logits)
+            return kept[: len(logits)].copy_(logits)
 
         return tail
+
+    def warm_up(self, tokens: int, max_len: int) -> None:
+        """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: then
+        no request waits for a kernel to be compiled or a graph to be captured. After `bind`, before the first step."""
+        if self.device.type == "cuda":
+            rehearse(self, tokens, max_len)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:

@@ -51,6 +51,17 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
     return best
 
 
+def representatives(most: int, cache: LayerCache, device: torch.device) -> list[int]:
+    """Batches of up to `most` rows such that whatever kernel a batch needs, one of these needs it too."""
+    found: dict[tuple[int, ...], int] = {}
+    dim_pad = max(16, triton.next_power_of_2(cache.head_dim))
+    for batch in range(1, most + 1):
+        splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
+        shape = _shape(dim_pad, cache.rows.element_size(), batch * cache.kv_heads * splits, device)
+        found.setdefault((splits, *shape), batch)
+    return list(found.values())
+
+
 def fullness(programs: int, places: int) -> float:
     """How full `programs` fill their waves of `places`."""
     return programs / (-(-programs // places) * places)
@@ -108,7 +119,8 @@ def extent(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constex
     return oldest, first, chunk, tl.cdiv(length - first, tl.maximum(chunk, 1))
 
 
-@triton.jit(do_not_specialize=["stride", "key_row"])
+# Where indices lie is no reason to compile a kernel once more, in the middle of a step.
+@triton.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _decode(
     q, cache, tables, slots, lengths, rows, out, sums, maxima, divisors,
     q_row, q_head, out_row, table_width, stride, key_row, inner, outer,
@@ -177,7 +189,7 @@ def _decode(
         tl.store(divisors + spot * GROUP + g, weight, mask=g < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _join(
     sums, maxima, divisors, slots, lengths, rows, out, out_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, WINDOW: tl.constexpr,

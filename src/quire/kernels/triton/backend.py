@@ -32,8 +32,8 @@ class Norm(Protocol):
 
 @dataclass(slots=True)
 class Plan:
-    """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places, None where these
-    are all, in order) and the tiles of the others. Keys and values are those of `batch`; the queries are its tokens, or
+    """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places) and the tiles of
+    the others. Keys and values are those of `batch`; the queries are its tokens, or
     only those at `asked`."""
 
     tables: Tensor
@@ -63,24 +63,31 @@ class TritonBackend:
         of = asked or batch
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
-        parts = [of.slots[one], of.starts[one] + 1]
+        parts = [of.slots[one], of.starts[one] + 1, of.offsets[one]]
         if len(many):
             size = cache.rows.element_size()
             queries = tile_queries(cache.heads, cache.kv_heads, cache.head_dim, size, self.deterministic)
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
-            parts += [of.offsets[one], tiles.reshape(-1).view(np.int64)]
+            parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
         n = len(one)
         return Plan(
             tables=batch.tables[group],
             slots=ints[:n] if n else None,
             lengths=ints[n : 2 * n] if n else None,
-            rows=ints[2 * n : 3 * n] if n and len(many) else None,
+            rows=ints[2 * n : 3 * n] if n else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
             splits=choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
             batch=batch,
             asked=None if asked is None else asked.ends,
         )
+
+    def rehearse(self, rows: int, cache: LayerCache, tables: Tensor) -> None:
+        """Attention for `rows` rows of padding, so that its kernels are compiled and loaded."""
+        q = torch.zeros((rows, cache.heads, cache.head_dim), dtype=cache.rows.dtype, device=cache.rows.device)
+        nothing = torch.zeros(rows, dtype=torch.int64, device=q.device)
+        splits = choose_splits(rows, cache.kv_heads, multiprocessors(q.device))
+        decode(q, cache, tables, nothing, nothing, scale=1.0, splits=splits, softcap=self.softcap, rows=nothing)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""

@@ -86,7 +86,7 @@ def _sweep(
     return best, weight, total
 
 
-@triton.jit(do_not_specialize=["stride", "key_row"])
+@triton.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["tiles"])
 def _prompt(
     q, keys, values, tables, tiles, out,
     q_row, q_head, k_row, k_head, v_row, v_head, out_row, table_width, stride, key_row, inner, outer,

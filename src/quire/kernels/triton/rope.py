@@ -30,7 +30,7 @@ def _turned(
     return low, high
 
 
-@triton.jit(do_not_specialize=["key_row", "value_row"])
+@triton.jit(do_not_specialize=["key_row", "value_row"], do_not_specialize_on_alignment=["slots", "positions"])
 def _rope_write(
     qkv, q_out, pages, tables, slots, positions, rotary, q_weight, k_weight,
     qkv_stride, q_stride, table_stride, page_stride, key_row, value_row, eps,

@@ -94,7 +94,7 @@ def _top(peaks, places, row, chunks, LANES: tl.constexpr):
     return best, token, tl.abs(best) < float("inf")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
 def _choose(peaks, places, chunks, slots, last, tokens, faults, LANES: tl.constexpr, PDL: tl.constexpr):
     """The greedy token of a row, to `tokens` and to the row's slot in `last`; 0 and a fault if a logit isn't finite."""
     _start(PDL)
@@ -295,7 +295,7 @@ def _weigh(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, b
             tl.store(masses + row * blocks + block, tl.sum(_weights(tl.where(keys >= border, keys, 0)), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["owners", "chances", "slots", "last", "tokens", "faults"])
 def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses, blocks, owners, chances, slots, last,
           tokens, faults, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip

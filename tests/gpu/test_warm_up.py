@@ -1,0 +1,88 @@
+"""After the start nobody waits for a kernel to be compiled or for a graph to be captured, whatever is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import triton
+
+from quire.build import build
+from quire.config import EngineConfig
+from quire.engine import Engine
+from quire.request import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = [
+    {"model_config": "llama-125m"},
+    {"model_config": "opt-125m", "dtype": "float16"},
+    {"model_config": "gpt2", "dtype": "float32"},
+    {"model_config": "qwen3-8b"},
+    {"model_config": "llama-125m", "deterministic": True},
+    {"model_config": "llama-125m", "cuda_graphs": False},
+    {"model_config": "llama-125m", "page_size": 64, "max_num_seqs": 37},
+    {"model_config": "llama-125m", "memory": "orca-max", "max_model_len": 512},
+]
+
+
+def start(**settings: Any) -> Engine:
+    return build(
+        EngineConfig(
+            **{"dummy_weights": True, "dtype": "bfloat16", "device": "cuda", "kv_tokens": 32768, "swap_gib": 0.25,
+               "max_num_batched_tokens": 1024, **settings}
+        )
+    ).engine  # fmt: skip
+
+
+def serve(engine: Engine) -> int:
+    """Requests that come in waves and end one after another: nearly every number of rows, alone and beside prompts."""
+    kinds = (
+        {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.8}, {"top_k": 5, "logprobs": 3},
+        {"temperature": 0.0, "repetition_penalty": 1.2}, {"n": 3, "seed": 1}, {"prompt_logprobs": 1, "temperature": 0.0},
+        {"logit_bias": {3: 2.0}, "min_tokens": 2},
+    )  # fmt: skip
+    lengths, served = (1, 2, 5, 17, 33, 64, 100, 333), 0
+    for wave in (1, 3, 9, 20, 45, 130):
+        for i in range(wave):
+            params = SamplingParams(max_tokens=3 + i % 11, ignore_eos=True, **kinds[(i + wave) % len(kinds)])
+            engine.add(f"{wave}-{i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(lengths[(i * 5) % 8])], params)
+            served += 1
+            if i % 7 == 0:
+                engine.step()
+        while engine.unfinished:
+            engine.step()
+    return served
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) -> None:
+    engine = start(**settings)
+    graphs = engine.runner.graphs
+    captured = 0 if graphs is None else len(graphs.ends)
+    compiled: list[str] = []
+
+    def seen(*, fn: Any, repr: str, **_: Any) -> None:
+        compiled.append(f"{fn.name} {repr}")
+
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = seen
+    try:
+        assert serve(engine) == 208
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+    assert not compiled, "\n".join(compiled)
+    if graphs is not None:
+        assert captured == len(graphs.ends) == len(graphs.sizes) * len(graphs.tails)
+    assert engine.scheduler.memory.usage().used == 0
+    engine.close()
+
+
+def test_it_can_be_left_out() -> None:
+    engine = start(model_config="llama-125m", warm_up=False)
+    assert not engine.runner.graphs.ends
+    engine.add("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+    while engine.unfinished:
+        engine.step()
+    assert len(engine.runner.graphs.models) == 2, "the largest and that of one row"
+    engine.close()
