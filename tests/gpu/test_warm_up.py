@@ -39,8 +39,8 @@ def serve(engine: Engine) -> int:
     """Requests that come in waves and end one after another: nearly every number of rows, alone and beside prompts."""
     kinds = (
         {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.8}, {"top_k": 5, "logprobs": 3},
-        {"temperature": 0.0, "repetition_penalty": 1.2}, {"n": 3, "seed": 1}, {"prompt_logprobs": 1, "temperature": 0.0},
-        {"logit_bias": {3: 2.0}, "min_tokens": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.2}, {"n": 3, "seed": 1},
+        {"prompt_logprobs": 1, "temperature": 0.0}, {"logit_bias": {3: 2.0}, "min_tokens": 2},
     )  # fmt: skip
     lengths, served = (1, 2, 5, 17, 33, 64, 100, 333), 0
     for wave in (1, 3, 9, 20, 45, 130):
