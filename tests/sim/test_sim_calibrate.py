@@ -160,6 +160,7 @@ def test_steps_are_made_and_timed_here(
     found = load(str(out))
     assert found.coefficients != NOTHING
     assert found.depth == 1
+    assert len(found.source) > 100, "as of those that are committed"
     assert found.error is not None
     assert found.error["steps"] == 6
     assert found.error["target"] == calibrate.TARGET
