@@ -88,6 +88,10 @@ ENTRIES = {
     "step-overhead": Entry(
         "overheads:step_overhead", "PagedAttention: what the control plane costs a step", timed=True
     ),
+    "x4": Entry("code_size:code_size", "PagedAttention §5: size of the code"),
+    "r1": Entry("page_sizes:page_sizes", "A review of PagedAttention: page sizes from 1 to 256, by simulation"),
+    "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
+    "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
 }
 
 
@@ -100,16 +104,24 @@ def main(args: list[str]) -> int:
     parser.add_argument("--simulated", action="store_true", help="with --all: only what times nothing and needs no GPU")
     parser.add_argument("--full", action="store_true", help="larger samples, where a result is an average")
     parser.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png there")
+    parser.add_argument("--report", metavar="FILE", help="write what the documents in --from say, as Markdown")
+    parser.add_argument("--from", dest="folder", metavar="DIR", help="what was --out before")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     given = parser.parse_args(args)
+    if (given.report is None) != (given.folder is None):
+        raise StartupError("--report and --from belong together", "Give both")
     names = _all(given.simulated) if given.all else given.name
     for name in names:
         if name not in ENTRIES:
             raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
-    if given.list or not names:
+    if given.list or not (names or given.report):
         print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
         return 0
     done = [reproduce(name, args, Path(given.out) if given.out else None, given.full) for name in names]
+    if given.report:
+        from quire.reproduce.report import write_report
+
+        write_report(ENTRIES, Path(given.folder), Path(given.report))
     return int(any(result.verdict == DIFFERS for reproduction in done for result in reproduction.results))
 
 

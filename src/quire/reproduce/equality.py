@@ -1,0 +1,275 @@
+"""The same greedy tokens by every way: memories, page sizes, batches, chunks, preemption by swapping and recomputing.
+
+PagedAttention §4.5 and §4.6 and the other papers presuppose it: a memory decides where keys and values are, never what
+they are. The bundled model in float32 on a CPU; transformers' tokens stand beside, where it is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import quire
+from quire.bench.document import table
+from quire.build import build
+from quire.config import MEMORIES, PREEMPTIONS, RESERVED, EngineConfig
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+from quire.request import SamplingParams
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CHECKPOINT = Path(quire.__file__).parent / "assets" / "tiny"
+LENGTHS = (1, 5, 16, 23, 37, 64, 100, 190)  # of the prompts
+NEW = 40  # tokens generated after each
+PAGES, SHORT_PAGES = (1, 16, 64), (1, 4, 16)
+BATCHES = (1, 3, 8)
+PLENTY, LITTLE = 4096, 240  # tokens of KV: LITTLE holds the longest request, and not all at once
+CHUNKS = (16, 512)
+MOST_LEN = 240
+TIE = 1e-5  # log-probabilities so close are the same, and rounding chooses
+
+
+class Way(NamedTuple):
+    """One configuration of the engine; `depth` is how many steps may be in flight."""
+
+    memory: str = "paged"
+    page: int = 16
+    batch: int = 1
+    chunk: int = 512
+    tokens: int = PLENTY
+    preemption: str = "recompute"
+    depth: int = 1
+
+    def config(self) -> EngineConfig:
+        return EngineConfig(
+            memory=self.memory, page_size=self.page, max_num_seqs=self.batch, max_num_batched_tokens=self.chunk,
+            kv_tokens=self.tokens, max_model_len=MOST_LEN, preemption=self.preemption, depth=self.depth,
+            swap_gib=0.1, dtype="float32", device="cpu", threads=1, enable_prefix_caching=False,
+        )  # fmt: skip
+
+    @property
+    def group(self) -> str:
+        """What it is told with: a memory with plenty of room, or a way to preempt in little."""
+        return self.memory if self.tokens == PLENTY else f"{self.memory}, preempted by {self.preemption}"
+
+
+class Answer(NamedTuple):
+    """Greedy tokens, and by how much each one's log-probability was above the next best token's."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+class Compared(NamedTuple):
+    """A way's tokens beside the reference's: how many were compared, how many were equal, answers that part at a tie
+    (and are compared no further); those equal to transformers', None without it."""
+
+    way: Way
+    tokens: int
+    equal: int
+    ties: int
+    preempted: dict[str, int]
+    transformers: int | None
+
+    @property
+    def same(self) -> bool:
+        return self.tokens == self.equal
+
+
+def same_tokens() -> Reproduction:
+    """Every way of `ways`, compared with one request at a time in paged memory."""
+    prompts = _prompts()
+    reference = run(Way(), prompts)[0]
+    oracle = _transformers(prompts) if find_spec("transformers") else None
+    compared: list[Compared] = []
+    for way in ways():
+        if not compared or compared[-1].way.group != way.group:
+            print(f"c5: {way.group}", file=sys.stderr)
+        answers, preempted = run(way, prompts)
+        compared.append(compare(way, answers, reference, oracle, preempted))
+    return Reproduction(_verdicts(compared), _text(compared), partial(_draw, compared))
+
+
+def ways() -> Iterator[Way]:
+    """Every memory at each page and batch size, then memory so short that somebody is preempted."""
+    for memory in MEMORIES:
+        for page in PAGES:
+            for batch in BATCHES:
+                yield Way(memory, page, batch, CHUNKS[batch % 3 == 0])
+    for preemption in PREEMPTIONS:
+        for memory in MEMORIES:
+            if memory in RESERVED:
+                continue  # nobody is ever preempted there
+            for page in SHORT_PAGES:
+                for depth in (1, 2):
+                    yield Way(memory, page, BATCHES[-1], CHUNKS[0], LITTLE, preemption, depth)
+
+
+def run(way: Way, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str, int]]:
+    """The answers to all prompts, which come at once, and how often somebody was preempted, by way."""
+    engine = build(way.config()).engine
+    params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=2)
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt, params)
+    answers = [Answer([], []) for _ in prompts]
+    while engine.unfinished:
+        for output in engine.step():
+            answer = answers[int(output.request)]
+            answer.tokens.extend(output.tokens)
+            answer.margins.extend(top.logprobs[0] - top.logprobs[1] for top in output.tops)
+    preempted = dict(engine.scheduler.preempted)
+    engine.close()
+    return answers, preempted
+
+
+def compare(
+    way: Way,
+    answers: Sequence[Answer],
+    reference: Sequence[Answer],
+    oracle: Sequence[list[int]] | None,
+    preempted: dict[str, int],
+) -> Compared:
+    """Token by token, up to where an answer parts from the reference at a tie; after another parting none is equal."""
+    tokens = equal = ties = 0
+    for answer, expected in zip(answers, reference):
+        pairs = zip(answer.tokens, expected.tokens)
+        same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(expected.tokens))
+        tied = same < len(expected.tokens) and expected.margins[same] <= TIE
+        tokens += same if tied else len(expected.tokens)
+        equal += same
+        ties += tied
+    known = None
+    if oracle is not None:
+        known = sum(a == b for answer, theirs in zip(answers, oracle) for a, b in zip(answer.tokens, theirs))
+    return Compared(way, tokens, equal, ties, preempted, known)
+
+
+def _prompts() -> list[list[int]]:
+    """Text that the model wrote, cut to LENGTHS: its choices are clearer there than after random tokens."""
+    params = SamplingParams(
+        temperature=1.0, n=len(LENGTHS), max_tokens=max(LENGTHS), ignore_eos=True, detokenize=False, seed=0
+    )
+    engine = build(Way(batch=len(LENGTHS)).config()).engine
+    engine.add("stories", [0], params)
+    told: list[list[int]] = [[] for _ in LENGTHS]
+    while engine.unfinished:
+        for output in engine.step():
+            told[output.branch] += output.tokens
+    engine.close()
+    return [story[:length] for story, length in zip(told, LENGTHS)]
+
+
+def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
+    """The greedy tokens of the same checkpoint in transformers, in float32, one prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            out = model(torch.tensor([prompt]), use_cache=True)
+            tokens = [int(out.logits[0, -1].argmax())]
+            while len(tokens) < NEW:
+                out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+                tokens.append(int(out.logits[0, -1].argmax()))
+            answers.append(tokens)
+    return answers
+
+
+class Group(NamedTuple):
+    """Ways that are told in one line. `preemptions` of its own kind; those of any kind, where it may choose."""
+
+    name: str
+    ways: int
+    settings: str
+    tokens: int
+    equal: int
+    ties: int
+    swapped: int
+    recomputed: int
+    transformers: int | None
+    short: bool
+
+    @property
+    def holds(self) -> bool:
+        """All that was compared is equal; and somebody was preempted where that is the question."""
+        wanted = {"swap": self.swapped, "recompute": self.recomputed}.get(self.name.rpartition(" ")[2])
+        happened = self.swapped + self.recomputed if wanted is None else wanted
+        return self.tokens == self.equal and (happened > 0 or not self.short)
+
+
+def groups(compared: Sequence[Compared]) -> Iterator[Group]:
+    """Sums over the ways of each group, in order."""
+    for name in dict.fromkeys(one.way.group for one in compared):
+        mine = [one for one in compared if one.way.group == name]
+        ways = [one.way for one in mine]
+        settings = [f"pages {_span(way.page for way in ways)}", f"batches {_span(way.batch for way in ways)}"]
+        if len({way.depth for way in ways}) > 1:
+            settings.append(f"steps in flight {_span(way.depth for way in ways)}")
+        known = [one.transformers for one in mine if one.transformers is not None]
+        yield Group(
+            name, len(mine), ", ".join(settings), *(sum(one[i] for one in mine) for i in (1, 2, 3)),
+            sum(one.preempted["swap"] for one in mine), sum(one.preempted["recompute"] for one in mine),
+            sum(known) if known else None, ways[0].tokens < PLENTY,
+        )  # fmt: skip
+
+
+def _span(values: Iterable[int]) -> str:
+    return "/".join(map(str, sorted(set(values))))
+
+
+def _verdicts(compared: Sequence[Compared]) -> list[Result]:
+    results = []
+    for group in groups(compared):
+        counts = f"; {group.swapped} swapped, {group.recomputed} recomputed" if group.short else ""
+        ties = f"; {group.ties} ties" if group.ties else ""
+        what = f"{group.name}: {group.settings}{counts}{ties}"
+        verdict = HOLDS if group.holds else DIFFERS
+        results.append(Result("C5", what, group.tokens, group.equal, "equal tokens", verdict))
+    known = [one for one in compared if one.transformers is not None]
+    if known:
+        whole, equal = len(known) * len(LENGTHS) * NEW, sum(one.transformers or 0 for one in known)
+        verdict = HOLDS if equal == whole or any(one.ties for one in known) else DIFFERS
+        results.append(Result("C5", "equal to transformers' tokens, all of these", whole, equal, "tokens", verdict))
+    return results
+
+
+def _text(compared: Sequence[Compared]) -> str:
+    head = ("memory and preemption", "runs", "settings", "tokens", "equal", "ties", "swapped", "recomputed",
+            "transformers'", "the same")  # fmt: skip
+    rows = [
+        (*group[:8], "-" if group.transformers is None else group.transformers, "yes" if group.holds else "no")
+        for group in groups(compared)
+    ]
+    about = (
+        f"{len(LENGTHS)} prompts of {min(LENGTHS)} to {max(LENGTHS)} tokens, {NEW} greedy tokens after each; float32"
+    )
+    return f"{about}\n{table(head, rows)}"
+
+
+def _draw(compared: Sequence[Compared]) -> Figure:
+    """A bar a group: the share of equal tokens, and how often somebody was preempted."""
+    from quire.reproduce.plots import COLOURS, figure
+
+    found = list(groups(compared))
+    fig = figure(9, 1.2 + 0.4 * len(found))
+    axes = fig.add_subplot()
+    shares = [100 * group.equal / group.tokens for group in found]
+    bars = axes.barh([group.name for group in found], shares, color=[COLOURS[2 if g.holds else 1] for g in found])
+    labels = [
+        f"{group.equal:,} of {group.tokens:,} tokens, {group.ways} runs"
+        + (f", {group.swapped} swapped, {group.recomputed} recomputed" if group.short else "")
+        for group in found
+    ]
+    axes.bar_label(bars, labels, label_type="center", color="white", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of greedy tokens that are equal")
+    fig.suptitle("The same tokens by every way (bundled model, float32, CPU)")
+    return fig

@@ -1,0 +1,198 @@
+"""One trace through every memory: what each wastes, how many requests it batches, how long they take.
+
+PagedAttention Figures 2, 12 and 13 in one table (and vAttention Figure 1, which illustrates the same), twice: OPT-13B
+on the paper's A100, simulated, and the bundled model on this machine's CPU. What config.MEMORIES names has a row.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.bench.document import short, table
+from quire.bench.drive import Decoding, Load, drive
+from quire.bench.latency import latencies
+from quire.bench.workloads import parse, poisson
+from quire.build import build
+from quire.config import MEMORIES, EngineConfig
+from quire.memory import Usage
+from quire.reproduce import serving
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
+from quire.sim.simulate import Objective, mean_usage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ORDER = ("paged", "orca-oracle", "orca-pow2", "orca-max", "ft")  # as the paper finds them, best first
+MOST_LEN = 2048  # of a sequence, in both runs
+KINDS = ("used", "reserved", "internal", "external")
+
+
+class Case(NamedTuple):
+    """A trace: so many requests with a workload's lengths, Poisson arrivals at `rate` a second."""
+
+    by: str
+    device: str
+    workload: str
+    requests: int
+    rate: float
+
+
+SIMULATED = Case("simulated", "OPT-13B on an A100 with 12 GiB of KV", "sharegpt", 1200, 2.0)
+# A rate that keeps requests waiting for every memory, so that the batch is what memory allows, not what came.
+REAL = Case("real", "the bundled model on this CPU, 8,192 tokens of KV, one thread", "sharegpt", 32, 16.0)
+REAL_TOKENS = 8192
+
+
+class Ran(NamedTuple):
+    """A memory's run: bytes by category, a mean over the run's time; requests in memory, a mean over its steps; mean
+    end-to-end latency / output length in seconds; requests and output tokens a second."""
+
+    by: str
+    memory: str
+    usage: Usage
+    batch: float
+    normalised: float
+    requests_per_s: float
+    preemptions: int
+
+    def share(self, kind: str) -> float:
+        """Of the memory that isn't free or cached, so that the end of the trace doesn't count as waste."""
+        taken = sum(getattr(self.usage, name) for name in KINDS)
+        return float(getattr(self.usage, kind)) / taken if taken else 0.0
+
+
+def every_memory() -> Reproduction:
+    """The comparison, simulated and real."""
+    runs = [*simulated(SIMULATED), *real(REAL)]
+    return Reproduction(_verdicts(runs), _text(runs), partial(_draw, runs))
+
+
+def simulated(case: Case) -> list[Ran]:
+    """The case through every memory at the costs of the paper's A100."""
+    load, runs = serving.Load("a100-13b", case.workload), []
+    for memory in MEMORIES:
+        print(f"c1: {memory}, simulated", file=sys.stderr)
+        trace = load.trace(case.rate, case.requests / case.rate)
+        outcome = load.serve(memory, trace)
+        latency = Objective("mean", "normalised", 1.0).value(outcome.served)
+        run = outcome.totals
+        runs.append(
+            Ran(
+                case.by, memory, mean_usage(outcome.moments), run.mean_running, latency, len(trace) / run.seconds,
+                run.preemptions,
+            )
+        )  # fmt: skip
+    return runs
+
+
+def real(case: Case) -> list[Ran]:
+    """The case through every memory with the bundled model, in float32, requests coming by the wall clock."""
+    runs = []
+    for memory in MEMORIES:
+        print(f"c1: {memory}, real", file=sys.stderr)
+        config = EngineConfig(
+            memory=memory, dtype="float32", device="cpu", threads=1, kv_tokens=REAL_TOKENS, max_model_len=MOST_LEN,
+            enable_prefix_caching=False, seed=serving.SEED,
+        )  # fmt: skip
+        built = build(config)
+        jobs = parse(f"{case.workload}@{case.requests}").jobs(built.spec.vocab_size, serving.SEED)
+        traces, facts = drive(built.engine, jobs, Load(poisson(case.requests, case.rate, serving.SEED)), Decoding())
+        built.engine.close()
+        usage = Usage(*(int(facts["memory_bytes"][name]) for name in Usage._fields))
+        normalised = latencies(traces)["normalised_s"]
+        assert normalised is not None, "requests were served"
+        seconds = max(trace.events[-1][0] for trace in traces)
+        runs.append(
+            Ran(
+                case.by, memory, usage, facts["mean_running"], normalised["mean"], len(traces) / seconds,
+                facts["preemptions"],
+            )
+        )  # fmt: skip
+    return runs
+
+
+def _verdicts(runs: Sequence[Ran]) -> list[Result]:
+    """What the papers say of the systems' order, then each memory's numbers, for which they have none."""
+    results = []
+    for by in dict.fromkeys(run.by for run in runs):
+        of = {run.memory: run for run in runs if run.by == by}
+        ordered = [of[memory] for memory in ORDER]
+        for what, falls in (
+            ("mean batch", [run.batch for run in ordered]),
+            ("share of taken KV memory that holds tokens", [run.share("used") for run in ordered[:4]]),
+            ("normalised latency, ascending", [-run.normalised for run in ordered]),
+        ):
+            order = " > ".join(ORDER[: len(falls)])
+            results.append(_claim("C1", f"{what}: {order}", falls == sorted(falls, reverse=True), by))
+        paged, oracle = of["paged"].share("used"), of["orca-oracle"].share("used")
+        results.append(_claim("V-F1", "a reservation wastes memory even if its length is known", oracle < paged, by))
+        for run in of.values():
+            for what, value, unit in (
+                ("holds tokens", round(100 * run.share("used"), 1), "% of taken KV memory"),
+                ("mean batch", round(run.batch, 2), "requests"),
+                ("mean normalised latency", round(1000 * run.normalised, 1), "ms a token"),
+            ):
+                results.append(measured("C1", f"{run.memory}: {what}", value, unit, by))
+    return results
+
+
+def _claim(row: str, what: str, holds: bool, by: str) -> Result:
+    return Result(row, what, True, holds, "", HOLDS if holds else DIFFERS, by)
+
+
+def _text(runs: Sequence[Ran]) -> str:
+    head = ("memory", "by", *(f"{kind} %" for kind in KINDS), "mean batch", "of paged's", "normalised ms", "requests/s",
+            "preempted")  # fmt: skip
+    whole = {run.by: run.batch for run in runs if run.memory == "paged"}
+    rows: list[tuple[Any, ...]] = [
+        (
+            run.memory, run.by, *(f"{100 * run.share(kind):.1f}" for kind in KINDS), f"{run.batch:.2f}",
+            f"{run.batch / whole[run.by]:.2f}", short(1000 * run.normalised), short(run.requests_per_s),
+            run.preemptions,
+        )
+        for run in runs
+    ]  # fmt: skip
+    cases = [
+        f"{case.by}: {case.device}; {case.workload}@{case.requests}, Poisson at {case.rate:g}/s, seed {serving.SEED}"
+        for case in (SIMULATED, REAL)
+    ]
+    lines = [*cases, "Shares are of the KV memory that is neither free nor cached.", table(head, rows)]
+    return "\n".join(lines)
+
+
+def _draw(runs: Sequence[Ran]) -> Figure:
+    """Stacked shares of the memory on the left, batches in the middle, latencies on the right; a line a way to run."""
+    from quire.reproduce.plots import COLOURS, figure
+
+    ways = list(dict.fromkeys(run.by for run in runs))
+    fig = figure(13, 3.2 * len(ways))
+    for line, by in zip(fig.subplots(len(ways), 3, squeeze=False), ways):
+        mine = [run for run in runs if run.by == by]
+        names = [run.memory for run in mine]
+        left = [0.0] * len(mine)
+        for kind, colour in zip(KINDS, COLOURS):
+            values = [100 * run.share(kind) for run in mine]
+            bars = line[0].barh(names, values, left=left, color=colour, label="tokens" if kind == "used" else kind)
+            labels = [f"{value:.1f}" if value >= 5 else "" for value in values]
+            line[0].bar_label(bars, labels, label_type="center", color="white", fontsize=8)
+            left = [a + b for a, b in zip(left, values)]
+        line[0].set_xlabel(f"{by}: % of taken KV memory")
+        line[0].legend(fontsize=7, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+        bars = line[1].barh(names, [run.batch for run in mine], color=COLOURS[0])
+        line[1].bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
+        line[1].set_xlabel("mean batch, requests")
+        bars = line[2].barh(names, [1000 * run.normalised for run in mine], color=COLOURS[1])
+        line[2].bar_label(bars, [short(1000 * run.normalised) for run in mine], fontsize=8, padding=3)
+        line[2].set_xlabel("mean normalised latency, ms a token")
+        line[2].set_xscale("log")
+        line[2].tick_params(axis="x", which="minor", labelbottom=False)
+        for axes, room in zip(line[1:], (1.2, 4.0)):
+            axes.set_xlim(right=axes.get_xlim()[1] * room)
+        for axes in line:
+            axes.invert_yaxis()
+            axes.spines[["top", "right"]].set_visible(False)
+    fig.suptitle("One ShareGPT-like trace through every memory")
+    return fig

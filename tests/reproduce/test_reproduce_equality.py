@@ -1,0 +1,57 @@
+"""Equal tokens by every way: a small sweep runs; differences, ties and missing preemptions are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config import MEMORIES, PREEMPTIONS
+from quire.reproduce import equality
+from quire.reproduce.equality import Answer, Way, _verdicts, compare, groups, same_tokens, ways
+from quire.reproduce.result import DIFFERS, HOLDS
+
+NOBODY = {"swap": 0, "recompute": 0}
+
+
+def test_a_small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(equality, "LENGTHS", (1, 20, 24, 30))
+    monkeypatch.setattr(equality, "NEW", 12)
+    monkeypatch.setattr(equality, "PAGES", (16,))
+    monkeypatch.setattr(equality, "SHORT_PAGES", (4,))
+    monkeypatch.setattr(equality, "BATCHES", (4,))
+    monkeypatch.setattr(equality, "LITTLE", 48)
+    monkeypatch.setattr(equality, "MOST_LEN", 48)
+    done = same_tokens()
+    assert {result.verdict for result in done.results} == {HOLDS}
+    assert len(done.results) == len(MEMORIES) + len(PREEMPTIONS) + 1
+    assert [result.paper for result in done.results[: len(MEMORIES)]] == [48] * len(MEMORIES)
+    assert "0 swapped, 0 recomputed" not in done.text
+    assert done.draw().axes
+
+
+def test_ways_are_every_memory_and_every_preemption() -> None:
+    found = list(ways())
+    assert len(found) == len(set(found))
+    assert {way.memory for way in found} == set(MEMORIES)
+    assert {way.preemption for way in found if way.tokens == equality.LITTLE} == set(PREEMPTIONS)
+    assert {way.batch for way in found} == set(equality.BATCHES)
+
+
+def test_what_is_compared() -> None:
+    reference = [Answer([1, 2, 3], [1.0, 1e-7, 1.0])]
+    same = compare(Way(), [Answer([1, 2, 3], [])], reference, [[1, 2, 4]], NOBODY)
+    assert (same.tokens, same.equal, same.ties, same.transformers) == (3, 3, 0, 2)
+    tied = compare(Way(), [Answer([1, 9, 3], [])], reference, None, NOBODY)
+    assert (tied.tokens, tied.equal, tied.ties, tied.transformers) == (1, 1, 1, None)
+    other = compare(Way(), [Answer([9, 2, 3], [])], reference, None, NOBODY)
+    assert (other.tokens, other.equal, other.ties) == (3, 0, 0)
+
+
+def test_verdicts() -> None:
+    reference = [Answer([1, 2], [1.0, 1.0])]
+    good = compare(Way(), reference, reference, [[1, 2]], NOBODY)
+    wrong = compare(Way("ft"), [Answer([1, 3], [])], reference, [[1, 2]], NOBODY)
+    short = Way(tokens=equality.LITTLE, preemption="swap")
+    calm = compare(short, reference, reference, [[1, 2]], {"swap": 0, "recompute": 3})
+    swapped = compare(short._replace(preemption="auto"), reference, reference, [[1, 2]], {"swap": 1, "recompute": 0})
+    assert [group.holds for group in groups([good, wrong, calm, swapped])] == [True, False, False, True]
+    assert [result.verdict for result in _verdicts([good, wrong])][:2] == [HOLDS, DIFFERS]
