@@ -12,7 +12,7 @@ from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 def test_larger_pages_waste_more_and_serve_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_sizes, "TRACES", {"alpaca": Trace(60.0, 4.0, (16,))})
     small, large = sweep("alpaca", (16, 256))
-    assert small.internal < 0.15 < 0.5 < large.internal < 1
+    assert 0 < small.internal < 0.25 < 0.5 < large.internal < 1
     assert small.running > large.running
     assert small.highest > large.highest > 0
 
