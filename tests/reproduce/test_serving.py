@@ -31,7 +31,7 @@ ALPACA = Load("a100-13b", "alpaca")
 
 def made(system: str, highest: float) -> Curve:
     """A curve with two points."""
-    points = (Point(highest / 2, LIMIT / 2, 1.0, 0.05, 0), Point(highest, LIMIT, 2.0, 0.05, 0))
+    points = (Point(highest / 4, LIMIT / 4, 1.0, 0.05, 0), Point(highest, LIMIT, 2.0, 0.05, 0))
     return Curve(system, highest, points)
 
 
@@ -67,6 +67,13 @@ def test_a_registered_prefix_is_held_once() -> None:
     assert held[1] - held[0] > 0.9 * 19 * 341 * shared.plant("paged").spec.token_bytes(2)
 
 
+def test_lengths_can_be_stretched() -> None:
+    load = Load("a100-13b", "wmt1shot")
+    short, long = load.sketches(100), load._replace(stretch=2.0).sketches(100)
+    assert [one.output_len for one in long] == [2 * one.output_len for one in short]
+    assert [one.prompt_len - 80 for one in long] == [2 * (one.prompt_len - 80) for one in short]
+
+
 def test_runs_that_are_too_slow_are_given_up() -> None:
     slow = measure(ALPACA, "orca-max", 20.0, 30.0, limit=0.05)
     assert slow.latency is None
@@ -92,8 +99,8 @@ def test_a_curve_finds_the_highest_rate() -> None:
 
 def test_rates_at_other_limits() -> None:
     found = made("paged", 4.0)
-    assert found.at(LIMIT / math.sqrt(2)) == pytest.approx(3.0)
-    assert math.isnan(found.at(LIMIT / 4))
+    assert found.at(LIMIT / 2) == pytest.approx(2.5)
+    assert math.isnan(found.at(LIMIT / 5))
     assert math.isnan(found.at(SHOWN))
 
 
@@ -142,7 +149,7 @@ def test_verdicts_of_figure_12(oracle: float, verdict: str, monkeypatch: pytest.
     assert one["(a) OPT-13B, ShareGPT: vLLM / Orca (Oracle) (by 10%)"] == verdict
     assert one["(a) OPT-13B, ShareGPT: vLLM / Orca (Max) (by 10%)"] == HOLDS
     every = basic_sampling.figure_12(full=True)
-    assert verdicts(every)["the most, over all panels: vLLM / FasterTransformer (by 20%)"] == HOLDS
+    assert verdicts(every)["the most of (a) to (c): vLLM / FasterTransformer (by 20%)"] == HOLDS
     assert verdicts(every)["vLLM / Orca (Pow2), median of all panels (by 10%)"] == HOLDS
     assert {result.row for result in every.results} == {"P-F12", "P-X3"}
     assert asked == [600.0, 3600.0, 3600.0, 900.0, 3600.0, 3600.0, 900.0]
@@ -156,6 +163,7 @@ def test_verdicts_of_figure_16(paged: float, verdict: str, monkeypatch: pytest.M
         return [made(system, rate) for (_, system, _), rate in zip(jobs, rates)]
 
     monkeypatch.setattr(shared_prefix, "in_parallel", fake)
+    monkeypatch.setattr(Load, "capacity", lambda load, system: load.stretch * (1 if system == "paged" else 2))
     done = shared_prefix.figure_16()
     assert verdicts(done)["five examples, 341 tokens: vLLM / Orca (Oracle) (within 20%)"] == verdict
     assert verdicts(done)["a longer prefix, more gain"] == DIFFERS  # here the two are the same
@@ -195,7 +203,7 @@ def test_what_a_picture_shows_is_in_the_document(tmp_path: Path, monkeypatch: py
     assert main(["fig17", "--out", str(tmp_path)]) == 1
     content = json.loads((tmp_path / "fig17.json").read_text())
     assert content["real"] is False
-    assert [point["rate"] for point in content["data"]["paged"]["points"]] == [0.5, 1.0]
+    assert [point["rate"] for point in content["data"]["paged"]["points"]] == [0.25, 1.0]
 
 
 @pytest.mark.soak

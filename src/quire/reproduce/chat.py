@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.bench.document import table
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
-from quire.reproduce.serving import HOUR, LIMIT, SECONDS, SYSTEMS, Curve, Load, as_data, curves, draw_curves
+from quire.reproduce.serving import HOUR, LIMIT, SECONDS, SYSTEMS, Curve, Load, as_data, curves, draw_curves, why
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +42,9 @@ def figure_17(full: bool = False) -> Reproduction:
     text = (
         f"Sustained: mean normalised latency of at most {LIMIT:g} s a token. Simulated; {seconds:g} s of requests; "
         f"{long:.0%} of the prompts have all 1,024 tokens\n"
-        f"{table(('system', 'requests/s', 'running at once', 'device busy'), rows)}"
+        f"{table(('system', 'requests/s', 'running at once', 'ms a step'), rows)}\n"
+        f"{why(found, 'orca-max')}: long contexts are read in every step, and every request's prompt is computed\n"
+        "whoever serves it. The Orcas differ by the prompts that are shorter than 1,024 tokens."
     )
     return Reproduction(results, text, partial(_draw, found), as_data(found))
 

@@ -44,13 +44,15 @@ SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else
 
 class Load(NamedTuple):
     """What is served on what: a calibration's device and, unless `model` and `kv_gib` say otherwise, its model and KV
-    memory. The first `prefix` tokens of all prompts are the same ones; the paged memory has them registered."""
+    memory. The first `prefix` tokens of all prompts are the same ones; the paged memory has them registered. Lengths
+    are the workload's times `stretch`, those of a prefix that it names aside."""
 
     calibration: str
     workload: str
     model: str | None = None
     kv_gib: float | None = None
     prefix: int = 0
+    stretch: float = 1.0
 
     def plant(self, system: str) -> Plant:
         """The load's model under a system's memory. No prefix is cached but those registered, as in the paper."""
@@ -64,7 +66,15 @@ class Load(NamedTuple):
         """The first `count` requests."""
         blocks = range(-(-count // BLOCK))
         drawn = [one for i in blocks for one in parse(f"{self.workload}@{BLOCK}").sketches(SEED + i)]
-        return drawn[:count]
+        if self.stretch == 1:
+            return drawn[:count]
+        return [
+            one._replace(
+                prompt_len=one.prefix_len + math.ceil(self.stretch * (one.prompt_len - one.prefix_len)),
+                output_len=math.ceil(self.stretch * one.output_len),
+            )
+            for one in drawn[:count]
+        ]
 
     def arriving(self, times: Sequence[float]) -> list[Arriving]:
         """The first requests, at these times."""
@@ -196,6 +206,15 @@ def draw_curves(axes: Axes, found: dict[str, Curve], title: str, labels: dict[st
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("requests/s")
     axes.set_ylabel("normalised latency, s a token")
+
+
+def why(found: dict[str, Curve], other: str) -> str:
+    """How vLLM's advantage over another system comes about, at what each sustains."""
+    ours, theirs = found["paged"].knee, found[other].knee
+    return (
+        f"vLLM runs {ours.running / theirs.running:.2f} times as many requests at once as {SYSTEMS[other]}, in steps "
+        f"that take {ours.step / theirs.step:.2f} times as long"
+    )
 
 
 def as_data(found: dict[str, Curve]) -> dict[str, Any]:
