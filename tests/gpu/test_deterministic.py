@@ -71,3 +71,8 @@ def test_tokens_and_their_log_probabilities_are_the_same_to_the_bit(alone: list[
 def test_without_it_the_batch_shows() -> None:
     """Otherwise the tests above would say nothing."""
     assert serve(deterministic=False)[0] != serve(deterministic=False, together=False)[0]
+
+
+def test_a_vocabulary_of_an_odd_size() -> None:
+    """Rows of logits that begin at odd addresses."""
+    assert serve(model_config="gpt2")[0] == serve(together=False, model_config="gpt2")[0]

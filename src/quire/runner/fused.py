@@ -89,6 +89,20 @@ class FusedSampling:
 
         return {"greedy": greedy, "random": drawing(False), "cut": drawing(True)}
 
+    def rehearse(self, rows: int, dtype: torch.dtype) -> None:
+        """Sample `rows` rows of zeros in every way, so that the kernels are compiled and loaded. From any thread."""
+        kernels, device = self.kernels, self.device
+        logits = torch.zeros((rows, self.vocab_size), dtype=dtype, device=device)
+        nothing = torch.zeros(rows, dtype=torch.int64, device=device)
+        shapes, chances = torch.zeros((5, rows), dtype=torch.float64, device=device).split((4, 1))
+        tokens, faults = torch.empty((2, rows), dtype=torch.int64, device=device)
+        scratch = kernels.Scratch.of(rows, self.vocab_size, device)
+        kernels.greedy(logits, nothing, nothing, tokens, faults, scratch, self.pdl)
+        for cut in (False, True):
+            kernels.sample(
+                logits, shapes.view(rows, 4), nothing, chances, nothing, nothing, tokens, faults, scratch, cut, self.pdl
+            )
+
     def fill(self, shape: np.ndarray, chance: np.ndarray) -> None:
         """What the tails read at their next replay: shape [R, 4], chance [R]; padding is greedy."""
         assert self._inputs is not None, "there are no tails"

@@ -21,7 +21,7 @@ from quire.request import SamplingParams
 if TYPE_CHECKING:
     from quire.runner.model_runner import ModelRunner
 
-THREADS = 8
+THREADS = 16
 MOST_AT_ONCE = 256  # rows of a step that is run beside others: their logits are all in memory
 PARAMS = (
     SamplingParams(temperature=0.0),
@@ -58,6 +58,8 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
         for size in runner.graphs.sizes:
             if size & (size - 1) == 0 and size <= MOST_AT_ONCE:
                 yield partial(runner.graphs.rehearse, size)
+    # Logits that rules change are float32; the others are sampled in graphs, if there are any.
+    yield from runner.sampler.rehearsals({torch.float32, *([runner.dtype] if runner.graphs is None else [])})
     if runner.attention == "triton" and not runner.deterministic:
         from quire.kernels.triton.attention import representatives
 

@@ -6,7 +6,8 @@ or memory. The parameters mean what they mean in vLLM; `Sampler.sample` states t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -48,6 +49,13 @@ class Sampler:
         self._ruled = np.zeros(slots, dtype=np.bool_)  # logits change before they are drawn from, or a method chooses
         self._until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
         self._simple = np.zeros(slots, dtype=np.bool_)  # once past `_until`, a draw from the logits is all there is
+
+    def rehearsals(self, dtypes: Iterable[torch.dtype]) -> Iterator[Callable[[], None]]:
+        """On a GPU: what to call, from any threads, so that kernels for logits of `dtypes` are compiled and loaded."""
+        if self._fused is not None:
+            for dtype in dtypes:
+                for rows in self._fused.kernels.REPRESENTATIVES:
+                    yield partial(self._fused.rehearse, rows, dtype)
 
     def birth(self, birth: Birth) -> None:
         """A sequence takes a slot. Its tokens are `birth.history` or, if that is empty, those of the parent's slot.

@@ -328,3 +328,20 @@ def test_both_paths_are_captured_in_a_graph(pdl: bool) -> None:
         step()
         assert replayed == out.tolist()
         assert replayed[2] == logits.argmax(-1).tolist() == last[1:].tolist()
+
+
+def test_representatives_need_all_kernels_that_any_number_of_rows_needs() -> None:
+    assert {sampling.way(rows) for rows in sampling.REPRESENTATIVES} == {sampling.way(rows) for rows in range(1, 2000)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rehearsal_leaves_nothing_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, samples, ways = FusedSampling(300, DEVICE), sampling.sample, []
+
+    def sample(*args: Any) -> None:
+        samples(*args)
+        ways.append((args[0].dtype, len(args[0]), args[9], args[6].tolist(), args[7].tolist()))
+
+    monkeypatch.setattr(sampling, "sample", sample)
+    fused.rehearse(9, dtype)
+    assert ways == [(dtype, 9, cut, [0] * 9, [0] * 9) for cut in (False, True)]

@@ -21,6 +21,7 @@ MARKS = tl.constexpr(16)  # keys at which a row is counted: 2**-1 to 2**-15, and
 BLOCK = 2048  # tokens of a program, and between two sums that a draw looks at
 LISTED = 2048  # tokens of a list that a search looks at together
 FEW = 128  # rows up to which each has a multiprocessor to itself
+REPRESENTATIVES = (8, 16, 64, FEW, 2 * FEW)  # whatever kernel a number of rows needs, one of these needs it too
 
 
 class Scratch(NamedTuple):
@@ -53,6 +54,13 @@ class Scratch(NamedTuple):
 def _chunk(rows: int) -> int:
     """Logits of a program that looks for the greatest: few where there are few rows, to occupy the device."""
     return 1024 if rows <= 8 else 4096 if rows <= 64 else 8192
+
+
+def way(rows: int) -> tuple[int, int, bool, bool]:
+    """All that the launches for `rows` rows differ in: the chunk, blocks of a program, whether they start early, and
+    whether there are more than FEW. Of many rows, programs that start early only take room from those they wait for:
+    32 rows took 10 % longer."""
+    return _chunk(rows), 1 if rows <= 16 else 4 if rows <= FEW else 16, rows <= 16, rows > FEW
 
 
 @triton.jit
@@ -375,10 +383,9 @@ def sample(
     given the likelihoods, which are those of this file's exp. faults [R]; the first draw of a row goes to
     last[slots[r]].
     """
-    # Of many rows, programs that start early only take room from those they wait for: 32 rows took 10 % longer.
-    options = _launch(pdl and len(logits) <= 16)
     (rows, vocab), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
-    each = 1 if rows <= 16 else 4 if rows <= 128 else 16
+    _, each, early, many = way(rows)
+    options = _launch(pdl and early)
     chunks, lanes = _find_peaks(logits, scratch, cut, options)
     row = (logits, logits.stride(0), vocab, shapes, scratch.peaks, scratch.places, chunks)
     grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
@@ -387,7 +394,7 @@ def sample(
         _collect[grid](*row, blocks, each, scratch.totals, scratch.held, scratch.lists, **tile)
         _search[(rows,)](
             *row[3:], vocab, scratch.totals, scratch.held, scratch.lists, scratch.borders, LANES=lanes,
-            LISTED=LISTED if rows > FEW else 2 * LISTED, num_warps=8 if rows > FEW else 16, **options,
+            LISTED=LISTED if many else 2 * LISTED, num_warps=8 if many else 16, **options,
         )  # fmt: skip
         _weigh[grid](*row, blocks, each, scratch.borders, scratch.masses, **tile)
     _draw[(len(owners),)](
