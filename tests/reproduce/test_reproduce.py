@@ -26,6 +26,8 @@ LONG |= {
     "fig1",
     "fig2",
     "fig13",
+    "fig14",  # test_beams_serving
+    "fig19b",
     "fig16",
     "fig17",
     *(name for name in ENTRIES if name.startswith("fig12")),

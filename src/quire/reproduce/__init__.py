@@ -68,6 +68,9 @@ ENTRIES = {
     "fig13-gpu": Entry(
         "serving_gpu:figure_13_gpu", "PagedAttention Figure 13a on a GPU, every system", gpu=True, timed=True
     ),
+    "fig14": Entry(
+        "beams_serving:figure_14", "PagedAttention Figure 14: parallel sampling and beam search", samples=True
+    ),
     "fig15": Entry("sharing:figure_15", "PagedAttention Figure 15: memory saved by sharing", samples=True),
     "fig16": Entry("shared_prefix:figure_16", "PagedAttention Figure 16: translation, a prefix shared", samples=True),
     "fig17": Entry("chat:figure_17", "PagedAttention Figure 17: chatbot", samples=True),
@@ -79,6 +82,9 @@ ENTRIES = {
     ),
     "fig19a": Entry(
         "swap_or_recompute:figure_19a", "PagedAttention Figure 19a: swapping and recomputing by page size", timed=True
+    ),
+    "fig19b": Entry(
+        "preemption_serving:figure_19b", "PagedAttention Figure 19b: serving with swaps and with recomputation"
     ),
     "table1": Entry("closed_forms:table_1", "PagedAttention Table 1: model sizes and KV slots"),
     "x1": Entry("closed_forms:kv_of_a_request", "PagedAttention §3: KV bytes of a token and of a request"),
