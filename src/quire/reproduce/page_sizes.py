@@ -153,6 +153,6 @@ def _draw(points: Sequence[Point]) -> Figure:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens in a page")
         axes.set_ylabel(label)
-        axes.legend()
+        axes.legend(loc="lower left" if relative else "upper left")
     fig.suptitle("Page sizes (OPT-13B on an A100 with 12 GiB of KV, simulated)")
     return fig
