@@ -87,7 +87,9 @@ def code_size() -> Reproduction:
         *(_beside(size.part, None, size.code) for size in counted if size.part != KERNELS),
     ]
     head = ("part", "files", "lines", "of code")
-    whole = Size("all", *(sum(size[i] for size in counted) for i in (1, 2, 3)))
+    whole = Size(
+        "all", sum(size.files for size in counted), sum(size.lines for size in counted), sum(s.code for s in counted)
+    )
     text = table(head, [*counted, whole])
     return Reproduction(results, text, lambda: _draw(counted))
 

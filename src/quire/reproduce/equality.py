@@ -214,7 +214,8 @@ def groups(compared: Sequence[Compared]) -> Iterator[Group]:
             settings.append(f"steps in flight {_span(way.depth for way in ways)}")
         known = [one.transformers for one in mine if one.transformers is not None]
         yield Group(
-            name, len(mine), ", ".join(settings), *(sum(one[i] for one in mine) for i in (1, 2, 3)),
+            name, len(mine), ", ".join(settings),
+            sum(one.tokens for one in mine), sum(one.equal for one in mine), sum(one.ties for one in mine),
             sum(one.preempted["swap"] for one in mine), sum(one.preempted["recompute"] for one in mine),
             sum(known) if known else None, ways[0].tokens < PLENTY,
         )  # fmt: skip

@@ -51,7 +51,7 @@ class Found(NamedTuple):
         return self.path.stem == self.content["name"]
 
     def count(self, verdict: str) -> int:
-        return sum(result["verdict"] == verdict for result in self.content["results"])
+        return sum(1 for result in self.content["results"] if result["verdict"] == verdict)
 
 
 def report(entries: Mapping[str, Described], folder: Path, path: Path) -> str:
