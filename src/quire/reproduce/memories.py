@@ -194,11 +194,10 @@ def _draw(runs: Sequence[Ran]) -> Figure:
         line[1].set_xlabel("mean batch, requests")
         bars = line[2].barh(names, [1000 * run.normalised for run in mine], color=COLOURS[1])
         line[2].bar_label(bars, [short(1000 * run.normalised) for run in mine], fontsize=8, padding=3)
-        line[2].set_xlabel("mean normalised latency, ms a token")
         line[2].set_xscale("log")
-        line[2].tick_params(axis="x", which="minor", labelbottom=False)
-        for axes, room in zip(line[1:], (1.2, 4.0)):
-            axes.set_xlim(right=axes.get_xlim()[1] * room)
+        line[2].set_xlabel("mean normalised latency, ms a token (log scale)")
+        line[2].set_xlim(1, 10_000 * max(run.normalised for run in mine))
+        line[1].set_xlim(right=1.2 * max(run.batch for run in mine))
         for axes in line:
             axes.invert_yaxis()
             axes.spines[["top", "right"]].set_visible(False)
