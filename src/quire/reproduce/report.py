@@ -58,7 +58,7 @@ def report(entries: Mapping[str, Described], folder: Path, path: Path) -> str:
     """The text, for a file at `path`, which pictures are linked from. StartupError if `folder` has no documents."""
     found = _documents(folder)
     of = {name: [one for one in found if one.content["name"] == name] for name in entries}
-    missing = [name for name, entry in entries.items() if not of[name] and not of.get(entry.part_of or name)]
+    missing = [name for name, entry in entries.items() if not of[name] and entry.part_of is None]
     parts = [INTRODUCTION, _overview(entries, of)]
     for name, entry in entries.items():
         if of[name]:
