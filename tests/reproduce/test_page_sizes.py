@@ -10,7 +10,8 @@ from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 
 
 def test_larger_pages_waste_more_and_serve_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_sizes, "TRACES", {"alpaca": Trace(60.0, 4.0, (16,))})
+    monkeypatch.setattr(page_sizes, "TRACES", {"alpaca": Trace(60.0, 3.0, (16,))})
+    monkeypatch.setattr("quire.reproduce.serving.CROWD", 1)
     small, large = sweep("alpaca", (16, 256))
     assert 0 < small.internal < 0.25 < 0.5 < large.internal < 1
     assert small.running > large.running
