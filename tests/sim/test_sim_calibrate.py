@@ -22,15 +22,16 @@ from quire.sim.simulate import Simulation
 SHAPE = Shape(10**6, 10**4, 2, (Attention(None, 100, 50),))
 TRUE = Coefficients(1e-9, 1e-12, 1e-8, 1e-10, 0.0, 0.0, 5e-4, 1e-5, 1e-4, 2e-6)
 WORKLOAD = "fixed:40:12@6"
+MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements"
 
 
-def made(cost: Cost, off: float = 0.0) -> list[Sample]:
+def made(cost: Cost, off: float = 0.0, prompts: tuple[int, ...] = (0, 50, 300)) -> list[Sample]:
     """Steps of all kinds, every third one `off` by that share from its cost."""
     works = [
         Work(rows, rows + prompt, 2.0 * 10**6 * (rows + prompt), rows * context * 100.0, prompt**2 * 25.0, 0, 0)
         for rows in (1, 3, 8, 20)
         for context in (10, 100, 1000)
-        for prompt in (0, 50, 300)
+        for prompt in prompts
     ]
     return [
         Sample(kind_of(work), work, cost.device(work) * (1 + off * (i % 3 == 2)), cost.host(work))
@@ -41,6 +42,30 @@ def made(cost: Cost, off: float = 0.0) -> list[Sample]:
 def test_the_fit_recovers_what_made_the_steps() -> None:
     found = fitted(SHAPE, made(Cost(SHAPE, TRUE)), bandwidth=1e9)
     assert found == pytest.approx(TRUE, rel=1e-6)
+
+
+def test_the_fit_recovers_overlap_and_launches() -> None:
+    launched = TRUE._replace(operation=1e-11, overlap=2.0, launch=3.5e-3)
+    samples = made(Cost(SHAPE, launched), prompts=(0, 50, 100, 150, 200, 300, 500, 700, 1000, 1500))
+    assert sum(s.seconds == launched.launch for s in samples) > 2
+    found = fitted(SHAPE, samples, bandwidth=1e9)
+    assert found.overlap == 2
+    assert found.launch == pytest.approx(launched.launch, rel=0.1)
+    assert errors(Cost(SHAPE, found), samples).worst < 0.08
+    assert errors(Cost(SHAPE, fitted(SHAPE, samples, 1e9)._replace(overlap=1.0, launch=0.0)), samples).worst > 0.2
+
+
+def test_a_committed_calibration_is_the_fit_of_its_steps() -> None:
+    result = json.loads((MEASUREMENTS / "h200_opt13b_calibration.json").read_text())["results"][0]
+    known = load("h200-opt-13b").coefficients
+    samples = [
+        Sample(s["what"], Work(*(s[field] for field in Work._fields)), s["seconds"], s["host"])
+        for s in result["samples"]
+    ]
+    shape = shape_of(read_source(EngineConfig(model_config="opt-13b"), weights=False), 2)
+    fit_to, kept = split(samples)
+    assert fitted(shape, fit_to, result["bandwidth"], known) == pytest.approx(known, rel=1e-6)
+    assert errors(Cost(shape, known), kept).median < 0.05
 
 
 def test_weights_are_read_in_no_more_than_a_step_s_time() -> None:

@@ -16,7 +16,7 @@ from quire.errors import StartupError
 from quire.plan import Copy, In, Out, Row, StepPlan, Table
 from quire.sim.cost import FOLDER, Attention, Coefficients, Cost, Shape, load, names, padded, work_of
 
-NOTHING = Coefficients(*(0.0,) * len(Coefficients._fields))
+NOTHING = Coefficients(*(0.0,) * 10)
 SHAPE = Shape(100, 10, 2, (Attention(None, 8, 4), Attention(3, 16, 2)))
 
 
@@ -40,6 +40,20 @@ def test_cost_is_the_sum_of_its_parts() -> None:
     assert Cost(SHAPE, coefficients).host(work) == 0.75
     only_copies = work_of(StepPlan((), (Copy(0, 1, 2),), ()), SHAPE, (1000,))
     assert Cost(SHAPE, coefficients).device(only_copies) == 1000
+
+
+def test_reading_and_computing_overlap_and_launches_take_time() -> None:
+    decode = work_of(StepPlan((), (), (Row(1, (5,), 9, 1),)), SHAPE, ())
+    prompt = work_of(StepPlan((), (), (Row(1, (5, 6), 0, 1),)), SHAPE, ())
+    coefficients = NOTHING._replace(weight_byte=1.0, operation=1.0)
+    reading = 220
+    for work in (decode, prompt):
+        assert Cost(SHAPE, coefficients).device(work) == pytest.approx(reading + work.operations)
+        half = Cost(SHAPE, coefficients._replace(overlap=2.0)).device(work)
+        assert half == pytest.approx((reading**2 + work.operations**2) ** 0.5)
+    launched = Cost(SHAPE, coefficients._replace(launch=1e4))
+    assert launched.device(decode) == pytest.approx(reading + decode.operations), "one graph"
+    assert launched.device(prompt) == 1e4
 
 
 def test_padding_costs_as_much_as_what_it_pads() -> None:
@@ -74,6 +88,8 @@ def calibration(**changed: Any) -> dict[str, Any]:
         (calibration(coefficients={**NOTHING._asdict(), "row": "1"}), "coefficient row is 1"),
         (calibration(coefficients={**NOTHING._asdict(), "row": True}), "coefficient row is True"),
         (calibration(coefficients=NOTHING._asdict()), "would take no time"),
+        (calibration(coefficients={**NOTHING._asdict(), "step": 1.0, "overlap": 0.5}), "coefficient overlap is 0.5"),
+        (calibration(coefficients={**NOTHING._asdict(), "step": 1.0, "overlap": 99}), "coefficient overlap is 99"),
         (calibration(kind="tpu"), "\"kind\" is 'tpu'"),
         (calibration(depth=0), '"depth" must be from 1 to 64'),
         (calibration(memory_bytes=2.5), '"memory_bytes" must be of the type int'),

@@ -18,7 +18,7 @@ from quire.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))
 SHAPE = Shape.of(SPEC, 2, tied=True)
-NOTHING = Coefficients(*(0.0,) * len(Coefficients._fields))
+NOTHING = Coefficients(*(0.0,) * 10)
 SOME = NOTHING._replace(step=0.01, row=0.001, operation=1e-9, kv_byte=1e-6, swapped_byte=1e-7, host_step=0.002)
 SMALL = EngineConfig(page_size=4, max_num_seqs=6, max_num_batched_tokens=32, swap_gib=0.001)
 

@@ -26,7 +26,7 @@ from quire.sim.simulate import (
 from quire.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),), 512, 64, 64, 4, 128, 10**6)
-SECOND = Coefficients(*(0.0,) * len(Coefficients._fields))._replace(step=1.0)
+SECOND = Coefficients(*(0.0,) * 10)._replace(step=1.0)
 
 
 def serve(rate: float, objectives: list[Objective], count: int = 120, output: int = 1, seqs: int = 1) -> Outcome:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,10 @@ from quire.sim.cost import Coefficients, Cost, Shape, Work
 from quire.sim.simulate import Arriving, Simulation
 
 TARGET = 0.15  # median error on steps kept out of the fit
+OVERLAPS = (2.0, 4.0)
+LAUNCHES = (10, 20, 30, 40, 50)  # percentiles of what steps with prompts take, tried as the least that they can take
+MARGIN = 0.1  # share above that from which on a step says something about the other coefficients
+CLEARLY = 0.95  # as large a share of the squared errors, or less, is left by what is clearly better
 
 
 class Errors(NamedTuple):
@@ -59,20 +63,58 @@ def split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 def fitted(shape: Shape, samples: Sequence[Sample], bandwidth: float, moves: Coefficients = NOTHING) -> Coefficients:
     """Coefficients of least squared relative errors, none below 0; those of copies and swaps are taken from `moves`.
-    What every step takes is reading the weights, at `bandwidth` bytes a second, and the rest is the step's own."""
+    What every step takes is reading the weights, at `bandwidth` bytes a second, and the rest is the step's own. Of two
+    candidates the simpler one is taken, if the other isn't clearly better."""
     even = _balanced(samples)
-    rows = [[w.operations, w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in even]
     moved = [s.work.copied * moves.copied_byte + s.work.swapped * moves.swapped_byte for s in even]
-    operation, kv, attention, each, row = fit(rows, [s.seconds - m for s, m in zip(even, moved)]).coefficients
-    weights = min(shape.weight_bytes / bandwidth, each)
+    even = [s._replace(seconds=s.seconds - m) for s, m in zip(even, moved)]
+    best, least = NOTHING, float("inf")
+    for found in _candidates(shape, even, bandwidth):
+        cost = Cost(shape, found._replace(copied_byte=0.0, swapped_byte=0.0))
+        missed = sum((cost.device(s.work) / s.seconds - 1) ** 2 for s in even)
+        if missed < CLEARLY * least:
+            best, least = found, missed
     hosts = [sample for sample in samples if sample.host > 0]
     host = [0.0, 0.0]
     if hosts:
         host = fit([[1.0, float(s.work.rows)] for s in hosts], [s.host for s in hosts]).coefficients
-    return moves._replace(
+    return best._replace(
+        copied_byte=moves.copied_byte, swapped_byte=moves.swapped_byte, host_step=host[0], host_row=host[1]
+    )
+
+
+def _candidates(shape: Shape, samples: Sequence[Sample], bandwidth: float) -> Iterator[Coefficients]:
+    """The best coefficients for every overlap and time of launches; simple ones first."""
+    prompts = [s.seconds for s in samples if s.work.attention]
+    for launch in (0.0, *(np.percentile(prompts, LAUNCHES) if prompts else ())):
+        free = [s for s in samples if not s.work.attention or s.seconds > (1 + MARGIN) * launch]
+        summed = _summed(shape, free, bandwidth)._replace(launch=float(launch))
+        yield summed
+        for overlap in OVERLAPS if summed.operation else ():
+            for operation in np.geomspace(0.7 * summed.operation, 2 * summed.operation, 24):
+                yield _overlapped(shape, free, bandwidth, overlap, float(operation))._replace(launch=float(launch))
+
+
+def _summed(shape: Shape, samples: Sequence[Sample], bandwidth: float) -> Coefficients:
+    """Reading and computing one after another."""
+    rows = [[w.operations, w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in samples]
+    operation, kv, attention, each, row = fit(rows, [s.seconds for s in samples]).coefficients
+    weights = min(shape.weight_bytes / bandwidth, each)
+    return NOTHING._replace(
         weight_byte=weights / shape.weight_bytes, operation=operation, kv_byte=kv, attention=attention,
-        step=each - weights, row=row, host_step=host[0], host_row=host[1],
+        step=each - weights, row=row,
     )  # fmt: skip
+
+
+def _overlapped(
+    shape: Shape, samples: Sequence[Sample], bandwidth: float, overlap: float, operation: float
+) -> Coefficients:
+    """With this overlap and these seconds for an operation: what is left over is fitted."""
+    known = NOTHING._replace(weight_byte=1 / bandwidth, operation=operation, overlap=overlap)
+    rows = [[w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in samples]
+    left = [s.seconds - Cost(shape, known).device(s.work) for s in samples]
+    kv, attention, step, row = fit(rows, left, [s.seconds for s in samples]).coefficients
+    return known._replace(kv_byte=kv, attention=attention, step=step, row=row)
 
 
 def _balanced(samples: Sequence[Sample]) -> list[Sample]:

@@ -141,13 +141,15 @@ def _timed(engine: Engine, work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], whole: Sequence[float] | None = None) -> Fit:
     """The coefficients, none below 0, that make the sum of squared relative errors smallest: with so few columns the
-    best of all subsets."""
+    best of all subsets. Errors are relative to `whole`, of which `seconds` may be a part."""
     wanted = np.array(seconds)
-    weight = 1 / np.maximum(wanted, 0.01 * wanted.max())
+    against = wanted if whole is None else np.array(whole)
+    weight = 1 / np.maximum(against, 0.01 * against.max())
     matrix = np.array(rows) * weight[:, None]
     scale = np.abs(matrix).max(axis=0)  # columns differ by orders of magnitude
+    scale[scale == 0] = 1.0
     best, least = np.zeros(matrix.shape[1]), float("inf")
     for count in range(1, matrix.shape[1] + 1):
         for columns in combinations(range(matrix.shape[1]), count):

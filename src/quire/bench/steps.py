@@ -25,7 +25,7 @@ SWAPS = (64, 256, 1024, 4096)
 COPIED = 64  # pages
 MOST_TOKENS = 2**16  # of all contexts of one step
 DECODED = 64  # tokens of the sequences that decode beside prompts
-NOTHING = Coefficients(*(0.0,) * len(Coefficients._fields))
+NOTHING = Coefficients(*(0.0,) * 10)
 
 
 class Sample(NamedTuple):

@@ -5,8 +5,9 @@
     copies    = pages copied (copy on write) + pages moved to or from the host
     host      = planning: a step and a row; it overlaps the device's work where steps overlap
 
-The sum of reading and computing fits what was measured better than the larger of the two, as kernels overlap them in
-part. Coefficients belong to a device and its kernels, not to a model: another shape's step is an extrapolation.
+Reading and computing overlap in part: by how much is a calibration's `overlap`. A step with a prompt is launched kernel
+by kernel, which takes the host at least `launch`. Coefficients belong to a device and its kernels, not to a model:
+another shape's step is an extrapolation.
 """
 
 from __future__ import annotations
@@ -120,7 +121,11 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 class Coefficients(NamedTuple):
-    """Seconds for one of each; none is negative. A `step` and a `row` are what no other coefficient explains."""
+    """Seconds for one of each; none is negative. A `step` and a `row` are what no other coefficient explains.
+
+    Matrices take (reading^overlap + computing^overlap)^(1/overlap): their sum where `overlap` is 1, nearly the longer
+    of both where it is large. `launch` is the least time of a step with a row of several tokens.
+    """
 
     weight_byte: float
     operation: float
@@ -132,6 +137,8 @@ class Coefficients(NamedTuple):
     row: float
     host_step: float
     host_row: float
+    overlap: float = 1.0
+    launch: float = 0.0
 
 
 class Cost(NamedTuple):
@@ -146,9 +153,13 @@ class Cost(NamedTuple):
         copies = work.copied * c.copied_byte + work.swapped * c.swapped_byte
         if not work.tokens:
             return copies
-        matrices = self.shape.weight_bytes * c.weight_byte + work.operations * c.operation
+        reading, computing = self.shape.weight_bytes * c.weight_byte, work.operations * c.operation
+        matrices = reading + computing
+        if c.overlap != 1:
+            matrices = (reading**c.overlap + computing**c.overlap) ** (1 / c.overlap)
         attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
-        return matrices + attention + copies + c.step + work.rows * c.row
+        seconds = matrices + attention + c.step + work.rows * c.row
+        return copies + (max(seconds, c.launch) if work.attention else seconds)
 
     def host(self, work: Work) -> float:
         """Seconds that the host takes to plan a step."""
@@ -204,7 +215,7 @@ def read(name: str, content: object) -> Calibration:
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     numbers = content.get("coefficients")
-    if not isinstance(numbers, dict) or set(numbers) != set(Coefficients._fields):
+    if not isinstance(numbers, dict) or set(numbers) | set(Coefficients._field_defaults) != set(Coefficients._fields):
         raise ValueError(f'"coefficients" must have exactly {", ".join(Coefficients._fields)}')
     for key, value in numbers.items():
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
@@ -216,7 +227,9 @@ def read(name: str, content: object) -> Calibration:
     kv = None if content.get("kv_bytes") is None else _field(content, "kv_bytes", int)
     if not 1 <= depth <= 64 or memory < 1 or (kv is not None and kv < 1):
         raise ValueError('"depth" must be from 1 to 64, "memory_bytes" and "kv_bytes" above 0')
-    if not any(numbers[key] for key in Coefficients._fields if not key.startswith(("copied", "swapped"))):
+    if not 1 <= numbers.get("overlap", 1) <= 16:
+        raise ValueError(f"the coefficient overlap is {numbers['overlap']}, and must be between 1 and 16")
+    if not any(numbers[key] for key in numbers if not key.startswith(("copied", "swapped", "overlap"))):
         raise ValueError("every step would take no time")
     error = None if content.get("error") is None else _field(content, "error", dict)
     return Calibration(
