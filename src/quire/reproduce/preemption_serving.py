@@ -114,7 +114,7 @@ def _draw(points: Points) -> Figure:
     for way, colour in zip(WAYS, COLOURS):
         axes.plot(SIZES, [1000 * points[way, page].latency for page in SIZES], "o-", color=colour, label=way)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_ylim(0)
     axes.set_xticks(SIZES, [str(page) for page in SIZES])
     axes.set_xlabel("tokens of a page")
     axes.set_ylabel("mean normalised latency, ms a token")
