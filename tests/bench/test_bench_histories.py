@@ -1,0 +1,45 @@
+"""`quire bench histories`: what it writes is what simulations read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.bench import main
+from quire.bench.histories import LONGEST, cut, parted
+from quire.errors import StartupError
+from quire.sim.histories import load
+
+
+def test_a_recording_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quire.bench.histories.STORY", 200)
+    out = tmp_path / "beams.json"
+    flags = ["--threads", "1", "--prompts", "3", "--steps", "9", "--beam-width", "2", "--beam-width", "3"]
+    assert main(["histories", "tiny", *flags, "--out", str(out)]) == 0
+    found = load("sharegpt", out)
+    assert {width: len(histories) for width, histories in found.items()} == {2: 3, 3: 3}
+    assert all(len(history) == 9 for histories in found.values() for history in histories)
+    assert "steps that fork" in capsys.readouterr().out
+
+
+def test_prompts_are_cut_to_a_workloads_lengths() -> None:
+    text = list(range(LONGEST + 100))
+    jobs = cut("alpaca", 5, text)
+    assert [job.prompt for job in jobs] == [text[job.prompt[0] :][: len(job.prompt)] for job in jobs]
+    assert len({len(job.prompt) for job in jobs}) > 1
+
+
+def test_steps_that_fork() -> None:
+    assert parted("00 . 10 11") == 0.5  # a change of order forks nobody
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--beam-width", "37"], "between 1 and 36"), (["--prompts", "0"], "below 1"), (["--steps", "0"], "below 1")],
+)
+def test_bad_flags(flags: list[str], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        main(["histories", *flags])
