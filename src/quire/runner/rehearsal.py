@@ -36,14 +36,14 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
         running = [pool.submit(_alone, runner.device, task) for task in _tasks(runner)]
         for task in running:
             task.result()
-    for plan in _plans(tokens, max_len):
-        runner.collect(runner.submit(plan))
     if runner.graphs is not None:
         with torch.inference_mode():
             for size in reversed(runner.graphs.sizes):
                 runner.graphs.capture(size)
+    torch.cuda.empty_cache()  # what the threads held; the memory of the steps that follow stays with the process
+    for plan in _plans(tokens, max_len):
+        runner.collect(runner.submit(plan))
     torch.cuda.synchronize(runner.device)
-    torch.cuda.empty_cache()
 
 
 def _alone(device: torch.device, task: Callable[[], None]) -> None:
