@@ -196,11 +196,15 @@ class Scheduler:
         older than whoever wasn't admitted yet, so nobody new is admitted until the preempted are back (§4.5)."""
         if self.static and self.running:
             return
+        if not (self.swapped or self.waiting):
+            return
         budget = self.budget - sum(len(row.tokens) for row in rows)
+        slots = self.max_seqs - sum(map(_width, self.running))  # those of sequences to be forked are taken too
         while (budget > 0 or self.static) and (self.swapped or self.waiting):
             queue = min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order)
             request = queue[0]
-            if not self._has_slots(request):
+            slots -= _width(request)
+            if slots < 0:
                 return
             joined = self._swap_in(request, budget) if queue is self.swapped else self._admit(request, budget)
             if joined is None:
@@ -213,11 +217,6 @@ class Scheduler:
                 self.running = dict.fromkeys(sorted(self.running, key=lambda other: other.order))
             rows.extend(joined)
             budget -= sum(len(row.tokens) for row in joined)
-
-    def _has_slots(self, request: Request) -> bool:
-        """The request's sequences, those to be forked included, may join the resident ones."""
-        held = sum(_width(other) for other in self.running)
-        return held + _width(request) <= self.max_seqs
 
     def _swap_in(self, request: Request, budget: int) -> list[Row] | None:
         """Bring all live sequences of a swapped request back, or none; those that find room compute in this step."""
