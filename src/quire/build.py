@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -106,7 +108,8 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
     tokenizer, chat = _text(config, source)
     eos_ids = _eos_ids(source, tokenizer)
-    runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
+    with _enough_memory(device):
+        runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
     if isinstance(memory, ReservedMemory) and not memory.fits([plan.max_len]):
@@ -114,11 +117,12 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
             f"--memory {config.memory} finds no room for a sequence of {plan.max_len} tokens in {plan.kv_tokens}",
             "Use a smaller --max-model-len, or a larger --kv-gib or --kv-tokens",
         )
-    runner.bind(memory.geometry)
     assert config.max_num_batched_tokens is not None, "sized above"
     assert config.max_num_seqs is not None, "sized above"
-    if config.warm_up:
-        runner.warm_up(config.max_num_batched_tokens, plan.max_len)
+    with _enough_memory(device):
+        runner.bind(memory.geometry)
+        if config.warm_up:
+            runner.warm_up(config.max_num_batched_tokens, plan.max_len)
     scheduler = Scheduler(
         memory,
         budget=config.max_num_batched_tokens,
@@ -142,6 +146,20 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     defaults = _sampling_defaults(source)
     notices = _notices(config, source, plan, eos_ids, defaults)
     return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
+
+
+@contextmanager
+def _enough_memory(device: str) -> Iterator[None]:
+    """StartupError where the device has less memory than was planned with."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"out of memory on {device} at start: {str(error).splitlines()[0][:200]}",
+            "Use a smaller --gpu-memory-utilization, --kv-gib, --max-num-seqs or --max-num-batched-tokens",
+        ) from error
 
 
 def _runner(

@@ -20,7 +20,11 @@ SETTINGS = [
     {"model_config": "gpt2", "dtype": "float32"},
     {"model_config": "qwen3-8b"},
     {"model_config": "llama-125m", "deterministic": True},
+    {"model_config": "llama-125m", "deterministic": True, "max_num_batched_tokens": 8192, "max_num_seqs": 32},
     {"model_config": "llama-125m", "cuda_graphs": False},
+    {"model_config": "llama-125m", "attention": "sdpa"},
+    {"model_config": "llama-125m", "max_num_seqs": 4},
+    {"model_config": "llama-125m", "max_num_seqs": 64},
     {"model_config": "llama-125m", "page_size": 64, "max_num_seqs": 37},
     {"model_config": "llama-125m", "memory": "orca-max", "max_model_len": 512},
 ]

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from quire.build import build
 from quire.config import EngineConfig
+from quire.errors import StartupError
 from quire.plan import StepPlan
 from quire.request import SamplingParams
+from quire.runner import rehearsal
+from quire.runner.model_runner import ModelRunner
 from quire.runner.rehearsal import _plans
 
 
-def steps(tokens: int, max_len: int) -> list[StepPlan]:
-    return list(_plans(tokens, max_len))
+def steps(tokens: int, max_len: int, slots: int = 8) -> list[StepPlan]:
+    return list(_plans(tokens, max_len, slots))
 
 
-@pytest.mark.parametrize(("tokens", "max_len"), [(2048, 512), (100, 512), (1, 1), (513, 512), (7, 3)])
-def test_the_largest_step_has_all_tokens_in_sequences_that_may_be(tokens: int, max_len: int) -> None:
-    rows = steps(tokens, max_len)[-1].rows
-    assert sum(len(row.tokens) for row in rows) == tokens
-    assert all(1 <= len(row.tokens) <= max_len and row.slot == 0 for row in rows)
+@pytest.mark.parametrize(
+    ("tokens", "max_len", "slots"),
+    [(2048, 512, 8), (2048, 512, 256), (100, 512, 3), (1, 1, 1), (513, 512, 2), (9, 3, 4)],
+)
+def test_the_largest_step_has_all_tokens_in_sequences_that_may_be(tokens: int, max_len: int, slots: int) -> None:
+    plans = steps(tokens, max_len, slots)
+    for plan in plans:
+        assert 1 <= sum(len(row.tokens) for row in plan.rows) <= tokens
+        assert 1 <= len(plan.rows) <= slots
+        assert all(1 <= len(row.tokens) <= max_len and row.slot == 0 for row in plan.rows)
+    many, long = plans[-2:]
+    assert len(many.rows) == min(slots, tokens)
+    for plan in (many, long):
+        assert sum(len(row.tokens) for row in plan.rows) == min(tokens, slots * max_len)
+
+
+def test_every_number_of_tokens_and_rows_with_kernels_of_its_own() -> None:
+    plans = steps(2048, 512, 256)
+    alone = {len(plan.rows[0].tokens) for plan in plans if len(plan.rows) == 1}
+    singles = {len(plan.rows) for plan in plans if all(len(row.tokens) == 1 for row in plan.rows)}
+    assert {1, 2, 9, 17, 33} <= alone & singles
 
 
 def test_what_follows_is_the_same() -> None:
@@ -33,6 +55,7 @@ def test_what_follows_is_the_same() -> None:
         if rehearsed:
             for plan in steps(64, made.plan.max_len):
                 assert not any(sample.error for sample in runner.collect(runner.submit(plan)).samples)
+            assert 0 not in runner.sampler._statistics, "no penalties are kept"
             pages = runner.store.pages.clone()
             assert not pages[1:].any(), "only the scratch page was written"
             assert pages[0].isfinite().all()
@@ -53,3 +76,36 @@ def test_a_cpu_needs_none() -> None:
     made.engine.runner.warm_up(64, 512)
     assert not torch.any(made.engine.runner.store.pages[0]), "nothing ran"
     made.engine.close()
+
+
+def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel that two threads load at once."""
+    seen: list[str] = []
+
+    def once() -> None:
+        seen.append("once")
+        if seen.count("once") == 1:
+            raise TypeError("not loaded yet")
+
+    def never() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
+    runner: Any = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [once, lambda: seen.append("other")])
+    rehearsal._compile(runner)
+    assert sorted(seen) == ["once", "once", "other"]
+    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [never])
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        rehearsal._compile(runner)
+
+
+def test_too_little_memory_at_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMuch more follows")
+
+    monkeypatch.setattr(ModelRunner, "warm_up", none_left)
+    with pytest.raises(StartupError, match="out of memory on cpu at start: Tried to allocate 2 GiB") as refused:
+        build(EngineConfig(device="cpu", kv_tokens=512))
+    assert "--kv-gib" in str(refused.value)
+    assert "Much more" not in str(refused.value)

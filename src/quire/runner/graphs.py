@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -110,7 +111,6 @@ class DecodeGraphs:
         self.largest = largest
         self.models: dict[int, torch.cuda.CUDAGraph] = {}  # by size
         self.ends: dict[tuple[int, str], Graph] = {}
-        self.rehearsed: set[int] = set()
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(last.device)
         # Slot 0 and position 0: what padding is, until a step fills them in.
@@ -154,7 +154,6 @@ class DecodeGraphs:
         logits, slots = self._logits(size), self._rows(size)[1]
         for tail in self.tails.values():
             tail(logits, slots)
-        self.rehearsed.add(size)
 
     def capture(self, size: int) -> None:
         """Capture the graphs of a size. The largest one's come first: what they leave free in the pool is room for all
@@ -162,12 +161,12 @@ class DecodeGraphs:
         if size != self.largest and self.largest not in self.models:
             self.capture(self.largest)
         self.inputs.zero_()
-        if size not in self.rehearsed:
-            self.rehearse(size)
+        self.rehearse(size)  # in this thread: libraries keep handles for each
         slots = self._rows(size)[1]
-        self.models[size], logits = self._captured(lambda: self._logits(size))
-        for name, tail in self.tails.items():
-            self.ends[size, name] = self._captured(partial(tail, logits, slots))
+        model, logits = self._captured(lambda: self._logits(size))
+        ends = {(size, name): self._captured(partial(tail, logits, slots)) for name, tail in self.tails.items()}
+        self.models[size] = model
+        self.ends |= ends
 
     def _rows(self, size: int) -> Tensor:
         """Tokens, slots and positions [3, size]."""
@@ -191,8 +190,11 @@ class DecodeGraphs:
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = step()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # of a capture that failed: what failed is said instead
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             if collecting:
                 gc.enable()

@@ -50,11 +50,12 @@ class Sampler:
         self._until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
         self._simple = np.zeros(slots, dtype=np.bool_)  # once past `_until`, a draw from the logits is all there is
 
-    def rehearsals(self, dtypes: Iterable[torch.dtype]) -> Iterator[Callable[[], None]]:
-        """On a GPU: what to call, from any threads, so that kernels for logits of `dtypes` are compiled and loaded."""
+    def rehearsals(self, dtypes: Iterable[torch.dtype], most: int) -> Iterator[Callable[[], None]]:
+        """On a GPU: what to call, from any threads, so that kernels for up to `most` rows of logits of `dtypes` are
+        compiled and loaded."""
         if self._fused is not None:
             for dtype in dtypes:
-                for rows in self._fused.kernels.REPRESENTATIVES:
+                for rows in dict.fromkeys(min(rows, most) for rows in self._fused.kernels.REPRESENTATIVES):
                     yield partial(self._fused.rehearse, rows, dtype)
 
     def birth(self, birth: Birth) -> None:
