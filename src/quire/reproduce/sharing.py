@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WIDTHS = (2, 4, 6)
 TOLERANCE = 0.3  # of the paper's number: another model's beams part elsewhere
 # (workload, requests, with --full), way -> the paper's per cent for WIDTHS; ShareGPT's are ranges, least to most
-WORKLOADS = {"alpaca": (16, 120), "sharegpt": (2, 10)}
+WORKLOADS = {"alpaca": (60, 120), "sharegpt": (2, 10)}
 PAPER = {
     ("alpaca", "parallel"): (6.1, 8.5, 9.8),
     ("alpaca", "beam"): (37.6, 53.1, 55.2),
