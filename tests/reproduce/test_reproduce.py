@@ -125,8 +125,14 @@ def test_list_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(StartupError, match=r"pip install 'quire\[plot\]'"):
-        main(["x1", "--out", str(tmp_path)])
+        main(["x1", "fig6", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists(), "nothing ran"
     assert main(["x1"]) == 0
+
+
+def test_simulated_is_of_all() -> None:
+    with pytest.raises(StartupError, match="--simulated is given without --all"):
+        main(["x1", "--simulated"])
 
 
 def test_imports_are_light() -> None:

@@ -113,6 +113,8 @@ def test_recorded_steps_are_fitted(tmp_path: Path) -> None:
         ('{"fixed:40:12@6": [[1, 2]]}', "can't be read"),
         ('{"fixed:40:12@6": [[1, 2, 0.5]]}', "are not those that this engine plans"),
         ('{"nothing@6": [[1, 2, 0.5]]}', "there is no workload"),
+        ('{"fixed:40:12@6": [[1, 1e999, 0.5]]}', "can't be read"),
+        ('{"fixed:40:12@6": [[1, 2, 1' + 400 * "0" + "]]}", "can't be read"),
     ],
 )
 def test_bad_records_are_refused(tmp_path: Path, content: str, words: str) -> None:
@@ -122,6 +124,49 @@ def test_bad_records_are_refused(tmp_path: Path, content: str, words: str) -> No
     source = read_source(config)
     with pytest.raises(StartupError, match=words):
         recorded(str(path), config, source, shape_of(source, 4), 4096)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e7])
+def test_steps_that_took_no_time_or_any_are_refused(tmp_path: Path, seconds: float) -> None:
+    config = EngineConfig(model="tiny", enable_prefix_caching=False)
+    source = read_source(config)
+    shape = shape_of(source, 4)
+    works = planned(WORKLOAD, config, source, shape, 4096)
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({WORKLOAD: [[work.rows, work.tokens, seconds] for work in works]}))
+    with pytest.raises(StartupError, match=r"took .* seconds.*at most 1,000,000"):
+        recorded(str(path), config, source, shape, 4096)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *((["--bandwidth", value], "--bandwidth is") for value in ("0", "-1", "nan", "inf")),
+        *((["--memory-gib", value], "--memory-gib is") for value in ("0", "nan", "inf", "1e9")),
+        (["--device-name", "an H200\udc80"], "must be Unicode text"),
+        (["--depth", "9"], "--depth is 9"),
+    ],
+)
+def test_bad_facts_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        main(["calibrate", "--steps", "/nonexistent", "--kv-tokens", "4096", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{}", "KeyError"), ("[]", "TypeError"), ('{"costs": {"swap_byte": 2}}', "the swap_byte 2.0"),
+     ('{"costs": {"swap_byte": NaN}}', "the swap_byte nan"), ('{"costs": {"swap_byte": 1' + 400 * "0" + "}}", "Over")],
+)  # fmt: skip
+def test_bad_costs_of_swaps_are_refused(tmp_path: Path, content: str, words: str) -> None:
+    config = EngineConfig(model="tiny", enable_prefix_caching=False)
+    source = read_source(config)
+    works = planned(WORKLOAD, config, source, shape_of(source, 4), 4096)
+    path, costs = tmp_path / "steps.json", tmp_path / "costs.json"
+    path.write_text(json.dumps({WORKLOAD: [[work.rows, work.tokens, 0.5] for work in works]}))
+    costs.write_text(content)
+    command = ["calibrate", "--steps", str(path), "--kv-tokens", "4096", "--dtype", "float32"]
+    with pytest.raises(StartupError, match=rf"--calibration .* {words}"):
+        main([*command, "--calibration", str(costs)])
 
 
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+import quire
 from quire.bench.calibrate import at_once
 from quire.bench.workloads import parse
 from quire.cli import main
-from quire.cli.simulate import plant_of
+from quire.cli.simulate import _made, plant_of
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost import FOLDER
 
+TINY = Path(quire.__file__).parent / "assets" / "tiny"
+FIND = ("--find-rate", "--objective", "mean-e2e-ms=9000")
+RATES = ("0", "-1", "nan", "inf", "1e+06", "1e-07")
 A100 = ["simulate", "--calibration", "a100-13b"]
 
 
@@ -112,8 +117,14 @@ def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> N
         (["--rate", "1"], "one of --workload and --trace"),
         (["--workload", "alpaca@4", "--trace", "x", "--rate", "1"], "one of --workload and --trace"),
         (["--workload", "nothing", "--rate", "1"], "there is no workload"),
-        (["--workload", "alpaca@4", "--rate", "0"], "--rate is 0"),
-        (["--workload", "alpaca@4", "--rate", "nan"], "--rate is nan"),
+        *((["--workload", "alpaca@4", "--rate", rate], f"--rate is {rate}") for rate in RATES),
+        *((["--workload", "alpaca@4", *FIND, "--rate", rate], f"--rate is {rate}") for rate in RATES),
+        (["--workload", "alpaca@4", *FIND, "--rate", "1", "2"], "--find-rate is given with 2 rates, 1 2"),
+        (["--workload", "fixed:4:1", *FIND, "--rate", "170"], "are 102,000 requests, more than 100,000"),
+        (
+            ["--workload", "alpaca@4", "--rate", "1", "--kv-tokens", "1000000000000"],
+            "1,000,000,000,000 tokens of KV are",
+        ),
         (["--workload", "alpaca", "--rate", "1", "--seconds", "0"], "--seconds is 0"),
         (["--workload", "alpaca@4", "--find-rate"], "--find-rate needs an --objective"),
         (["--workload", "alpaca@4", "--rate", "1", "--objective", "fast"], "there is no objective 'fast'"),
@@ -127,6 +138,67 @@ def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("quire: error: ")
     assert words in error
+
+
+def test_a_search_ends_where_requests_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At twice the rate a workload would have more requests than one may have: what was found is kept."""
+    monkeypatch.setattr("quire.bench.endless.MAX_REQUESTS", 100)
+    out = tmp_path / "s.json"
+    command = ["--workload", "fixed:4:1", *FIND, "--rate", "4", "--seconds", "10", "--out", str(out)]
+    assert main([*A100, *command]) == 0
+    first, last = json.loads(out.read_text())["results"]
+    assert (first["rate"], last["rate"]) == (4, 8)
+    assert last["meets"]
+    assert last["highest_rate"] is None
+    assert "16 requests/s for 10 seconds are 160 requests, more than 100" in last["ended"]
+    assert "8 requests/s, the highest rate tried, meets the objectives" in capsys.readouterr().out
+
+
+def test_higher_rates_serve_the_same_requests_and_more() -> None:
+    plant = plant_of(EngineConfig(), "a100-13b")
+    few, many = (_made("sharegpt", 50.0, plant, rate) for rate in (1.0, 3.1))
+    assert (len(few), len(many)) == (50, 155)
+    for one, same in zip(few, many):
+        assert (one.params, len(one.prompt)) == (same.params, len(same.prompt))
+        assert one.at == pytest.approx(3.1 * same.at)
+
+
+@pytest.mark.parametrize("last", [5e-324, 1e9])
+def test_any_duration_can_be_stretched(tmp_path: Path, last: float) -> None:
+    trace, out = tmp_path / "t.jsonl", tmp_path / "s.json"
+    lines = [{"arrival": at, "prompt_len": 20, "output_len": 3} for at in (0, last)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    assert main([*A100, "--trace", str(trace), "--rate", "0.5", "--out", str(out)]) == 0
+    [run] = json.loads(out.read_text())["results"]
+    assert 4 < run["seconds"] < 4.5
+
+
+def test_a_trace_of_texts_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
+    trace, out = tmp_path / "sharegpt.json", tmp_path / "s.json"
+    turn = [{"from": "human", "value": "How many pages are in a quire of paper?"},
+            {"from": "gpt", "value": "There are twenty-four of them, or twenty-five."}]  # fmt: skip
+    trace.write_text(json.dumps([{"conversations": turn}] * 3))
+    command = [*A100, "--trace", str(trace), "--rate", "1", "--out", str(out), "--trace-requests", "2"]
+    assert main(command) == 2, "the calibration's model has no tokenizer here"
+    assert main([*command, "--tokenizer", str(TINY)]) == 0
+    assert json.loads(out.read_text())["results"][0]["requests"] == 2
+
+
+def test_the_document_is_written_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "s.json"
+    monkeypatch.setattr("quire.cli.simulate.show", lambda results, plant: 1 / 0)
+    assert main([*A100, "--workload", "alpaca@2", "--rate", "5", "--out", str(out)]) == 2
+    assert len(json.loads(out.read_text())["results"]) == 1
+
+
+def test_a_picture_without_matplotlib_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out = tmp_path / "s.json"
+    command = [*A100, "--workload", "alpaca@2", "--rate", "5", "--out", str(out), "--plot", str(tmp_path / "s.png")]
+    assert main(command) == 2
+    assert not out.exists()
 
 
 def test_a_broken_trace_is_refused_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

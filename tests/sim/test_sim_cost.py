@@ -56,6 +56,14 @@ def test_reading_and_computing_overlap_and_launches_take_time() -> None:
     assert launched.device(prompt) == 1e4
 
 
+def test_the_largest_coefficients_overflow_nothing() -> None:
+    work = work_of(StepPlan((), (), (Row(1, (5,), 9, 1),)), SHAPE, ())
+    most = Coefficients(*(1e6,) * 10, overlap=16.0, launch=1e6)
+    huge = Shape(10**15, 10**15, 2, SHAPE.attention)
+    assert Cost(SHAPE, most).device(work) < Cost(huge, most).device(work._replace(operations=1e25)) < 1e32
+    assert Cost(SHAPE, NOTHING._replace(step=1.0, overlap=2.0)).device(work) == 1.0, "neither takes any time"
+
+
 def test_padding_costs_as_much_as_what_it_pads() -> None:
     work = work_of(StepPlan((), (), (Row(1, (5,), 9, 1), Row(2, (5,), 4, 1))), SHAPE, ())
     more = padded(work, SHAPE, 3, 2)
@@ -91,11 +99,26 @@ def calibration(**changed: Any) -> dict[str, Any]:
         (calibration(coefficients={**NOTHING._asdict(), "step": 1.0, "overlap": 0.5}), "coefficient overlap is 0.5"),
         (calibration(coefficients={**NOTHING._asdict(), "step": 1.0, "overlap": 99}), "coefficient overlap is 99"),
         (calibration(kind="tpu"), "\"kind\" is 'tpu'"),
-        (calibration(depth=0), '"depth" must be from 1 to 64'),
+        (calibration(coefficients={**NOTHING._asdict(), "step": 10**400}), "from 0 to 1,000,000"),
+        (calibration(coefficients={**NOTHING._asdict(), "weight_byte": 1e308}), "coefficient weight_byte is 1e+308"),
+        (calibration(depth=0), '"depth" is 0, and must be from 1 to 8'),
+        (calibration(depth=9), '"depth" is 9, and must be from 1 to 8'),
+        (calibration(memory_bytes=10**400), '"memory_bytes" is 1000'),
+        (
+            calibration(kv_bytes=2**50 + 1),
+            '"kv_bytes" is 1125899906842625, and must be from 1 to 1,125,899,906,842,624',
+        ),
         (calibration(memory_bytes=2.5), '"memory_bytes" must be of the type int'),
-        (calibration(kv_bytes=-4), "above 0"),
+        (calibration(kv_bytes=-4), '"kv_bytes" is -4'),
+        (calibration(device="an A100\udc80"), "half a character"),
+        (calibration(source="\ud83d"), '"source" is'),
         (calibration(source=None), '"source" must be of the type str'),
         (calibration(error=[]), '"error" must be of the type dict'),
+        (calibration(error={"median": "x"}), "median 'x', and it must be a number from 0"),
+        (calibration(error={"median": None}), "median 'None'"),
+        (calibration(error={"median": 10**400}), "median '1000"),
+        (calibration(error={"median": float("nan")}), "median 'nan'"),
+        (calibration(error={"kinds": {"decode": float("inf")}}), "not finite"),
     ],
 )
 def test_bad_calibrations_are_refused(tmp_path: Path, content: object, words: str) -> None:

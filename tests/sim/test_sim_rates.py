@@ -76,6 +76,26 @@ def test_bisection_gives_up_where_there_is_no_such_rate() -> None:
     assert highest_rate(lambda rate: True) == math.inf
 
 
+@pytest.mark.parametrize("start", [math.nan, math.inf, 0.0, -1.0, 5e-324, 1e300])
+def test_a_search_that_would_not_end_is_not_begun(start: float) -> None:
+    with pytest.raises(AssertionError, match="can't start at"):
+        highest_rate(lambda rate: False, start)
+
+
+@pytest.mark.parametrize(("tolerance", "factor", "growth"), [(0.0, 2.0, 1.0), (0.02, 1.0, 1.0), (0.02, 2.0, 0.5)])
+def test_steps_that_would_not_end_are_not_begun(tolerance: float, factor: float, growth: float) -> None:
+    with pytest.raises(AssertionError, match="never end"):
+        highest_rate(lambda rate: rate < 3, 1.0, tolerance, factor, growth)
+
+
+@pytest.mark.parametrize("at", [math.nan, math.inf])
+def test_a_request_that_never_comes_is_not_waited_for(at: float) -> None:
+    simulation = Simulation(EngineConfig(), SPEC, Cost(Shape.of(SPEC, 2, True), SECOND), 64, kind="cpu")
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    with pytest.raises(AssertionError, match="never comes"):
+        simulation.run([Arriving(0.0, [1], params), Arriving(at, [1], params)])
+
+
 def test_an_overloaded_run_is_given_up_early() -> None:
     goals = [objective("mean-e2e-ms=5000")]
     outcome = serve(4.0, goals, 1000)

@@ -28,13 +28,16 @@ from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.models import ARCHITECTURES, architecture
-from quire.sim.cost import Coefficients, Cost, Shape, Work
+from quire.sim.cost import MOST_DEPTH, Coefficients, Cost, Shape, Work
 from quire.sim.simulate import Arriving, Simulation
 
 TARGET = 0.15  # median error on steps kept out of the fit
 OVERLAPS = (2.0, 4.0)
 LAUNCHES = (10, 20, 30, 40, 50)  # percentiles of what steps with prompts take, tried as the least that they can take
 MARGIN = 0.1  # share above that from which on a step says something about the other coefficients
+MOST_SECONDS = 1e6  # of a step
+MOST_GIB = 2**20
+BANDWIDTHS = (1e-6, 1e6)  # TB/s, the least and the most
 CLEARLY = 0.95  # as large a share of the squared errors, or less, is left by what is clearly better
 
 
@@ -146,15 +149,19 @@ def recorded(path: str, config: EngineConfig, source: Source, shape: Shape, kv_t
     try:
         content: dict[str, list[list[float]]] = json.loads(Path(path).read_text(encoding="utf-8"))
         steps = {name: [(int(t), float(s)) for _, t, s in rows] for name, rows in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StartupError(f"the steps of {path} can't be read: {error}", remedy) from error
     found: dict[str, list[Sample]] = {}
     for name, measured in steps.items():
         works = planned(name, config, source, shape, kv_tokens)
         if [work.tokens for work in works] != [tokens for tokens, _ in measured]:
             raise StartupError(f"the steps of {name[:60]} in {path} are not those that this engine plans", remedy)
-        if not all(seconds > 0 for _, seconds in measured):
-            raise StartupError(f"a step of {name[:60]} in {path} took no time", remedy)
+        wrong = [seconds for _, seconds in measured if not 0 < seconds <= MOST_SECONDS]
+        if wrong:
+            raise StartupError(
+                f"a step of {name[:60]} in {path} took {wrong[0]:g} seconds",
+                f"It must be above 0, and at most {MOST_SECONDS:,.0f}",
+            )
         found[name] = [Sample(kind_of(work), work, seconds) for work, (_, seconds) in zip(works, measured)]
     return found
 
@@ -196,6 +203,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One result: the calibration, with the steps that it was fitted to and those that judge it."""
     config = replace(config_from(args), enable_prefix_caching=False)
+    _check(args, config)
     others = Others()
     facts, shape, samples, bandwidth, moved = _recorded(args, config) if args.steps else _made(config)
     if len(samples) < 12:
@@ -217,6 +225,19 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             for s in samples
         ],
     }]  # fmt: skip
+
+
+def _check(args: argparse.Namespace, config: EngineConfig) -> None:
+    """What the result couldn't be read with is refused before anything is measured."""
+    if config.depth is not None and config.depth > MOST_DEPTH:
+        raise StartupError(f"--depth is {config.depth}", f"A calibration's is from 1 to {MOST_DEPTH}")
+    if not 1e-3 <= args.memory_gib <= MOST_GIB:
+        raise StartupError(f"--memory-gib is {args.memory_gib}", f"It must be between 0.001 and {MOST_GIB:,}")
+    low, high = BANDWIDTHS
+    if not low <= args.bandwidth <= high:
+        raise StartupError(f"--bandwidth is {args.bandwidth}", f"It must be between {low:g} and {high:,.0f} TB/s")
+    if any("\ud800" <= character <= "\udfff" for character in args.device_name):
+        raise StartupError(f"--device-name is {ascii(args.device_name)[:80]}", "It must be Unicode text")
 
 
 Found = tuple[dict[str, Any], Shape, list[Sample], float, Coefficients]
@@ -249,6 +270,8 @@ def _made(config: EngineConfig) -> Found:
 def _recorded(args: argparse.Namespace, config: EngineConfig) -> Found:
     source = read_source(config, weights=False)
     dtype = config.dtype if config.dtype != "auto" else str(source.config.get("dtype"))
+    if dtype not in ITEMSIZE:
+        raise StartupError(f"the model has the number format {dtype[:40]!r}", f"Give --dtype {', '.join(ITEMSIZE)}")
     shape = shape_of(source, ITEMSIZE[dtype])
     token_bytes = source.spec.token_bytes(shape.itemsize)
     if config.kv_gib is None and config.kv_tokens is None:
@@ -256,7 +279,7 @@ def _recorded(args: argparse.Namespace, config: EngineConfig) -> Found:
     kv_tokens = config.kv_tokens or int((config.kv_gib or 0) * 2**30) // token_bytes
     found = recorded(args.steps, config, source, shape, kv_tokens)
     bandwidth = args.bandwidth * 1e12
-    swap = json.loads(Path(config.calibration).read_text())["costs"]["swap_byte"] / 2 if config.calibration else 0.0
+    swap = _swap_byte(config.calibration) / 2 if config.calibration else 0.0
     facts = {
         "device": args.device_name, "kind": "cuda", "model": source.name, "dtype": dtype, "depth": 2,
         "memory_bytes": int(args.memory_gib * 2**30), "kv_bytes": kv_tokens * token_bytes,
@@ -265,6 +288,18 @@ def _recorded(args: argparse.Namespace, config: EngineConfig) -> Found:
     # A copy reads and writes each byte.
     moved = NOTHING._replace(swapped_byte=swap, copied_byte=2 / bandwidth)
     return facts, shape, [sample for steps in found.values() for sample in steps], bandwidth, moved
+
+
+def _swap_byte(path: str) -> float:
+    """Seconds to swap a byte out and in, from a file of `quire bench preemption`."""
+    remedy = "Write one with `quire bench preemption --out FILE`"
+    try:
+        found = float(json.loads(Path(path).read_text(encoding="utf-8"))["costs"]["swap_byte"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StartupError(f"--calibration {path} can't be used: {type(error).__name__} {error}", remedy) from error
+    if not 0 <= found <= 1:
+        raise StartupError(f"--calibration {path} has the swap_byte {found}, and it must be from 0 to 1", remedy)
+    return found
 
 
 def calibration_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

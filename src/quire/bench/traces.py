@@ -318,13 +318,13 @@ def given(args: argparse.Namespace) -> list[Workload]:
     if not getattr(args, "url", None):
         longest = read_source(config, weights=False).spec.max_len
         max_len = min(longest, config.max_model_len or longest)
-    count = _counter(config)
+    count = counter(config)
     return [
         Traced(f"trace:{Path(path).name}", load_trace(path, max_len, args.trace_requests, count)) for path in args.trace
     ]
 
 
-def _counter(config: EngineConfig) -> Count:
+def counter(config: EngineConfig) -> Count:
     """How many tokens a text has for --tokenizer or the model's own, which is loaded at the first text."""
 
     @cache

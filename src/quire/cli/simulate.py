@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from quire.bench.calibrate import shape_of
 from quire.bench.document import document, short, table, write
+from quire.bench.endless import Endless
 from quire.bench.latency import Trace, latencies, totals
-from quire.bench.traces import Traced, load_trace
+from quire.bench.traces import Traced, counter, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
 from quire.build import BUNDLED, ITEMSIZE, read_source
 from quire.cli import Parser
@@ -44,7 +45,8 @@ from quire.sim.simulate import (
 from quire.specs import ModelSpec
 
 SECONDS = 600.0  # of a trace that is made here
-MOST_RATE = 1e5
+LEAST_RATE, MOST_RATE = 1e-6, 1e5
+MOST_PAGES = 2**24  # each is an entry of several lists here
 
 
 class Plant(NamedTuple):
@@ -78,14 +80,15 @@ class Plant(NamedTuple):
 def main(args: list[str]) -> int:
     """Simulate each --rate, or find the highest that meets the objectives."""
     given = _parser().parse_args(args)
+    _check(given)
     plant = plant_of(config_from(given), given.costs)
     objectives = [objective(text) for text in given.objective or ()]
     trace = _traces(given, plant)
     results = _find(plant, trace, objectives, given) if given.find_rate else _rates(plant, trace, objectives, given)
-    print(show(results, plant))
     if given.out:
         content = document("simulate", "quire simulate", args, results, real=False)
         write(Path(given.out), {**content, "calibration": plant.calibration._asdict()})
+    print(show(results, plant))
     if given.plot:
         from quire.cli.simulated import draw
         from quire.reproduce.plots import save
@@ -105,6 +108,7 @@ def _parser() -> Parser:
                        help=f"what steps cost: {', '.join(names())}, or a file of quire bench calibrate")  # fmt: skip
     group.add_argument("--workload", metavar="NAME", help=f"{EXPECTED}; without @N, as many as --seconds brings")
     group.add_argument("--trace", metavar="FILE", help="requests of a JSONL file, with their times")
+    group.add_argument("--trace-requests", type=int, metavar="N", help="only the first N of the trace")
     group.add_argument("--rate", type=float, nargs="+", metavar="X",
                        help="requests a second (Poisson; a trace is stretched); one run each")  # fmt: skip
     group.add_argument("--seconds", type=float, default=SECONDS, metavar="S",
@@ -115,6 +119,29 @@ def _parser() -> Parser:
     group.add_argument("--out", metavar="FILE", help="write the results as JSON")
     group.add_argument("--plot", metavar="FILE", help="write a picture (PNG)")
     return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be refused before a model or a trace is read."""
+    rates = args.rate or []
+    for rate in rates:
+        if not LEAST_RATE <= rate <= MOST_RATE:
+            raise StartupError(f"--rate is {rate:g}", f"Give requests a second, {LEAST_RATE:g} to {MOST_RATE:,.0f}")
+    if args.find_rate and len(rates) > 1:
+        raise StartupError(
+            f"--find-rate is given with {len(rates)} rates, {' '.join(f'{rate:g}' for rate in rates)[:60]}",
+            "Give one, where the search begins",
+        )
+    if args.find_rate and not args.objective:
+        raise StartupError("--find-rate needs an --objective", "Such as --objective p99-normalised-ms=200")
+    if (args.workload is None) == (args.trace is None):
+        raise StartupError("there must be one of --workload and --trace", f"A workload: {EXPECTED}")
+    if not 1 <= args.seconds <= 1e7:
+        raise StartupError(f"--seconds is {args.seconds}", "It must be between 1 and 10,000,000")
+    if args.plot:
+        from quire.reproduce.plots import figure
+
+        figure(1, 1)  # without matplotlib refused now, not behind the simulation
 
 
 def plant_of(config: EngineConfig, calibration: str) -> Plant:
@@ -141,6 +168,11 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
+    if tokens > MOST_PAGES * config.page_size:
+        raise StartupError(
+            f"{tokens:,} tokens of KV are more than {MOST_PAGES:,} pages of {config.page_size}, the most simulated",
+            "Give a smaller --kv-gib or --kv-tokens, or a larger --page-size",
+        )
     return Plant(config, source.spec, Cost(shape_of(source, itemsize), found.coefficients), found, tokens)
 
 
@@ -158,12 +190,9 @@ Traces = Callable[[float | None], list[Arriving]]
 
 def _traces(args: argparse.Namespace, plant: Plant) -> Traces:
     """The requests at a rate; None keeps a trace's own times."""
-    if (args.workload is None) == (args.trace is None):
-        raise StartupError("there must be one of --workload and --trace", f"A workload: {EXPECTED}")
-    if not 1 <= args.seconds <= 1e7:
-        raise StartupError(f"--seconds is {args.seconds}", "It must be between 1 and 10,000,000")
     if args.trace is not None:
-        return partial(_stretched, Traced(Path(args.trace).name, load_trace(args.trace, plant.max_len)), plant)
+        entries = load_trace(args.trace, plant.max_len, args.trace_requests, counter(plant.config))
+        return partial(_stretched, Traced(Path(args.trace).name, entries), plant)
     if "@" in args.workload:
         parse(args.workload)
     else:
@@ -176,7 +205,7 @@ def _made(name: str, seconds: float, plant: Plant, rate: float | None) -> list[A
         raise StartupError(
             f"--rate is missing, and {name[:60]} has no times of its own", "Give --rate X, or --find-rate"
         )
-    workload = parse(name if "@" in name else f"{name}@{max(1, math.ceil(rate * seconds))}")
+    workload = parse(name) if "@" in name else Endless.lasting(name, rate, seconds)
     return _arriving(workload, poisson(workload.requests, rate, plant.config.seed), plant)
 
 
@@ -191,8 +220,8 @@ def _stretched(trace: Traced, plant: Plant, rate: float | None) -> list[Arriving
     elif rate is not None:
         if times[-1] <= 0:
             raise StartupError(f"{trace.name[:60]} has no duration", "Leave --rate and --find-rate out")
-        own = len(times) / times[-1]
-        times = tuple(time * own / rate for time in times)
+        seconds = len(times) / rate
+        times = tuple(time / times[-1] * seconds for time in times)  # a share first: it is finite, however short both
     return _arriving(trace, times, plant)
 
 
@@ -214,17 +243,14 @@ def _rates(
     plant: Plant, trace: Traces, objectives: Sequence[Objective], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     rates: list[float | None] = list(args.rate or [None])
-    if any(rate is not None and not 0 < rate <= MOST_RATE for rate in rates):
-        raise StartupError(f"--rate is {' '.join(map(str, rates))}", f"Give requests a second, up to {MOST_RATE:,.0f}")
     return [_result(plant.simulate(_checked(trace, rate)), rate, objectives) for rate in rates]
 
 
 def _find(
     plant: Plant, trace: Traces, objectives: Sequence[Objective], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A result for each rate that was tried, ascending, with the highest: None if all of them do, or none."""
-    if not objectives:
-        raise StartupError("--find-rate needs an --objective", "Such as --objective p99-normalised-ms=200")
+    """A result for each rate that was tried, ascending, with the highest: None if all of them do, or none. A rate that
+    the requests can't be had for, above others that do, ends the search; `ended` says why."""
     tried: dict[float, dict[str, Any]] = {}
 
     def sustains(rate: float) -> bool:
@@ -233,9 +259,16 @@ def _find(
         print(f"{rate:.4g} requests/s: {'yes' if tried[rate]['meets'] else 'no'}", file=sys.stderr)
         return bool(tried[rate]["meets"])
 
-    found = highest_rate(sustains, (args.rate or [1.0])[0])
-    highest = found if 0 < found < math.inf else None
-    return [{**tried[rate], "highest_rate": highest} for rate in sorted(tried)]
+    highest: float | None = None
+    ended: str | None = None
+    try:
+        found = highest_rate(sustains, (args.rate or [1.0])[0])
+        highest = found if 0 < found < math.inf else None
+    except StartupError as error:
+        if not tried:
+            raise
+        ended = str(error)
+    return [{**tried[rate], "highest_rate": highest, "ended": ended} for rate in sorted(tried)]
 
 
 def _checked(trace: Traces, rate: float | None) -> list[Arriving]:
@@ -285,6 +318,9 @@ def show(results: Sequence[dict[str, Any]], plant: Plant) -> str:
         found = results[0]["highest_rate"]
         if found is not None:
             lines.append(f"highest rate: {found:.4g} requests/s")
+        elif results[-1]["ended"] is not None:
+            tried = f"{results[-1]['rate']:.4g} requests/s, the highest rate tried,"
+            lines.append(f"{tried} meets the objectives; the next can't be: {results[-1]['ended']}")
         elif results[-1]["meets"]:
             lines.append("every rate meets the objectives: the workload is too short to tell")
         else:

@@ -20,8 +20,8 @@ from quire.reproduce.result import DIFFERS, Reproduction
 class Entry(NamedTuple):
     """`function` is "module:name" below quire.reproduce; it is loaded when it runs. If it `samples`, it takes how much
     to run: False, or with --full True. `gpu`: it is nothing without one. `timed`: its numbers are times of this
-    machine; others are the same anywhere: closed forms, counts and simulations. `part_of`: --all runs that entry
-    instead."""
+    machine; others, which --simulated runs, are the same anywhere: closed forms, counts, simulations, and fig15 and c5,
+    which run the bundled model. `part_of`: --all runs that entry instead."""
 
     function: str
     about: str
@@ -116,6 +116,8 @@ def main(args: list[str]) -> int:
     given = parser.parse_args(args)
     if (given.report is None) != (given.folder is None):
         raise StartupError("--report and --from belong together", "Give both")
+    if given.simulated and not given.all:
+        raise StartupError("--simulated is given without --all", "Give both, or the names only")
     names = _all(given.simulated) if given.all else given.name
     for name in names:
         if name not in ENTRIES:
@@ -123,6 +125,10 @@ def main(args: list[str]) -> int:
     if given.list or not (names or given.report):
         print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
         return 0
+    if given.out and names:
+        from quire.reproduce.plots import figure
+
+        figure(1, 1)  # without matplotlib refused now, not behind the first entry
     done = [reproduce(name, args, Path(given.out) if given.out else None, given.full) for name in names]
     if given.report:
         from quire.reproduce.report import write_report

@@ -13,7 +13,6 @@ another shape's step is an extrapolation.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,9 @@ from quire.specs import ModelSpec
 
 FOLDER = Path(__file__).parent / "calibrations"
 MOST_BYTES = 2**24  # of a calibration file
+MOST_SECONDS = 1e6  # of a coefficient
+MOST_MEMORY = 2**50  # bytes
+MOST_DEPTH = 8
 
 
 class Attention(NamedTuple):
@@ -156,7 +158,9 @@ class Cost(NamedTuple):
         reading, computing = self.shape.weight_bytes * c.weight_byte, work.operations * c.operation
         matrices = reading + computing
         if c.overlap != 1:
-            matrices = (reading**c.overlap + computing**c.overlap) ** (1 / c.overlap)
+            longer = max(reading, computing) or 1.0  # powers of shares don't overflow
+            shares = (reading / longer) ** c.overlap + (computing / longer) ** c.overlap
+            matrices = longer * shares ** (1 / c.overlap)
         attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
         seconds = matrices + attention + c.step + work.rows * c.row
         return copies + (max(seconds, c.launch) if work.attention else seconds)
@@ -218,28 +222,52 @@ def read(name: str, content: object) -> Calibration:
     if not isinstance(numbers, dict) or set(numbers) | set(Coefficients._field_defaults) != set(Coefficients._fields):
         raise ValueError(f'"coefficients" must have exactly {", ".join(Coefficients._fields)}')
     for key, value in numbers.items():
-        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"the coefficient {key} is {str(value)[:40]}, and must be a finite number of at least 0")
+        if not _number(value):
+            raise ValueError(f"the coefficient {key} is {str(value)[:40]}, and must be from 0 to {MOST_SECONDS:,.0f}")
     device, kind = _field(content, "device", str), _field(content, "kind", str)
     if kind not in ("cpu", "cuda"):
         raise ValueError(f'"kind" is {kind[:40]!r}, and must be "cpu" or "cuda"')
     depth, memory = _field(content, "depth", int), _field(content, "memory_bytes", int)
     kv = None if content.get("kv_bytes") is None else _field(content, "kv_bytes", int)
-    if not 1 <= depth <= 64 or memory < 1 or (kv is not None and kv < 1):
-        raise ValueError('"depth" must be from 1 to 64, "memory_bytes" and "kv_bytes" above 0')
+    for key, size, most in (("depth", depth, MOST_DEPTH), ("memory_bytes", memory, MOST_MEMORY),
+                            ("kv_bytes", 1 if kv is None else kv, MOST_MEMORY)):  # fmt: skip
+        if not 1 <= size <= most:
+            raise ValueError(f'"{key}" is {str(size)[:40]}, and must be from 1 to {most:,}')
     if not 1 <= numbers.get("overlap", 1) <= 16:
         raise ValueError(f"the coefficient overlap is {numbers['overlap']}, and must be between 1 and 16")
     if not any(numbers[key] for key in numbers if not key.startswith(("copied", "swapped", "overlap"))):
         raise ValueError("every step would take no time")
-    error = None if content.get("error") is None else _field(content, "error", dict)
     return Calibration(
         name, device, kind, _field(content, "model", str), _field(content, "dtype", str), depth, memory, kv,
-        Coefficients(**{key: float(value) for key, value in numbers.items()}), error, _field(content, "source", str),
+        Coefficients(**{key: float(value) for key, value in numbers.items()}), _error(content),
+        _field(content, "source", str),
     )  # fmt: skip
+
+
+def _error(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The errors, which documents repeat."""
+    if content.get("error") is None:
+        return None
+    error: dict[str, Any] = _field(content, "error", dict)
+    if "median" in error and not _number(error["median"]):
+        median = str(error["median"])[:40]
+        raise ValueError(f'"error" has the median {median!r}, and it must be a number from 0 to {MOST_SECONDS:,.0f}')
+    try:
+        json.dumps(error, allow_nan=False)
+    except ValueError as found:
+        raise ValueError(f'"error" has a number that is not finite: {found}') from found
+    return error
+
+
+def _number(value: object) -> bool:
+    """It is one, and neither negative nor absurd; integers may be too large for a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_SECONDS
 
 
 def _field(content: dict[str, Any], key: str, kind: type) -> Any:
     value = content.get(key)
     if type(value) is not kind:
         raise ValueError(f'"{key}" must be of the type {kind.__name__}, and is {str(value)[:40]!r}')
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f'"{key}" is {ascii(value)[:80]}, and must be Unicode text: half a character is in it')
     return value

@@ -217,6 +217,7 @@ class Simulation:
         """Serve the whole trace, or as much of it as shows that an objective can't be met, or as comes before `until`
         seconds. Once only. The trace's time begins now: after prefixes were registered."""
         engine, clock = self.engine, self.clock
+        assert all(map(math.isfinite, (one.at for one in trace))), "a request never comes"
         until += clock.now
         trace = [one._replace(at=clock.now + one.at) for one in trace] if clock.now else trace
         served: list[Served] = []
@@ -314,6 +315,9 @@ def highest_rate(
     next rate tried that it refuses is at most `tolerance` (a share) higher. The first step is by `factor`, each further
     one by the one before to the power of `growth`. 0 if no rate is accepted, however low; infinite if none is refused,
     however high."""
+    assert 1e-100 < start < 1e100, f"the search can't start at {start}"
+    assert min(tolerance, factor - 1) > 0, f"steps of {factor}, to within {tolerance}, never end"
+    assert growth >= 1, f"steps that shrink to the power of {growth} never end"
     low, high = start, start
     if sustains(start):
         while sustains(high := high * factor):

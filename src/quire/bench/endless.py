@@ -1,0 +1,47 @@
+"""A named workload as one endless sequence of requests, of which a trace takes the first ones: a higher rate serves the
+same requests and more of them. (`name@N` isn't that: it draws N prompts, then N outputs, so each N has others.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from quire.bench.workloads import ASKED, MAX_REQUESTS, Sketch, Workload, parse
+from quire.errors import StartupError
+
+BLOCK = 4096  # requests drawn at a time
+ARTICLES = 16  # whose questions are mixed, of workloads where each request may have a document of its own
+
+
+@dataclass(frozen=True)
+class Endless(Workload):
+    """The first `requests` of the sequence of `name`, which has no "@N"."""
+
+    name: str
+    requests: int
+
+    @classmethod
+    def lasting(cls, name: str, rate: float, seconds: float) -> Endless:
+        """As many as come in `seconds` at `rate` requests a second. StartupError if that's more than a workload has."""
+        wanted = rate * seconds
+        if wanted > MAX_REQUESTS:
+            raise StartupError(
+                f"{rate:.6g} requests/s for {seconds:g} seconds are {wanted:,.0f} requests, more than {MAX_REQUESTS:,}",
+                "Give a smaller --seconds",
+            )
+        return cls(name, max(1, -int(-wanted // 1)))
+
+    @cached_property
+    def block(self) -> int:
+        """Requests drawn at a time."""
+        return ASKED * ARTICLES if self.name == "arxiv-qa" else BLOCK
+
+    def sketches(self, seed: int = 0) -> list[Sketch]:
+        """The first requests, without their tokens; block i is drawn from `seed` + i, and has documents of its own."""
+        found: list[Sketch] = []
+        for i in range(-(-self.requests // self.block)):
+            for one in parse(f"{self.name}@{self.block}").sketches(seed + i):
+                own = i > 0 and one.prefix_id.startswith("document")
+                found.append(one._replace(prefix_id=f"{one.prefix_id} of block {i}") if own else one)
+        return found[: self.requests]
