@@ -10,20 +10,29 @@ import pytest
 from matplotlib.figure import Figure
 
 from quire.config import MEMORIES
+from quire.errors import StartupError
 from quire.reproduce import basic_sampling, batches, chat, main, shared_prefix, waste
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction
+from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
 from quire.reproduce.serving import (
     LIMIT,
+    NEXT,
     OWN,
+    SEEDS,
     SHARED,
     SHOWN,
     SYSTEMS,
     Curve,
     Load,
     Point,
+    Rates,
+    Spread,
+    as_data,
     curve,
+    further_rate,
     in_parallel,
     measure,
+    rates,
+    ratios,
 )
 
 ALPACA = Load("a100-13b", "alpaca")
@@ -33,6 +42,18 @@ def made(system: str, highest: float) -> Curve:
     """A curve with two points."""
     points = (Point(highest / 4, LIMIT / 4, 1.0, 0.05, 0), Point(highest, LIMIT, 2.0, 0.05, 0))
     return Curve(system, highest, points)
+
+
+def by_seed(_loads: object, _seconds: object, found: list[dict[str, Curve]]) -> list[Rates]:
+    """Every other system sustains its first rate with all seeds, the paged one a tenth less and more."""
+    spread = {"paged": (1.0, 0.9, 1.1)}
+    return [
+        {
+            system: tuple(curve.highest * share for share in spread.get(system, (1.0,) * 3))
+            for system, curve in of.items()
+        }
+        for of in found
+    ]
 
 
 def verdicts(done: Reproduction) -> dict[str, str]:
@@ -52,6 +73,15 @@ def test_blocks_of_requests_differ() -> None:
     lengths = [one.prompt_len for one in ALPACA.sketches(8192)]
     assert lengths[:4096] != lengths[4096:]
     assert lengths[:50] == [one.prompt_len for one in ALPACA.sketches(50)]
+
+
+def test_seeds_have_other_requests_and_times() -> None:
+    first, second = (ALPACA._replace(seed=seed).trace(2.0, 10.0) for seed in SEEDS[:2])
+    assert ALPACA.trace(2.0, 10.0) == first
+    assert [one.at for one in first] != [one.at for one in second]
+    assert [one.prompt for one in first] != [one.prompt for one in second]
+    blocks = [one.prompt_len for one in ALPACA.sketches(8192)]
+    assert blocks[4096:] != [one.prompt_len for one in ALPACA._replace(seed=1).sketches(4096)]
 
 
 def test_a_registered_prefix_is_held_once() -> None:
@@ -97,6 +127,54 @@ def test_a_curve_finds_the_highest_rate() -> None:
     assert above[0].rate <= 1.021 * found.highest
 
 
+def test_a_further_seed_begins_at_the_firsts_rate() -> None:
+    load = ALPACA._replace(seed=1)
+    exact = curve(load, "orca-max", 40.0).highest
+    for first in (exact, exact / 1.15, exact * 1.15):
+        assert further_rate(load, "orca-max", 40.0, first) == pytest.approx(exact, rel=0.05)
+    run: list[float] = []
+
+    def keeps(_load: Load, _system: str, rate: float, _seconds: float, _limit: float) -> Point:
+        run.append(rate)
+        return Point(rate, LIMIT * rate / 5.2, 1.0, 0.05, 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.reproduce.serving.measure", keeps)
+        assert further_rate(load, "paged", 40.0, 5.0) == pytest.approx(5.2, rel=0.002)
+    assert run == [5.0, 5.0 * NEXT]
+
+
+@pytest.mark.parametrize(("latency", "message"), [(LIMIT / 2, "any rate.*longer traces"), (2 * LIMIT, "no rate")])
+def test_a_search_without_an_end_says_so(latency: float, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def point(_load: Load, _system: str, rate: float, *_: float) -> Point:
+        return Point(rate, latency, 1.0, 0.05, 0)
+
+    monkeypatch.setattr("quire.reproduce.serving.measure", point)
+    with pytest.raises(StartupError, match=message):
+        curve(ALPACA, "ft", 10.0)
+    with pytest.raises(StartupError, match=f"FasterTransformer.*{message}"):
+        further_rate(ALPACA, "ft", 10.0, 1.0)
+
+
+def test_rates_of_all_seeds() -> None:
+    systems = ("orca-oracle", "orca-max")
+    found = [{system: curve(ALPACA, system, 20.0) for system in systems}]
+    [ours] = rates([ALPACA], [20.0], found)
+    for system in systems:
+        first = found[0][system].highest
+        others = [further_rate(ALPACA._replace(seed=seed), system, 20.0, first) for seed in SEEDS[1:]]
+        assert ours[system] == (first, *others)
+    assert ratios(ours, "orca-max", "orca-oracle") == tuple(a / b for a, b in zip(*ours.values()))
+    assert as_data(found[0], ours)["orca-max"]["by_seed"] == list(ours["orca-max"])
+
+
+def test_a_spread_is_told_in_the_unit() -> None:
+    spread = Spread.of([2.0, 1.5, 2.8])
+    assert spread == (pytest.approx(2.1), 1.5, 2.8)
+    assert spread.unit() == "ratio (1.50-2.80)"
+    assert spread.unit("%", 0) == "% (2-3)"
+
+
 def test_rates_at_other_limits() -> None:
     found = made("paged", 4.0)
     assert found.at(LIMIT / 2) == pytest.approx(2.5)
@@ -114,6 +192,23 @@ def test_batches_are_what_memory_holds() -> None:
     mean = {system: batches.mean_running(load, system, 4.0, 60.0) for system in batches.PAPER}
     assert list(mean.values()) == sorted(mean.values(), reverse=True)
     assert 6.5 < mean["orca-max"] <= 7.0  # 15.7K / 2,048 slots
+
+
+@pytest.mark.parametrize(("pow2", "verdict"), [(1.1, HOLDS), (1.5, DIFFERS)])
+def test_only_the_orcas_batches_are_claims(pow2: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(_: object, jobs: list[tuple[Load, str, float, float]]) -> list[float]:
+        share = {"paged": 0.5, "orca-pow2": pow2}
+        return [share.get(job[1], 1.0) * batches.PAPER[job[1]][job[0].workload == "alpaca"] for job in jobs]
+
+    monkeypatch.setattr(batches, "in_parallel", fake)
+    said = verdicts(batches.figure_13())
+    claims = {what: found for what, found in said.items() if found != MEASURED}
+    assert len(claims) == 6
+    assert all("Orca" in what and "vLLM" not in what for what in claims)
+    assert {found for what, found in claims.items() if "Pow2" in what} == {verdict}
+    assert all("its batch is an input" in what for what in set(said) - set(claims))
+    paper = {result.what: result.paper for result in batches.figure_13().results}
+    assert paper["ShareGPT: requests that run at once, vLLM (paged) (its batch is an input)"] == 30.42
 
 
 def test_shares_of_the_memory() -> None:
@@ -145,15 +240,29 @@ def test_verdicts_of_figure_12(oracle: float, verdict: str, monkeypatch: pytest.
         return [{system: made(system, rates[system]) for system in systems} for _ in loads]
 
     monkeypatch.setattr(basic_sampling, "curves", curves)
+    monkeypatch.setattr(basic_sampling, "rates", by_seed)
     one = verdicts(basic_sampling.figure_12a())
     assert one["(a) OPT-13B, ShareGPT: vLLM / Orca (Oracle) (by 10%)"] == verdict
     assert one["(a) OPT-13B, ShareGPT: vLLM / Orca (Max) (by 10%)"] == HOLDS
     every = basic_sampling.figure_12(full=True)
     assert verdicts(every)["the most of (a) to (c): vLLM / FasterTransformer (by 20%)"] == HOLDS
-    assert verdicts(every)["vLLM / Orca (Pow2), median of all panels (by 10%)"] == HOLDS
+    abstract = [result for result in every.results if result.row == "P-X3"]
+    assert [(result.ours, result.unit) for result in abstract[1:]] == [
+        (3.64, "ratio (3.27-4.00)"), (4.0, "ratio (3.60-4.40)"),
+    ]  # fmt: skip
+    assert [result.verdict for result in abstract] == [HOLDS, HOLDS, HOLDS]
+    assert all("doesn't say" in result.what for result in abstract)
     assert {result.row for result in every.results} == {"P-F12", "P-X3"}
     assert asked == [600.0, 3600.0, 3600.0, 900.0, 3600.0, 3600.0, 900.0]
     assert len(every.draw().axes) == 6
+
+
+def test_the_mean_of_seeds_is_judged() -> None:
+    spread = Spread(1.6, 1.2, 2.2)
+    assert basic_sampling.within("P-X3", "", spread, 2.0, 4.0).verdict == DIFFERS  # though the highest is inside
+    assert basic_sampling.within("P-X3", "", spread._replace(mean=1.8), 2.0, 4.0).verdict == HOLDS  # SLACK
+    assert basic_sampling.close("P-F12", "", spread, 1.3).verdict == DIFFERS
+    assert basic_sampling.close("P-F12", "", spread, 1.34).verdict == HOLDS
 
 
 @pytest.mark.parametrize(("paged", "verdict"), [(3.58, HOLDS), (2.0, DIFFERS)])
@@ -163,6 +272,9 @@ def test_verdicts_of_figure_16(paged: float, verdict: str, monkeypatch: pytest.M
         return [made(system, rate) for (_, system, _), rate in zip(jobs, rates)]
 
     monkeypatch.setattr(shared_prefix, "in_parallel", fake)
+    monkeypatch.setattr(
+        shared_prefix, "rates_of", lambda cases: [(one.highest, one.highest * 1.1) for *_, one in cases]
+    )
     monkeypatch.setattr(Load, "capacity", lambda load, system: load.stretch * (1 if system == "paged" else 2))
     done = shared_prefix.figure_16()
     assert verdicts(done)["five examples, 341 tokens: vLLM / Orca (Oracle) (within 20%)"] == verdict
@@ -174,7 +286,9 @@ def test_verdicts_of_figure_16(paged: float, verdict: str, monkeypatch: pytest.M
 def test_verdicts_of_figure_17(pow2: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"paged": 2.1, "orca-oracle": 1.0, "orca-pow2": pow2, "orca-max": 1.0}
     monkeypatch.setattr(chat, "curves", lambda *_: [{system: made(system, rates[system]) for system in rates}])
+    monkeypatch.setattr(chat, "rates", by_seed)
     done = chat.figure_17()
+    assert [result.unit for result in done.results[:1]] == ["ratio (1.89-2.31)"]
     assert set(verdicts(done).values()) == ({HOLDS} if verdict == HOLDS else {HOLDS, DIFFERS})
     assert done.results[-1].verdict == verdict
     assert done.draw().axes
@@ -200,10 +314,12 @@ def test_simulated_entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_picture_shows_is_in_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "curves", lambda *_: [{system: made(system, 1.0) for system in chat.COMPARED}])
+    monkeypatch.setattr(chat, "rates", by_seed)
     assert main(["fig17", "--out", str(tmp_path)]) == 1
     content = json.loads((tmp_path / "fig17.json").read_text())
     assert content["real"] is False
     assert [point["rate"] for point in content["data"]["paged"]["points"]] == [0.25, 1.0]
+    assert content["data"]["paged"]["by_seed"] == [1.0, 0.9, 1.1]
 
 
 @pytest.mark.soak

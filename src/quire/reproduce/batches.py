@@ -1,6 +1,7 @@
 """PagedAttention Figure 13: how many requests run at once by each system, by simulation.
 
-OPT-13B in 12 GiB, ShareGPT-like requests at 2 a second (a), Alpaca-like ones at 30 (b).
+OPT-13B in 12 GiB, ShareGPT-like requests at 2 a second (a), Alpaca-like ones at 30 (b). The A100's host times were
+derived from the paged system's two batches here: claims are those of the Orcas only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.bench.document import table
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, near
+from quire.reproduce.result import MEASURED, Reproduction, Result, near
 from quire.reproduce.serving import HOUR, SECONDS, SYSTEMS, Load, in_parallel
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 PAPER = {"paged": (30.42, 132.44), "orca-oracle": (13.62, 72.75), "orca-pow2": (9.81, 43.24), "orca-max": (7.00, 7.00)}
 TRACES = {"ShareGPT": (Load("a100-13b", "sharegpt"), 2.0), "Alpaca": (Load("a100-13b", "alpaca"), 30.0)}
 TOLERANCE = 0.2
+INPUT = "(its batch is an input)"  # of the calibration: of the paged system's rows, which claim nothing
 WARM = 0.1  # of the trace: memory fills
 
 Batches = dict[str, list[float]]
@@ -36,17 +38,25 @@ def figure_13(full: bool = False) -> Reproduction:
     for i, name in enumerate(TRACES):
         ours = dict(zip(PAPER, batches[name]))
         for system, numbers in PAPER.items():
-            what = f"{name}: requests that run at once, {SYSTEMS[system]} (within {TOLERANCE:.0%})"
-            results.append(near("P-F13", what, numbers[i], round(ours[system], 2), "requests", TOLERANCE))
+            what, count = f"{name}: requests that run at once, {SYSTEMS[system]}", round(ours[system], 2)
+            if system == "paged":
+                results.append(_input(what, numbers[i], count, "requests"))
+            else:
+                what = f"{what} (within {TOLERANCE:.0%})"
+                results.append(near("P-F13", what, numbers[i], count, "requests", TOLERANCE))
         for system in ("orca-oracle", "orca-max"):
-            what = f"{name}: vLLM / {SYSTEMS[system]} (within {TOLERANCE:.0%})"
             paper = round(PAPER["paged"][i] / PAPER[system][i], 2)
-            results.append(near("P-F13", what, paper, round(ours["paged"] / ours[system], 2), "ratio", TOLERANCE))
+            what = f"{name}: vLLM / {SYSTEMS[system]}"
+            results.append(_input(what, paper, round(ours["paged"] / ours[system], 2), "ratio"))
         falling = list(ours.values()) == sorted(ours.values(), reverse=True)
-        what = f"{name}: vLLM > Orca (Oracle) > Orca (Pow2) > Orca (Max)"
-        results.append(Result("P-F13", what, True, falling, "", HOLDS if falling else DIFFERS))
+        results.append(_input(f"{name}: vLLM > Orca (Oracle) > Orca (Pow2) > Orca (Max)", True, falling, ""))
     results = [result._replace(real_or_simulated="simulated") for result in results]
     return Reproduction(results, _text(batches, seconds), partial(_draw, batches), batches)
+
+
+def _input(what: str, paper: float, ours: float, unit: str) -> Result:
+    """A number beside the paper's that the paged system's batch, an input, has a part in: no claim."""
+    return Result("P-F13", f"{what} {INPUT}", paper, ours, unit, MEASURED)
 
 
 def mean_running(load: Load, system: str, rate: float, seconds: float) -> float:
@@ -68,9 +78,10 @@ def _text(batches: Batches, seconds: float) -> str:
     about = f"OPT-13B, simulated, {seconds:g} s of requests: averages over time after the first tenth"
     return (
         f"{about}\n{table(head, rows)}\n"
-        "The A100's step times were derived from vLLM's own two numbers, so those say only that lengths agree. Our\n"
-        "outputs of ShareGPT are cut at 1,024 tokens, which leaves a lower mean than the paper's 338 (see fig11):\n"
-        "where a system isn't overloaded, as vLLM here, fewer requests run at once in the same proportion."
+        "The A100's host times were derived from vLLM's own two batches by Little's law, with the paper's mean output\n"
+        "of 338 tokens: vLLM's rows, and ratios to them, say only that lengths agree. Our outputs of ShareGPT are cut\n"
+        "at 1,024 tokens, which leaves a mean of about 300 (see fig11): where a system isn't overloaded, as vLLM\n"
+        "here, fewer requests run at once in the same proportion."
     )
 
 

@@ -2,13 +2,14 @@
 
 The requests of a load are one endless sequence, and their times are stretched to the rate: systems differ in their
 memory and in nothing else, rates in how many requests a trace has and how fast they come. Simulations share the cores.
+Curves are those of one seed; the rates that systems sustain, and their ratios, are those of several.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -19,6 +20,7 @@ import numpy as np
 from quire.bench.workloads import EDGE, Sketch, parse, poisson
 from quire.cli.simulate import Plant, plant_of
 from quire.config import EngineConfig
+from quire.errors import StartupError
 from quire.request import SamplingParams
 from quire.sim.simulate import Arriving, Objective, Outcome, highest_rate
 
@@ -31,12 +33,15 @@ SYSTEMS = {
 }  # fmt: skip
 SECONDS = 600.0  # of a trace; with --full the paper's HOUR
 HOUR = 3600.0
-SEED = 0
+SEEDS = (0, 1, 2)  # of requests and of their times, for rates
+SEED = SEEDS[0]  # of curves
+APART = 1000  # blocks of requests between two seeds, more than any trace has
 BLOCK = 4096  # requests drawn at a time
 LIMIT = 0.2  # seconds a token: mean normalised latency that a sustained rate keeps to, for every system
 SHOWN = 5 * LIMIT  # and up to which curves are drawn; the paper's axes end there
 TOLERANCE = 0.02  # of a sustained rate
 STEP, GROWTH = 1.1, 2.0  # of the search for it, see highest_rate
+NEXT = 1.12  # step of the search for a further seed's rate, which begins at the first seed's
 BELOW = (0.3, 0.6, 0.85)  # of the sustained rate: further points of a curve
 CROWD = 4  # a burst has so many times the requests that fill the memory
 SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else; what they are has no say
@@ -45,7 +50,7 @@ SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else
 class Load(NamedTuple):
     """What is served on what: a calibration's device and, unless `model` and `kv_gib` say otherwise, its model and KV
     memory. The first `prefix` tokens of all prompts are the same ones; the paged memory has them registered. Lengths
-    are the workload's times `stretch`, those of a prefix that it names aside."""
+    are the workload's times `stretch`, those of a prefix that it names aside. `seed` says which requests, and when."""
 
     calibration: str
     workload: str
@@ -53,6 +58,7 @@ class Load(NamedTuple):
     kv_gib: float | None = None
     prefix: int = 0
     stretch: float = 1.0
+    seed: int = SEED
 
     def plant(self, system: str) -> Plant:
         """The load's model under a system's memory. No prefix is cached but those registered, as in the paper."""
@@ -65,7 +71,7 @@ class Load(NamedTuple):
     def sketches(self, count: int) -> list[Sketch]:
         """The first `count` requests."""
         blocks = range(-(-count // BLOCK))
-        drawn = [one for i in blocks for one in parse(f"{self.workload}@{BLOCK}").sketches(SEED + i)]
+        drawn = [one for i in blocks for one in parse(f"{self.workload}@{BLOCK}").sketches(APART * self.seed + i)]
         if self.stretch == 1:
             return drawn[:count]
         return [
@@ -87,7 +93,7 @@ class Load(NamedTuple):
 
     def trace(self, rate: float, seconds: float) -> list[Arriving]:
         """Poisson arrivals of `rate` requests a second for about `seconds`."""
-        times = np.array(poisson(max(1, math.ceil(rate * seconds)), 1.0, SEED)) / rate
+        times = np.array(poisson(max(1, math.ceil(rate * seconds)), 1.0, self.seed)) / rate
         return self.arriving(times.tolist())
 
     def serve(
@@ -166,10 +172,59 @@ def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curv
         return points[rate].keeps(limit)
 
     found = highest_rate(sustains, load.capacity(system), TOLERANCE, STEP, GROWTH)
-    assert 0 < found < math.inf, f"{system} sustains any rate, or none: the trace of {seconds} s is too short"
+    _check(found, system, seconds)
     for share in BELOW:
         sustains(share * found)
     return Curve(system, found, tuple(points[rate] for rate in sorted(points)))
+
+
+def _check(found: float, system: str, seconds: float) -> None:
+    """StartupError if a search ended at no rate, or at any."""
+    if found == 0:
+        raise StartupError(
+            f"{SYSTEMS[system]} keeps the limit of latency at no rate, however low", "Allow more latency, or serve less"
+        )
+    if found == math.inf:
+        raise StartupError(f"{SYSTEMS[system]} sustains any rate for {seconds:g} s", "Use longer traces")
+
+
+def further_rate(load: Load, system: str, seconds: float, first: float, limit: float = LIMIT) -> float:
+    """The highest rate of a load with another seed, from the `first` seed's: steps of NEXT up or down until one keeps
+    the limit and the next doesn't, and between these two as Curve.at does. No run is given up: both latencies count."""
+    points: dict[float, Point] = {}
+
+    def sustains(rate: float) -> bool:
+        points[rate] = measure(load, system, rate, seconds, math.inf)
+        return points[rate].keeps(limit)
+
+    found = highest_rate(sustains, first, NEXT - 1 + TOLERANCE, NEXT)
+    _check(found, system, seconds)
+    return Curve(system, found, tuple(points[rate] for rate in sorted(points))).at(limit)
+
+
+Rates = dict[str, tuple[float, ...]]
+"""System -> the highest rates that it sustains, of each of SEEDS."""
+
+
+class Spread(NamedTuple):
+    """A number of several seeds: their mean, the lowest and the highest."""
+
+    mean: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(float(np.mean(values)), min(values), max(values))
+
+    def unit(self, name: str = "ratio", digits: int = 2) -> str:
+        """A result's unit that says how far seeds differ."""
+        return f"{name} ({self.lowest:.{digits}f}-{self.highest:.{digits}f})"
+
+
+def ratios(rates: Rates, other: str, ours: str = "paged") -> tuple[float, ...]:
+    """How many times the rate of another system one system sustains, seed by seed: both got the same requests."""
+    return tuple(mine / theirs for mine, theirs in zip(rates[ours], rates[other]))
 
 
 def in_parallel(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], most: int = 8) -> list[Any]:
@@ -191,6 +246,28 @@ def curves(
     return [
         {system: done[i * len(systems) + k] for k, system in enumerate(systems)} for i in range(len(loads))
     ]  # fmt: skip
+
+
+def rates(loads: Sequence[Load], seconds: Sequence[float], found: Sequence[dict[str, Curve]]) -> list[Rates]:
+    """Of each load the rates of all seeds: the first one's as its curves say, and the others', beginning there."""
+    cases = [
+        (load, system, length, curve)
+        for load, length, curves in zip(loads, seconds, found)
+        for system, curve in curves.items()
+    ]
+    done = iter(rates_of(cases))
+    return [{system: next(done) for system in curves} for curves in found]
+
+
+def rates_of(cases: Sequence[tuple[Load, str, float, Curve]]) -> list[tuple[float, ...]]:
+    """The rates of all seeds for each load, system, trace's seconds and the first seed's curve."""
+    jobs = [
+        (load._replace(seed=seed), system, seconds, curve.highest)
+        for load, system, seconds, curve in cases
+        for seed in SEEDS[1:]
+    ]
+    done = iter(in_parallel(further_rate, jobs))
+    return [(curve.highest, *(next(done) for _ in SEEDS[1:])) for *_, curve in cases]
 
 
 def draw_curves(axes: Axes, found: dict[str, Curve], title: str, labels: dict[str, str] | None = None) -> None:
@@ -217,9 +294,13 @@ def why(found: dict[str, Curve], other: str) -> str:
     )
 
 
-def as_data(found: dict[str, Curve]) -> dict[str, Any]:
-    """Curves as JSON."""
+def as_data(found: dict[str, Curve], rates: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
+    """Curves as JSON, with the rates of all seeds if there are."""
     return {
-        system: {"highest": curve.highest, "points": [point._asdict() for point in curve.points]}
+        system: {
+            "highest": curve.highest,
+            "points": [point._asdict() for point in curve.points],
+            **({"by_seed": list(rates[system])} if rates else {}),
+        }
         for system, curve in found.items()
     }

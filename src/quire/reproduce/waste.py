@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.bench.document import table
 from quire.memory.usage import Usage
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, near
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured, near
 from quire.reproduce.serving import HOUR, SECONDS, SYSTEMS, Load, in_parallel
 from quire.sim.cost import load as calibration
 from quire.sim.simulate import mean_usage
@@ -127,22 +127,24 @@ def figure_1() -> Reproduction:
     best = {system: max(points, key=lambda point: point.throughput) for system, points in found.items()}
     slope = {system: points[0].memory / points[0].running for system, points in found.items()}
     more = best["paged"].throughput / best["orca-max"].throughput
+    sized = f"KV memory: the paper's 12 GiB of its 40 GB (within {2 * NEAR:.0%})"
     results = [
         near("P-F1", f"parameters (within {NEAR:.0%})", WEIGHTS, round(split["parameters"], 1), "%", NEAR),
-        near("P-F1", f"KV memory (within {2 * NEAR:.0%})", CACHE, round(split["KV memory"], 1), "%", 2 * NEAR),
-        _rises("memory of a request: vLLM / Orca (Max), below 1", slope["paged"] / slope["orca-max"], most=1.0),
-        _rises("throughput: vLLM / Orca (Max), each at its best, above 1", more, least=1.0),
+        near("P-F1", sized, CACHE, round(split["KV memory"], 1), "%", 2 * NEAR),
+        _ratio("memory of a request: vLLM / Orca (Max)", slope["paged"] / slope["orca-max"]),
+        _ratio("throughput: vLLM / Orca (Max), each at its best", more),
     ]  # fmt: skip
     rows = [(SYSTEMS[s], *(f"{value:.1f}" for value in point)) for s, points in found.items() for point in points]
     text = table(("system", "running", "KV memory GB", "tokens/s"), rows)
     about = ", ".join(f"{name} {value:.1f} %" for name, value in split.items())
     data = {"memory": split, **{system: [point._asdict() for point in points] for system, points in found.items()}}
-    return Reproduction(results, f"40 GB: {about}\nsimulated\n{text}", partial(_draw_growth, split, found), data)
+    told = f"40 GB: {about}: arithmetic on the paper's sizes (Table 1), not a finding\nsimulated\n{text}"
+    return Reproduction(results, told, partial(_draw_growth, split, found), data)
 
 
-def _rises(what: str, ours: float, least: float = 0.0, most: float = float("inf")) -> Result:
-    verdict = HOLDS if least < ours < most else DIFFERS
-    return Result("P-F1", what, None, round(ours, 2), "ratio", verdict, "simulated")
+def _ratio(what: str, ours: float) -> Result:
+    """The paper draws how the two differ, and gives no number."""
+    return measured("P-F1", what, round(ours, 2), "ratio", "simulated")
 
 
 def batch(load: Load, system: str, most: int) -> Batch:
