@@ -46,7 +46,6 @@ from quire.specs import ModelSpec
 
 SECONDS = 600.0  # of a trace that is made here
 LEAST_RATE, MOST_RATE = 1e-6, 1e5
-MOST_PAGES = 2**24  # each is an entry of several lists here
 
 
 class Plant(NamedTuple):
@@ -167,11 +166,6 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
     if tokens < 2:
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
-        )
-    if tokens > MOST_PAGES * config.page_size:
-        raise StartupError(
-            f"{tokens:,} tokens of KV are more than {MOST_PAGES:,} pages of {config.page_size}, the most simulated",
-            "Give a smaller --kv-gib or --kv-tokens, or a larger --page-size",
         )
     return Plant(config, source.spec, Cost(shape_of(source, itemsize), found.coefficients), found, tokens)
 

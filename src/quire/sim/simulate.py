@@ -29,6 +29,7 @@ SAMPLES = 400  # of the memory, in a run
 LOOKS = 1.0  # virtual seconds between questions whether a run is lost
 MEASURES = ("normalised", "ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
+MOST_PAGES = 2**24  # each is an entry of several lists here
 STEEPEST = 2.0**14  # how far from its start the search for a rate goes
 
 
@@ -161,6 +162,14 @@ def objective(text: str) -> Objective:
     return Objective(statistic, measure, limit)
 
 
+def _check_pages(kv_tokens: int, page: int) -> None:
+    if kv_tokens > MOST_PAGES * page:
+        raise StartupError(
+            f"{kv_tokens:,} tokens of KV are more than {MOST_PAGES:,} pages of {page}, the most that is simulated",
+            "Give a smaller --kv-gib or --kv-tokens, or a larger --page-size",
+        )
+
+
 class Simulation:
     """An engine of `config`'s memory and scheduler, with `kv_tokens` tokens of KV for `spec`, on a device of `cost`."""
 
@@ -176,6 +185,7 @@ class Simulation:
         draw: Draw | None = None,
     ) -> None:
         config = config.sized(kind)
+        _check_pages(kv_tokens, config.page_size)
         max_len = min(config.max_model_len or spec.max_len, kv_tokens)
         assert config.max_num_batched_tokens is not None, "sized above"
         assert config.max_num_seqs is not None, "sized above"
