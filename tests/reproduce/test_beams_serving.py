@@ -93,6 +93,9 @@ def test_verdicts_of_figure_14() -> None:
     assert [(result.paper, result.verdict) for result in gaps] == [
         (1.3, HOLDS), *[(None, MEASURED)] * 5, (2.3, HOLDS),
     ]  # fmt: skip
+    missed = found | {("parallel", width): curves(1.3 * 1.03, 1.0) for width in (2, 4, 6)}
+    verdicts = [result.verdict for result in beams_serving._claims(missed)]
+    assert verdicts == [DIFFERS, HOLDS, HOLDS, HOLDS], "a search's error is no growth"
     found["beam", 6] = curves(1.5, 1.0, 1.2)
     found["parallel", 4] = curves(1.2, 1.0)
     assert {result.verdict for result in beams_serving._claims(found)} == {DIFFERS}
@@ -120,13 +123,14 @@ def test_small_pages_are_slow_to_swap_by_pieces(monkeypatch: pytest.MonkeyPatch)
     assert min(run["preemptions"] for way in WAYS for run in runs[way]) > 0
     assert runs["swap by pieces"][0]["latency"] > runs["swap"][0]["latency"]
     assert isinstance(done.draw(), Figure)
+    assert "aren't on that line" in done.text
 
 
 def test_verdicts_of_figure_19b() -> None:
     points = {(way, page): Run(0.1, 5, 10) for way in WAYS for page in SIZES}
     points["swap by pieces", 1] = Run(1.0, 5, 10)
-    assert [result.verdict for result in preemption_serving._verdicts(points)] == [HOLDS, HOLDS, HOLDS, MEASURED]
+    verdicts = [HOLDS, MEASURED, MEASURED, MEASURED]  # what is by pieces is too rough to be judged
+    assert [result.verdict for result in preemption_serving._verdicts(points)] == verdicts
     points["recompute", MEDIUM[0]] = Run(0.13, 5, 10)
-    points["swap by pieces", 1] = Run(0.1, 5, 10)
-    assert [result.verdict for result in preemption_serving._verdicts(points)[:3]] == [DIFFERS] * 3
+    assert preemption_serving._verdicts(points)[0].verdict == DIFFERS
     assert pytest.approx((220e-3 - 8.2e-3) / (2 * 20480), rel=0.01) == PIECE

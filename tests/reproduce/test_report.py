@@ -21,12 +21,12 @@ KNOWN = {
 }
 
 
-def put(folder: Path, stem: str, name: str, results: list[Result], **machine: Any) -> None:
+def put(folder: Path, stem: str, name: str, results: list[Result], text: str | None = None, **machine: Any) -> None:
     content = {
         "name": name, "command": f"quire reproduce {name}", "machine": MACHINE | machine, "date": "2026-11-21T10:00:00",
         "real": True, "results": [result._asdict() for result in results],
     }  # fmt: skip
-    (folder / f"{stem}.json").write_text(json.dumps(content))
+    (folder / f"{stem}.json").write_text(json.dumps(content if text is None else {**content, "text": text}))
 
 
 @pytest.fixture
@@ -50,6 +50,13 @@ def test_each_document_is_told_under_its_entry(folder: Path) -> None:
     assert "![x1](measured/x1.png)" in text
     assert "![h200_x1]" not in text  # it has no picture
     assert text.index("## x1") < text.index("### On H200") < text.index("## Not yet run")
+
+
+def test_what_an_entry_says_is_told(folder: Path) -> None:
+    path = folder.parent / "report.md"
+    assert "```" not in report(KNOWN, folder, path), "older documents have no text"
+    put(folder, "x1", "x1", [], text="page  ms\n   1  2\nonly roughly\n")
+    assert "\n\n```text\npage  ms\n   1  2\nonly roughly\n```\n\n`quire" in report(KNOWN, folder, path)
 
 
 def test_what_was_not_run_is_said(folder: Path) -> None:

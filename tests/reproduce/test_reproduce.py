@@ -21,7 +21,7 @@ from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, at_most, equal, nea
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}
 # They have tests of their own.
-LONG = {"table-scope", "step-overhead", "fig15", "fig18a", "fig18b", "fig19a", "c1", "c5", "r1", "x4"}
+LONG = {"table-scope", "step-overhead", "fig11", "fig15", "fig18a", "fig18b", "fig19a", "c1", "c5", "r1", "x4"}
 LONG |= {
     "fig1",
     "fig2",
@@ -37,7 +37,7 @@ LONG |= {
 def reproduced(name: str, folder: Path) -> dict[str, Any]:
     status = main([name, "--out", str(folder)])
     content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    assert set(content) == {"name", "command", "machine", "date", "real", "results"}
+    assert set(content) - {"data"} == {"name", "command", "machine", "date", "real", "results", "text"}
     assert (content["name"], content["real"]) == (name, True)
     assert content["results"]
     for result in content["results"]:
@@ -51,6 +51,15 @@ def reproduced(name: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if name not in LONG and not entry.gpu])
 def test_entry_holds(name: str, tmp_path: Path) -> None:
     assert {result["verdict"] for result in reproduced(name, tmp_path)["results"]} == {HOLDS}
+
+
+def test_lengths_are_judged_as_drawn_and_as_served(tmp_path: Path) -> None:
+    content = reproduced("fig11", tmp_path)
+    verdicts = {result["what"]: result["verdict"] for result in content["results"]}
+    assert {verdict for what, verdict in verdicts.items() if "before clipping" in what} == {HOLDS}
+    served = {what: verdict for what, verdict in verdicts.items() if "as served" in what}
+    assert list(served.values()) == [DIFFERS, DIFFERS, HOLDS, HOLDS], "ShareGPT's tails are cut"
+    assert "Every reproduction serves lengths that are clipped" in content["text"]
 
 
 def test_table_scope_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +104,9 @@ def test_swapping_and_recomputing_are_measured(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("quire.reproduce.swap_or_recompute.SIZES", (1, 16))
     monkeypatch.setattr("quire.reproduce.swap_or_recompute.TOKENS", 64)
     monkeypatch.setattr("quire.reproduce.swap_or_recompute.REPEATS", 2)
-    flat, _, worst, _ = reproduced("fig19a", tmp_path)["results"]
+    content = reproduced("fig19a", tmp_path)
+    assert [point["page"] for point in content["data"]] == [1, 16]
+    flat, _, worst, _ = content["results"]
     assert flat["ours"] >= 1
     assert worst["ours"] >= 1
 

@@ -38,8 +38,10 @@ def test_ways_are_every_memory_and_every_preemption() -> None:
 
 def test_what_is_compared() -> None:
     reference = [Answer([1, 2, 3], [1.0, 1e-7, 1.0])]
-    same = compare(Way(), [Answer([1, 2, 3], [])], reference, [[1, 2, 4]], NOBODY)
-    assert (same.tokens, same.equal, same.ties, same.transformers) == (3, 3, 0, 2)
+    same = compare(Way(), reference, reference, [[1, 2, 4]], NOBODY)
+    assert (same.tokens, same.equal, same.ties, same.asked, same.transformers) == (3, 3, 0, 3, 2)
+    near = compare(Way(), reference, reference, [[1, 3, 4]], NOBODY)
+    assert (near.asked, near.transformers) == (1, 1)
     tied = compare(Way(), [Answer([1, 9, 3], [])], reference, None, NOBODY)
     assert (tied.tokens, tied.equal, tied.ties, tied.transformers) == (1, 1, 1, None)
     other = compare(Way(), [Answer([9, 2, 3], [])], reference, None, NOBODY)
@@ -49,9 +51,21 @@ def test_what_is_compared() -> None:
 def test_verdicts() -> None:
     reference = [Answer([1, 2], [1.0, 1.0])]
     good = compare(Way(), reference, reference, [[1, 2]], NOBODY)
-    wrong = compare(Way("ft"), [Answer([1, 3], [])], reference, [[1, 2]], NOBODY)
+    wrong = compare(Way("ft"), [Answer([1, 3], [1.0, 1.0])], reference, [[1, 2]], NOBODY)
     short = Way(tokens=equality.LITTLE, preemption="swap")
     calm = compare(short, reference, reference, [[1, 2]], {"swap": 0, "recompute": 3})
     swapped = compare(short._replace(preemption="auto"), reference, reference, [[1, 2]], {"swap": 1, "recompute": 0})
     assert [group.holds for group in groups([good, wrong, calm, swapped])] == [True, False, False, True]
     assert [result.verdict for result in _verdicts([good, wrong])][:2] == [HOLDS, DIFFERS]
+
+
+def test_a_tie_excuses_its_own_sequence() -> None:
+    """Two sequences part from transformers': one at a tie, one for no reason."""
+    reference = [Answer([1, 2], [1.0, 1e-7]), Answer([5, 6], [1.0, 1.0])]
+    tied = [Answer([1, 3], [1.0, 1e-7]), reference[1]]
+    only = compare(Way(), tied, reference, [[1, 2], [5, 6]], NOBODY)
+    assert (only.ties, only.asked, only.transformers) == (1, 3, 3)
+    assert _verdicts([only])[-1].verdict == HOLDS
+    both = compare(Way(), tied, reference, [[1, 2], [5, 7]], NOBODY)
+    assert (both.ties, both.asked, both.transformers) == (1, 3, 2)
+    assert _verdicts([both])[-1].verdict == DIFFERS

@@ -18,9 +18,9 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.reproduce import ENTRIES, side_by_side
 from quire.reproduce.plots import save
-from quire.reproduce.result import Reproduction
+from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
 from quire.reproduce.serving import SYSTEMS
-from quire.reproduce.serving_gpu import GPU, Setting, batches, rates
+from quire.reproduce.serving_gpu import GPU, Setting, _ratios, batches, rates
 from quire.reproduce.side_by_side import Place, Plan, Span, engine_of, serve, sleep_until
 from quire.request import SamplingParams
 from quire.sim.simulate import Arriving
@@ -78,8 +78,25 @@ def test_figure_12a_at_a_small_scale(tmp_path: Path) -> None:
         assert [run["by"] for run in mine].count("real") == 2
         within, beyond = (run["rate"] for run in mine if run["by"] == "real")
         assert within / beyond == pytest.approx(0.8 / 1.3)
-    assert sum("throughput, off by" in result.what for result in done.results) == 2 * len(SYSTEMS)
+    off = [(result.what.split("simulated ")[1].split(",")[0], result.verdict != MEASURED)
+           for result in done.results if "off by" in result.what]  # fmt: skip
+    within = [("throughput", False), ("mean batch", False), ("normalised latency", True)]
+    beyond = [("throughput", True), ("mean batch", False), ("normalised latency", False)]
+    assert off == (within + beyond) * len(SYSTEMS), "what a device's costs decide is judged"
     assert [r.paper for r in done.results if r.paper is not None] == ["1.7-2.7", "2.7-8", "up to 22"]
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(8.2, DIFFERS), (21.0, HOLDS), (30.0, DIFFERS)])
+def test_fastertransformer_is_judged_by_the_paper_s_most(ratio: float, verdict: str) -> None:
+    plan = Plan("ft", 400.0, Span(0.1, 1.0, 9.0))
+    one = PLACE.simulate(plan, 4096)
+    judged = _ratios("ft", ratio, {"paged": [one], "ft": [one]})[0]
+    assert (judged.paper, judged.verdict) == ("up to 22", verdict)
+
+
+def test_full_runs_are_longer() -> None:
+    assert all(plan.span.end >= 60 for system in ("paged", "ft") for plan in GPU.longer().plans(system, (0.8, 1.3)))
+    assert GPU.longer().seconds > GPU.seconds >= 60
 
 
 def test_systems_share_a_runner_and_its_tokens() -> None:

@@ -63,10 +63,18 @@ ENTRIES = {
     ),
     "fig13": Entry("batches:figure_13", "PagedAttention Figure 13: requests that run at once", samples=True),
     "fig12a-gpu": Entry(
-        "serving_gpu:figure_12a_gpu", "PagedAttention Figure 12a on a GPU, every system", gpu=True, timed=True
+        "serving_gpu:figure_12a_gpu",
+        "PagedAttention Figure 12a on a GPU, every system",
+        samples=True,
+        gpu=True,
+        timed=True,
     ),
     "fig13-gpu": Entry(
-        "serving_gpu:figure_13_gpu", "PagedAttention Figure 13a on a GPU, every system", gpu=True, timed=True
+        "serving_gpu:figure_13_gpu",
+        "PagedAttention Figure 13a on a GPU, every system",
+        samples=True,
+        gpu=True,
+        timed=True,
     ),
     "fig14": Entry(
         "beams_serving:figure_14", "PagedAttention Figure 14: parallel sampling and beam search", samples=True
@@ -166,7 +174,10 @@ def reproduce(name: str, args: list[str], out: Path | None, full: bool = False) 
         real = all(result.real_or_simulated == "real" for result in done.results)
         results = [result._asdict() for result in done.results]
         content = document(name, "quire reproduce", args, results, real=real)
-        write(out / f"{name}.json", content if done.data is None else {**content, "data": done.data})
+        content["text"] = done.text
+        if done.data is not None:
+            content["data"] = done.data
+        write(out / f"{name}.json", content)
         from quire.reproduce.plots import save
 
         save(done.draw(), out / f"{name}.png")

@@ -28,7 +28,12 @@ SWAP_GIB = 24.0  # enough for everybody
 WAYS = ("recompute", "swap", "swap by pieces")
 PIECE = 5.2e-6
 """Seconds that a copy of one layer's keys or values of a page costs beside its bytes: on an H200, 20,480 of them out
-and in took 220 ms, and 80 with as many bytes in all 8.2 (fig19a there)."""
+and in took 220 ms, and 80 with as many bytes in all 8.2 (fig19a there). Sizes in between aren't on that line: see
+ROUGH."""
+ROUGH = f"""By pieces: each adds {PIECE * 1e6:.1f} us to its bytes' time, from the ends of one curve: pages of 1 and of
+256 tokens on an H200. The sizes in between, of which there is only the picture there, aren't on that line: about 111,
+51 and 16.5 ms for 256 tokens in pages of 4, 8 and 16, where it says 61, 35 and 21.5. So what is by pieces is measured,
+not judged: pages of 4 and 8 would be slower, of 16 faster."""
 COMPARABLE = 1.2  # times the other's latency, at most: the paper's word is "comparable", its number for 19a is 20 %
 
 
@@ -75,11 +80,14 @@ def _verdicts(points: Points) -> list[Result]:
     for way in WAYS[1:]:
         gaps = [points[way, page].latency / points["recompute", page].latency for page in MEDIUM if page in SIZES]
         worst = max(max(gap, 1 / gap) for gap in gaps)
-        what = f"{way} / recompute or the reverse, the most in pages of 16 to 64 (at most {COMPARABLE})"
-        results.append(_claim(what, round(worst, 3), worst <= COMPARABLE))
+        what = f"{way} / recompute or the reverse, the most in pages of 16 to 64"
+        if way == "swap":
+            results.append(_claim(f"{what} (at most {COMPARABLE})", round(worst, 3), worst <= COMPARABLE))
+        else:
+            results.append(measured("P-F19b", what, round(worst, 3), "ratio"))
     slow = points["swap by pieces", SIZES[0]].latency / points["recompute", SIZES[0]].latency
-    what = f"swap by pieces / recompute in pages of {SIZES[0]} token (more than {COMPARABLE})"
-    results.append(_claim(what, round(slow, 2), slow > COMPARABLE))
+    what = f"swap by pieces / recompute in pages of {SIZES[0]} token"
+    results.append(measured("P-F19b", what, round(slow, 2), "ratio"))
     fewest = min(point.preemptions for point in points.values())
     results.append(measured("P-F19b", "preemptions, the fewest of all runs", fewest, "requests"))
     return [result._replace(real_or_simulated="simulated") for result in results]
@@ -99,7 +107,7 @@ def _text(points: Points) -> str:
             f"{runs[1].swapped / 2**30:.1f}",
         ))  # fmt: skip
     about = f"mean normalised latency a token; {RATE:g} requests/s for {SECONDS:g} s, OPT-13B, ShareGPT-like, simulated"
-    return f"{about}\n{table(head, rows)}"
+    return f"{about}\n{table(head, rows)}\n{ROUGH}"
 
 
 def _data(points: Points) -> dict[str, list[dict[str, float]]]:

@@ -111,7 +111,7 @@ def _overview(entries: Mapping[str, Described], of: Mapping[str, Sequence[Found]
 
 
 def _run(one: Found, path: Path) -> str:
-    """One document: its results, machine, command and picture."""
+    """One document: its results, text, machine, command and picture."""
     content = one.content
     rows = [
         (
@@ -121,7 +121,7 @@ def _run(one: Found, path: Path) -> str:
         for result in content["results"]
     ]  # fmt: skip
     lines = [f"### On {content['machine']['gpu']}\n" if content["machine"]["gpu"] and not one.own else ""]
-    lines += [*_table(HEAD, rows), "", f"`{content['command']}`; {_machine(content)}."]
+    lines += [*_table(HEAD, rows), "", *_said(content), f"`{content['command']}`; {_machine(content)}."]
     picture = one.path.with_suffix(".png")
     if picture.exists():
         link = Path(os.path.relpath(picture, path.parent)).as_posix()
@@ -137,6 +137,12 @@ def _machine(content: Mapping[str, Any]) -> str:
         parts.append("one thread" if machine["threads"] == 1 else f"{machine['threads']} threads")
     parts += [f"torch {machine['torch']}", str(content["date"])[:10], f"revision {machine['revision'] or 'unknown'}"]
     return ", ".join(part for part in parts if part)
+
+
+def _said(content: Mapping[str, Any]) -> list[str]:
+    """What the entry says beside its numbers, as it printed it; older documents don't have it."""
+    text = content.get("text")
+    return ["```text", *str(text).strip("\n").splitlines(), "```", ""] if text else []
 
 
 def shown(value: object) -> str:

@@ -26,7 +26,8 @@ class Result(NamedTuple):
 
 
 class Reproduction(NamedTuple):
-    """Results, what to print beside them, and how to draw them. `data` is what the picture shows, for the document."""
+    """Results, what to print and report beside them (tables, what is assumed and what limits it), and how to draw them.
+    `data` is what the picture shows, for the document."""
 
     results: list[Result]
     text: str

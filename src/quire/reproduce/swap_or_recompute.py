@@ -77,7 +77,9 @@ def figure_19a() -> Reproduction:
     if gpu:
         results += _claims_of_pieces(points)
     about = f"{TOKENS} tokens of {GPU_MODEL if gpu else 'a small LLaMA'}"
-    return Reproduction(results, f"{about}\n{table(head, rows)}", partial(_draw, points, gpu))
+    return Reproduction(
+        results, f"{about}\n{table(head, rows)}", partial(_draw, points, gpu), [p._asdict() for p in points]
+    )
 
 
 def _claims_of_pieces(points: list[Point]) -> list[Result]:
