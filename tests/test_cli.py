@@ -18,6 +18,7 @@ import pytest
 from quire.cli import main, parse
 from quire.cli.flags import ENGINE, config_from, sampling_from
 from quire.config import EngineConfig
+from quire.costs import Costs
 from quire.request import SamplingParams
 from quire.sim.echo import expected_beams
 
@@ -243,3 +244,14 @@ def test_env_shows_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_version(run: Run) -> None:
     assert run("--version")[1] == "quire 0.1.0\n"
+
+
+@pytest.mark.parametrize("number", ["-1", "1e999", "1" + "0" * 400, '"x"', "null", "NaN"])
+def test_costs_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
+    path = tmp_path / "costs.json"
+    fields = ", ".join(f'"{name}": {number}' for name in Costs._fields)
+    path.write_text(f'{{"costs": {{{fields}}}}}')
+    assert main(["generate", "--prompt", "a", "--max-tokens", "1", "--calibration", str(path)]) != 0
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert "--debug" not in said

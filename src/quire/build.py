@@ -302,7 +302,7 @@ def _read_costs(path: str) -> Costs:
     try:
         numbers = json.loads(Path(path).read_text(encoding="utf-8"))["costs"]
         costs = Costs(**{name: float(numbers[name]) for name in Costs._fields})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise StartupError(f"--calibration {path} can't be used: {type(error).__name__} {error}", remedy) from error
     if not all(math.isfinite(number) and number >= 0 for number in costs):
         raise StartupError(f"--calibration {path} has a number that is negative or not finite", remedy)
