@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import triton
 
 from quire.build import build
 from quire.config import EngineConfig
@@ -61,6 +60,8 @@ def serve(engine: Engine) -> int:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) -> None:
+    import triton  # not before the kernels' tests have chosen between the interpreter and a GPU
+
     engine = start(**settings)
     graphs = engine.runner.graphs
     captured = 0 if graphs is None else len(graphs.ends)
