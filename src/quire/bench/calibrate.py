@@ -258,7 +258,8 @@ def _made(config: EngineConfig) -> Found:
     facts = {
         "device": here["gpu"] if made.plan.device == "cuda" else here["cpu"], "kind": made.plan.device,
         "model": made.name, "dtype": made.plan.dtype, "depth": made.engine.depth,
-        "memory_bytes": made.plan.device_bytes, "kv_bytes": made.plan.kv_bytes,
+        "memory_bytes": made.plan.device_bytes,
+        "kv_bytes": made.plan.kv_bytes if config.kv_gib is None and config.kv_tokens is None else None,  # what is left
         "source": f"Fitted by `quire bench calibrate` to two of three steps of a grid (rows that decode at several "
         f"contexts, prompts, both) of {made.name}, {made.plan.dtype}, made on this device with {here['threads']} "
         "threads; the error is that on the third steps, which weren't fitted. Weights are read at no more than the "
