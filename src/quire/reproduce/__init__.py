@@ -36,6 +36,10 @@ class Entry(NamedTuple):
         return function(full) if self.samples else function()
 
 
+PANELS = {
+    "a": "OPT-13B, ShareGPT", "b": "OPT-66B, ShareGPT", "c": "OPT-175B, ShareGPT",
+    "d": "OPT-13B, Alpaca", "e": "OPT-66B, Alpaca", "f": "OPT-175B, Alpaca",
+}  # fmt: skip
 ENTRIES = {
     "fig1": Entry("waste:figure_1", "PagedAttention Figure 1: memory of a 13B model, and its growth"),
     "fig2": Entry("waste:figure_2", "PagedAttention Figure 2: what the KV memory of each system holds", samples=True),
@@ -43,24 +47,8 @@ ENTRIES = {
     "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
     "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
     "fig12": Entry("basic_sampling:figure_12", "PagedAttention Figure 12: latency by request rate", samples=True),
-    "fig12a": Entry(
-        "basic_sampling:figure_12a", "PagedAttention Figure 12a: OPT-13B, ShareGPT", samples=True, part_of="fig12"
-    ),
-    "fig12b": Entry(
-        "basic_sampling:figure_12b", "PagedAttention Figure 12b: OPT-66B, ShareGPT", samples=True, part_of="fig12"
-    ),
-    "fig12c": Entry(
-        "basic_sampling:figure_12c", "PagedAttention Figure 12c: OPT-175B, ShareGPT", samples=True, part_of="fig12"
-    ),
-    "fig12d": Entry(
-        "basic_sampling:figure_12d", "PagedAttention Figure 12d: OPT-13B, Alpaca", samples=True, part_of="fig12"
-    ),
-    "fig12e": Entry(
-        "basic_sampling:figure_12e", "PagedAttention Figure 12e: OPT-66B, Alpaca", samples=True, part_of="fig12"
-    ),
-    "fig12f": Entry(
-        "basic_sampling:figure_12f", "PagedAttention Figure 12f: OPT-175B, Alpaca", samples=True, part_of="fig12"
-    ),
+    **{f"fig12{panel}": Entry(f"basic_sampling:figure_12{panel}", f"PagedAttention Figure 12{panel}: {title}",
+                              samples=True, part_of="fig12") for panel, title in PANELS.items()},
     "fig13": Entry("batches:figure_13", "PagedAttention Figure 13: requests that run at once", samples=True),
     "fig12a-gpu": Entry(
         "serving_gpu:figure_12a_gpu",
@@ -106,7 +94,7 @@ ENTRIES = {
     "r1": Entry("page_sizes:page_sizes", "A review of PagedAttention: page sizes from 1 to 256, by simulation"),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
     "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
-}
+}  # fmt: skip
 
 
 def main(args: list[str]) -> int:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from quire.bench.workloads import EDGE, Sketch, parse, poisson
+from quire.bench.endless import Endless
+from quire.bench.workloads import EDGE, Sketch, poisson
 from quire.cli.simulate import Plant, plant_of
 from quire.config import EngineConfig
 from quire.errors import StartupError
@@ -36,7 +37,7 @@ HOUR = 3600.0
 SEEDS = (0, 1, 2)  # of requests and of their times, for rates
 SEED = SEEDS[0]  # of curves
 APART = 1000  # blocks of requests between two seeds, more than any trace has
-BLOCK = 4096  # requests drawn at a time
+MANY = 4096  # requests whose lengths are averaged
 LIMIT = 0.2  # seconds a token: mean normalised latency that a sustained rate keeps to, for every system
 SHOWN = 5 * LIMIT  # and up to which curves are drawn; the paper's axes end there
 TOLERANCE = 0.02  # of a sustained rate
@@ -70,16 +71,15 @@ class Load(NamedTuple):
 
     def sketches(self, count: int) -> list[Sketch]:
         """The first `count` requests."""
-        blocks = range(-(-count // BLOCK))
-        drawn = [one for i in blocks for one in parse(f"{self.workload}@{BLOCK}").sketches(APART * self.seed + i)]
+        drawn = Endless(self.workload, count).sketches(APART * self.seed)
         if self.stretch == 1:
-            return drawn[:count]
+            return drawn
         return [
             one._replace(
                 prompt_len=one.prefix_len + math.ceil(self.stretch * (one.prompt_len - one.prefix_len)),
                 output_len=math.ceil(self.stretch * one.output_len),
             )
-            for one in drawn[:count]
+            for one in drawn
         ]
 
     def arriving(self, times: Sequence[float]) -> list[Arriving]:
@@ -108,7 +108,7 @@ class Load(NamedTuple):
     def capacity(self, system: str) -> float:
         """Requests a second that a system serves when all have come at once; while the middle ones end, since memory
         fills at the beginning and empties at the end."""
-        mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(BLOCK)])
+        mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(MANY)])
         count = CROWD * math.ceil(self.plant(system).kv_tokens / float(mean))
         outcome = self.serve(system, self.arriving([0.0] * count))
         ends = sorted(one.events[-1][0] for one in outcome.served)

@@ -22,17 +22,15 @@ from quire.engine import Engine
 from quire.errors import QuireError
 from quire.memory import Size, Usage, build_memory
 from quire.memory.reserved import STATIC, ReservedMemory
-from quire.reproduce.serving import BLOCK, Load
-from quire.request import SamplingParams
+from quire.reproduce.serving import MANY, Load
 from quire.scheduler import Scheduler
 from quire.sim.simulate import Arriving, Served, Simulation
 
 LOOK = 0.25  # seconds between samples of the memory
 CROWD = 1024  # requests that come at once where a capacity is measured, by simulation,
 FILLING, SATURATED = 1000, 4000  # in so many steps while the memory is being filled, and after them
-SWEPT = 128  # tokens of the KV memory for each sequence of the warm-up
-SHORT = 8  # tokens of its prompts
-WARM = 3.0  # seconds of a burst of requests after that
+EACH = 128  # tokens of the KV memory for each request of the warm-up
+WARM = 3.0  # seconds of it
 
 Wait = Callable[[float], None]
 
@@ -98,7 +96,7 @@ class Place(NamedTuple):
 
     def mean_output(self) -> float:
         """Tokens that a request brings."""
-        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).sketches(BLOCK)]))
+        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).sketches(MANY)]))
 
     def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
         """The system by the calibration. This engine doesn't compute what FasterTransformer computes for nothing, so
@@ -234,12 +232,8 @@ def sleep_until(moment: float) -> None:
 
 
 def warm_up(made: Built, place: Place) -> None:
-    """What is compiled or captured at first use is used: every batch up to more than a trace brings, then a trace."""
+    """A burst that isn't measured, so that the first run finds the device as the others do. Kernels and graphs are
+    there since the start."""
     engine = engine_of(made, place.config, "paged")
-    rows = min(engine.scheduler.max_seqs, made.plan.kv_tokens // SWEPT)
-    for i in range(rows):
-        params = SamplingParams(temperature=0.0, max_tokens=1 + i, ignore_eos=True, detokenize=False)
-        engine.add(str(i), [SHORT] * SHORT, params)
-    while engine.unfinished:
-        engine.step()
+    rows = min(engine.scheduler.max_seqs, made.plan.kv_tokens // EACH)
     serve(engine, sleep_until, place.trace(2 * rows / WARM, WARM), Span(0.0, WARM, WARM))

@@ -33,8 +33,7 @@ class Norm(Protocol):
 @dataclass(slots=True)
 class Plan:
     """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places) and the tiles of
-    the others. Keys and values are those of `batch`; the queries are its tokens, or
-    only those at `asked`."""
+    the others. Keys and values are those of `batch`; the queries are its tokens, or only those at `asked`."""
 
     tables: Tensor
     slots: Tensor | None

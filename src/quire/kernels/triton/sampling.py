@@ -38,7 +38,7 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, rows: int, vocab: int, device: torch.device, random: bool = True, cut: bool = True) -> Scratch:
         """For `rows` rows at most; `random` if some may be drawn, `cut` if some may have top_k or top_p."""
-        parts = max(count * triton.cdiv(vocab, _chunk(count)) for count in {rows, min(rows, 64), min(rows, 8)})
+        parts = max(count * triton.cdiv(vocab, way(count)[0]) for count in {rows, min(rows, 64), min(rows, 8)})
         drawn, truncated = rows * random, rows * (random and cut)
         return cls(
             torch.empty(parts, dtype=torch.float32, device=device),
@@ -51,16 +51,12 @@ class Scratch(NamedTuple):
         )
 
 
-def _chunk(rows: int) -> int:
-    """Logits of a program that looks for the greatest: few where there are few rows, to occupy the device."""
-    return 1024 if rows <= 8 else 4096 if rows <= 64 else 8192
-
-
 def way(rows: int) -> tuple[int, int, bool, bool]:
-    """All that the launches for `rows` rows differ in: the chunk, blocks of a program, whether they start early, and
-    whether there are more than FEW. Of many rows, programs that start early only take room from those they wait for:
-    32 rows took 10 % longer."""
-    return _chunk(rows), 1 if rows <= 16 else 4 if rows <= FEW else 16, rows <= 16, rows > FEW
+    """All that the launches for `rows` rows differ in: the logits of a program that looks for the greatest (few where
+    there are few rows, to occupy the device), blocks of a program, whether they start early, and whether there are more
+    than FEW. Of many, programs that start early only take room from those they wait for: 32 rows took 10 % longer."""
+    chunk = 1024 if rows <= 8 else 4096 if rows <= 64 else 8192
+    return chunk, 1 if rows <= 16 else 4 if rows <= FEW else 16, rows <= 16, rows > FEW
 
 
 @triton.jit
@@ -335,7 +331,7 @@ def _find_peaks(logits: Tensor, scratch: Scratch, cut: bool, pdl: dict[str, bool
     """Fill `scratch.peaks` and `places`; the chunks of a row, and the lanes that hold them."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "a row's logits must be contiguous"
-    chunk = _chunk(rows)
+    chunk = way(rows)[0]
     chunks = triton.cdiv(vocab, chunk)
     _peaks[(chunks, rows)](
         logits, logits.stride(0), vocab, scratch.peaks, scratch.places, scratch.totals, scratch.held, chunks,
