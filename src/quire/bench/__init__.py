@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import arrivals, beams, calibrate, control, histories, preemption, profile, runs, start, traces
+from quire.bench import arrivals, beams, calibrate, control, histories, memory, preemption, profile, runs, start, traces
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
 from quire.bench.workloads import EXPECTED
@@ -178,6 +178,7 @@ ENTRIES: dict[str, Entry] = {
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
     "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),
+    "memory": Entry("what memory went into, beside what was planned", memory.run, memory.show, add_engine_flags),
     "preemption": Entry(
         "what swapping and recomputation cost, for --calibration; --compare: what they gain",
         preemption.run,

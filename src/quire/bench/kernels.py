@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.bench.document import short, table
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
@@ -26,12 +27,13 @@ from quire.runner.host_pool import HostPool
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256
 PAGE = 16
 LAYERS = 8  # at most, whose caches or weights take turns
+DEPTH = 32  # layers of a step
 MATRICES = {
     "qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN),
     "head": (VOCAB, HIDDEN),
 }  # fmt: skip
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
-PROMPTS = (512, 2048, 8192)
+PROMPTS = (512, 2048, 8192, 32768)
 TOKENS = (1, 32, 256, 8192)
 
 
@@ -76,7 +78,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def copies() -> Iterator[Case]:
-    """Copy-on-write: pages of 128 bytes to 2 MiB (16 tokens), up to 4096 in a launch."""
+    """Copy-on-write: pages of 128 bytes to 2 MiB (16 tokens), up to 4096 in a launch; and one by one."""
     from quire.kernels.triton.copy import copy_pages
 
     for size in (128, 2**14, 2**17, 2**21):
@@ -86,6 +88,15 @@ def copies() -> Iterator[Case]:
                 orders = [torch.randperm(len(pages), device="cuda") for _ in range(inputs(2 * count * size))]
                 calls = [partial(copy_pages, pages, o[:count], o[count : 2 * count]) for o in orders]
                 yield Case("copy_pages", f"{count} x {_size(size)}", calls, 2 * count * size)
+                if count <= 512:
+                    pairs = list(zip(*(orders[0][: 2 * count].view(2, count).tolist())))
+                    single: list[Call] = [partial(_one_by_one, pages, pairs)]
+                    yield Case("single copies", f"{count} x {_size(size)}", single, 2 * count * size)
+
+
+def _one_by_one(pages: Tensor, pairs: list[tuple[int, int]]) -> None:
+    for src, dst in pairs:
+        pages[dst].copy_(pages[src])
 
 
 def swaps() -> Iterator[Case]:
@@ -114,9 +125,14 @@ def sdpa() -> Iterator[Case]:
         yield Case("sdpa decode", f"{batch} x {context}", [partial(attend, query, *pair) for pair in kv], size)
     for length in PROMPTS:
         q, k, v = _random(1, HEADS, length, DIM), *(_random(1, KV_HEADS, length, DIM) for _ in range(2))
-        yield Case(
-            "sdpa prompt", f"1 x {length}", [partial(attend, q, k, v, is_causal=True)], _causal(length), "compute"
-        )
+        for name, backend in (("sdpa", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+            prompt: list[Call] = [partial(_with, backend, partial(attend, q, k, v, is_causal=True))]
+            yield Case(f"{name} prompt", f"1 x {length}", prompt, _causal(length), "compute")
+
+
+def _with(backend: SDPBackend, call: Call) -> None:
+    with sdpa_kernel(backend):
+        call()
 
 
 def decodes() -> Iterator[Case]:
@@ -147,7 +163,7 @@ def decode_calls(where: Placed, heads: int, *, contiguous: bool = False) -> list
 
 
 def prompts() -> Iterator[Case]:
-    """Causal attention of one prompt over its pages, and over its fresh keys and values."""
+    """Causal attention of one prompt over its pages."""
     from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
 
     for length in PROMPTS:
@@ -157,8 +173,6 @@ def prompts() -> Iterator[Case]:
         q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
         attend = partial(prompt, q, where.caches[0], where.tables, tiles.cuda(), out, scale=DIM**-0.5)
         yield Case("prompt paged", f"1 x {length}", [attend], _causal(length), "compute")
-        fresh = (_random(length, KV_HEADS, DIM), _random(length, KV_HEADS, DIM))
-        yield Case("prompt fresh", f"1 x {length}", [partial(attend, fresh=fresh)], _causal(length), "compute")
 
 
 def _causal(length: int) -> int:
@@ -190,8 +204,8 @@ def small() -> Iterator[Case]:
 
 
 def linears() -> Iterator[Case]:
-    """Linear layers: cuBLAS, and ours for few rows."""
-    from quire.kernels.triton.linear import linear, supports
+    """Linear layers: cuBLAS, and ours for few rows; then all of a step's, in a step's order."""
+    from quire.kernels.triton.linear import gated, linear, supports
 
     for name, (size, width) in MATRICES.items():
         weights = [_random(size, width) for _ in range(min(inputs(size * width * 2), LAYERS))]
@@ -205,6 +219,23 @@ def linears() -> Iterator[Case]:
                 yield Case("cuBLAS", case, calls, moved)
             else:
                 yield Case("cuBLAS", case, calls, 2 * rows * size * width, "compute")
+
+    layers = [[_random(*MATRICES[name]) for name in ("qkv", "o", "gate_up", "down")] for _ in range(LAYERS)]
+    head, early = _random(*MATRICES["head"]), partial(linear, pdl=True)
+    size = 2 * (DEPTH * sum(weight.numel() for weight in layers[0]) + head.numel())
+    for rows in (1, 2, 4, 8, 16, 32):
+        x, inner, gate_up = _random(rows, HIDDEN), _random(rows, FFN), partial(gated, activation="silu", pdl=True)
+        for name, product, both in (("linear", early, gate_up), ("cuBLAS", F.linear, F.linear)):
+            step = partial(_products, product, both, layers, head, x, inner)
+            yield Case(f"{name}, a step", f"{DEPTH} layers and the head, {rows} rows", [step], size)
+
+
+def _products(product: Any, both: Any, layers: list[list[Tensor]], head: Tensor, x: Tensor, inner: Tensor) -> None:
+    """A step's products of `x` [rows, hidden] and the MLP's `inner` [rows, intermediate]. `both`: gate's and up's."""
+    for i in range(DEPTH):
+        qkv, o, gate_up, down = layers[i % len(layers)]
+        product(x, qkv), product(x, o), both(x, gate_up), product(inner, down)
+    product(x, head)
 
 
 def sampling() -> Iterator[Case]:

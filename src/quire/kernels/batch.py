@@ -88,6 +88,7 @@ class Batch:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`; the copy to a GPU is only enqueued."""
+    """A fresh host array as a tensor on `device`; the copy to a GPU is only enqueued, from memory pinned for it. What
+    each step sends goes through quire.runner.staging instead, which doesn't pin anew."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.decoding import split_mix
-from quire.runner.penalties import upload
+from quire.kernels.batch import to_device
 
 SCALE = 2.0**32
 """The weight of the most likely token. Weights are integers, and at most MAX_VOCAB of them: sums below 2**53."""
@@ -44,7 +44,7 @@ def token_weights(logits: Tensor, best: Tensor, shape: np.ndarray) -> Tensor:
     if len(cut) == len(shape):
         truncate(likelihood, shape)
     elif len(cut):
-        index = upload(cut, logits.device)
+        index = to_device(cut, logits.device)
         part = truncate(likelihood.index_select(0, index), shape[cut])
         likelihood.index_copy_(0, index, part)
     return likelihood.mul_(SCALE).floor_()
@@ -75,19 +75,19 @@ def _border(likelihood: Tensor, top_k: np.ndarray, top_p: np.ndarray, width: int
     """
     device = likelihood.device
     values = _likeliest(likelihood, width)
-    among = torch.arange(width, device=device) < upload(np.where(top_k > 0, top_k, width), device)[:, None]
+    among = torch.arange(width, device=device) < to_device(np.where(top_k > 0, top_k, width), device)[:, None]
     sums = ((values * SCALE).floor_() * among).cumsum(-1, dtype=torch.float64)
     total = sums[:, -1]
     unbounded = (top_k == 0) & (top_p < 1)
     if unbounded.any():
         everything = (likelihood * SCALE).floor_().sum(-1, dtype=torch.float64)
-        total = torch.where(upload(unbounded, device), everything, total)
-    goal = total * upload(top_p.copy(), device)
+        total = torch.where(to_device(unbounded, device), everything, total)
+    goal = total * to_device(top_p.copy(), device)
     place = (sums < goal[:, None]).sum(-1, keepdim=True).clamp_(max=width - 1)
     border = values.gather(1, place)[:, 0]
     off = (top_k == 0) & (top_p == 1)
     if off.any():
-        border = torch.where(upload(off, device), 0.0, border)
+        border = torch.where(to_device(off, device), 0.0, border)
     return border, sums[:, -1] >= goal
 
 
@@ -114,11 +114,11 @@ def draw(weights: Tensor, owner: np.ndarray, chance: np.ndarray) -> Tensor:
     blocks = weights.view(rows, -1, BLOCK)
     parts = blocks.sum(-1, dtype=torch.float64)
     sums = parts.cumsum(-1)
-    index = upload(owner, weights.device)
+    index = to_device(owner, weights.device)
     if len(owner) > rows:
         parts, sums = parts.index_select(0, index), sums.index_select(0, index)
     # chance <= 1 - 2**-53, so that the rounded product is below the total; floor keeps it an integer
-    goal = (sums[:, -1:] * upload(chance, weights.device)[:, None]).floor_()
+    goal = (sums[:, -1:] * to_device(chance, weights.device)[:, None]).floor_()
     block = torch.searchsorted(sums, goal, right=True).clamp_(max=sums.shape[1] - 1)
     goal -= sums.gather(1, block) - parts.gather(1, block)
     inside = blocks[index, block[:, 0]].cumsum(-1, dtype=torch.float64)
@@ -127,4 +127,4 @@ def draw(weights: Tensor, owner: np.ndarray, chance: np.ndarray) -> Tensor:
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
-    return upload(values.astype(np.float32), like.device)[:, None]
+    return to_device(values.astype(np.float32), like.device)[:, None]

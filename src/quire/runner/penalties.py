@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.batch import to_device
+
 
 class Phrases(NamedTuple):
     """Token sequences, `number` of them, laid end to end, so that what they cost is the number of their tokens."""
@@ -30,14 +32,6 @@ class Phrases(NamedTuple):
             np.repeat(np.arange(len(phrases)), [len(phrase) for phrase in phrases]),
             len(phrases),
         )
-
-
-def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """A fresh host array as a device tensor, without waiting for the device (so: through pinned memory)."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 class TokenStatistics:
@@ -63,7 +57,7 @@ class TokenStatistics:
         row = self._take(slot, len(history))
         padded = np.full(self.tokens.shape[1], history[0], dtype=np.int64)
         padded[: len(history)] = history
-        self.tokens[row] = upload(padded, self.device)
+        self.tokens[row] = to_device(padded, self.device)
         outputs = self.tokens[row, prompt_len : len(history)]
         self.counts[row].zero_().scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.float32))
 
@@ -83,7 +77,7 @@ class TokenStatistics:
         """Each slot, at most once here and each with a row, has got one more output token: tokens [len(slots)]."""
         rows, lengths = self._rows(slots), np.array([self._lengths[slot] for slot in slots])
         self._reserve(int(lengths.max()) + 1)
-        self.tokens.index_put_((rows, upload(lengths, self.device)), tokens)
+        self.tokens.index_put_((rows, to_device(lengths, self.device)), tokens)
         self.counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)
         for slot in slots:
             self._lengths[slot] += 1
@@ -91,7 +85,7 @@ class TokenStatistics:
     def penalise(self, logits: Tensor, slots: Sequence[int], penalties: np.ndarray) -> Tensor:
         """Penalised logits [R, V] of `slots`, in new memory; penalties [R, 3]: repetition, frequency and presence."""
         rows = self._rows(slots)
-        factors = upload(penalties.astype(np.float32), self.device)
+        factors = to_device(penalties.astype(np.float32), self.device)
         repetition, frequency, presence = factors[:, 0:1], factors[:, 1:2], factors[:, 2:3]
         # Only tokens of the sequence change. One that is there twice is computed twice, to the same number.
         seen = self.tokens.index_select(0, rows)[:, : max(self._lengths[slot] for slot in slots)]
@@ -110,13 +104,13 @@ class TokenStatistics:
         owners = np.concatenate([p.phrase for p in phrases]) + np.repeat(numbers.cumsum() - numbers, sizes)
         wanted = np.concatenate([some.tokens for some in phrases])
         wanted[places < 0] = -1  # which no token is: the text is shorter than the phrase
-        latest = self.tokens[upload(rows, self.device), upload(places.clip(min=0), self.device)]
-        wrong = (latest != upload(wanted, self.device)).to(torch.int32)
+        latest = self.tokens[to_device(rows, self.device), to_device(places.clip(min=0), self.device)]
+        wrong = (latest != to_device(wanted, self.device)).to(torch.int32)
         missed = torch.zeros(int(numbers.sum()), dtype=torch.int32, device=self.device)
-        return missed.index_add_(0, upload(owners, self.device), wrong) == 0
+        return missed.index_add_(0, to_device(owners, self.device), wrong) == 0
 
     def _rows(self, slots: Sequence[int]) -> Tensor:
-        return upload(np.array([self._row[slot] for slot in slots], dtype=np.int64), self.device)
+        return to_device(np.array([self._row[slot] for slot in slots], dtype=np.int64), self.device)
 
     def _take(self, slot: int, length: int) -> int:
         self.drop(slot)

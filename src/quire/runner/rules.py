@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.batch import to_device
 from quire.request import SamplingParams
-from quire.runner.penalties import Phrases, upload
+from quire.runner.penalties import Phrases
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Rules:
         if params.allowed_token_ids is not None:
             mask = np.zeros(vocab_size, dtype=np.bool_)
             mask[list(params.allowed_token_ids)] = True
-            allowed = upload(mask, device)
+            allowed = to_device(mask, device)
         return cls(
             params,
             np.array(list(bias), dtype=np.int64),

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from quire.decoding import branch_seed
+from quire.kernels.batch import to_device
 from quire.plan import Birth, Row, Sampled, Top
 from quire.request import MAX_LOGPROBS, SamplingParams
 from quire.runner.drawn import Asked, Drawn
 from quire.runner.draws import MAX_VOCAB, draw, noise, token_weights
 from quire.runner.fused import FusedSampling, Tail, cuts
 from quire.runner.logprobs import Width, details_of, top_of, total_of
-from quire.runner.penalties import TokenStatistics, upload
+from quire.runner.penalties import TokenStatistics
 from quire.runner.rules import Rules
 
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
@@ -137,7 +138,7 @@ class Sampler:
         else:
             tokens, faults, changed = self._by_torch(logits.float(), asked, rows)
             if last is not None:
-                last.index_copy_(0, upload(asked.slots, self.device), self._take(tokens, asked.first))
+                last.index_copy_(0, to_device(asked.slots, self.device), self._take(tokens, asked.first))
         counted = [i for i, slot in enumerate(asked.slots.tolist()) if slot in self._statistics]
         if counted:
             slots = asked.slots[counted].tolist()
@@ -157,7 +158,7 @@ class Sampler:
         allowed = [i for i, slot in enumerate(slots) if self._rules[slot].allowed is not None]
         if allowed:
             masks = torch.stack([mask for i in allowed if (mask := self._rules[slots[i]].allowed) is not None])
-            index = upload(np.array(allowed), self.device)
+            index = to_device(np.array(allowed), self.device)
             kept = torch.where(masks, changed.index_select(0, index), -torch.inf)
             changed = changed.index_copy(0, index, kept)
         cells, shifts = self._shifts(rows)
@@ -168,7 +169,7 @@ class Sampler:
         if len(punished) == len(rows) and rows:
             return self._statistics.penalise(changed, slots, self._penalties[slots])
         if len(punished):
-            index, some = upload(punished, self.device), [slots[i] for i in punished]
+            index, some = to_device(punished, self.device), [slots[i] for i in punished]
             part = self._statistics.penalise(changed.index_select(0, index), some, self._penalties[some])
             changed = changed.index_copy(0, index, part)
         return changed
@@ -205,7 +206,7 @@ class Sampler:
         return [top_of(token, numbers, k) for token, numbers in zip(targets.tolist(), details)]
 
     def _take(self, tensor: Tensor, index: np.ndarray) -> Tensor:
-        return tensor.index_select(0, upload(index, self.device))
+        return tensor.index_select(0, to_device(index, self.device))
 
     def _chance(self, asked: Asked) -> np.ndarray:
         """The noise of each draw."""
@@ -227,7 +228,7 @@ class Sampler:
         if random.any():
             drawn = self._draw(processed, best, shape, asked.owner, random, self._chance(asked))
             places = np.flatnonzero(random[asked.owner])
-            tokens = tokens.index_copy(0, upload(places, self.device), drawn)
+            tokens = tokens.index_copy(0, to_device(places, self.device), drawn)
         return torch.where(failed == 0, tokens, 0), fault, processed
 
     def _by_kernels(
@@ -247,16 +248,16 @@ class Sampler:
         some = np.flatnonzero(ruled)
         if not len(some):
             return tokens, faults, None
-        places, index = np.flatnonzero(ruled[owner]), upload(some, self.device)
+        places, index = np.flatnonzero(ruled[owner]), to_device(some, self.device)
         changed = self.process(logits.index_select(0, index).float(), [rows[i] for i in some])
         renumbered = (np.cumsum(ruled) - 1)[owner[places]]
         drawn, empty = fused.draw(changed, shape[some], renumbered, chance[places])
         fault = torch.where(faults.index_select(0, index) != 0, 1, 2 * empty)
         drawn = torch.where(self._take(fault, renumbered) == 0, drawn, 0)
         faults.index_copy_(0, index, fault)
-        tokens.index_copy_(0, upload(places, self.device), drawn)
+        tokens.index_copy_(0, to_device(places, self.device), drawn)
         if last is not None:
-            slots = upload(asked.slots[some], self.device)
+            slots = to_device(asked.slots[some], self.device)
             last.index_copy_(0, slots, self._take(tokens, asked.first[some]))
         return tokens, faults, changed
 
@@ -292,8 +293,8 @@ class Sampler:
                 completing.append(rules.lasts + offset)
         if not ids and not barred:
             return None, None
-        cells = upload(np.concatenate(ids + completing), self.device)
-        shifts = upload(np.concatenate([*numbers, np.zeros(0, dtype=np.float32)]), self.device)
+        cells = to_device(np.concatenate(ids + completing), self.device)
+        shifts = to_device(np.concatenate([*numbers, np.zeros(0, dtype=np.float32)]), self.device)
         if barred:
             said = self._statistics.ends_with(barred, [self._rules[slot].openings for slot in barred])
             shifts = torch.cat((shifts, torch.where(said, -torch.inf, 0.0)))

@@ -40,15 +40,9 @@ def assert_rounded(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype, pdl: bool) -> None:
     x, weight = random(rows, shape[1], dtype=dtype), random(*shape, dtype=dtype, seed=1)
-    bias, residual = random(shape[0], dtype=dtype, seed=2), random(rows, shape[0], dtype=dtype, seed=3)
-    want = x.double() @ weight.double().T
+    bias, want = random(shape[0], dtype=dtype, seed=2), x.double() @ weight.double().T
     assert_rounded(linear(x, weight, pdl=pdl), want)
     assert_rounded(linear(x, weight, bias, pdl=pdl), want + bias.double())
-    before = residual.clone()
-    assert_rounded(linear(x, weight, bias, residual=residual, pdl=pdl), want + bias.double() + before.double())
-    assert torch.equal(residual, before)
-    assert linear(x, weight, residual=residual, out=residual, pdl=pdl) is residual
-    assert_rounded(residual, want + before.double())
 
 
 @pytest.mark.parametrize("pdl", PDL)
@@ -63,9 +57,8 @@ def test_every_kind_of_tile(
     monkeypatch.setattr(kernels, "few_rows", lambda rows, size, depth: Tile(*tile, early))
     rows = max(tile[0] - 1, 1)
     x, weight = random(rows, depth, dtype=dtype), random(74, depth, dtype=dtype, seed=1).mul_(0.2)
-    bias, residual = random(74, dtype=dtype, seed=2), random(rows, 74, dtype=dtype, seed=3)
-    want = x.double() @ weight.double().T
-    assert_rounded(linear(x, weight, bias, residual=residual, pdl=pdl), want + bias.double() + residual.double())
+    bias, want = random(74, dtype=dtype, seed=2), x.double() @ weight.double().T
+    assert_rounded(linear(x, weight, bias, pdl=pdl), want + bias.double())
     gate, up = want.chunk(2, dim=-1)
     assert_rounded(gated(x, weight, "silu", pdl=pdl), mlp.activation("silu")(gate) * up)
 
@@ -84,14 +77,10 @@ def test_gated(rows: int, size: int, dtype: torch.dtype, pdl: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_with_gaps(dtype: torch.dtype) -> None:
-    """Rows of x, of the residual and of the result are parts of wider ones; what lies between stays, unread."""
+    """Rows of x are parts of wider ones; what lies between is not read."""
     wide, weight = random(5, 400, dtype=dtype), random(50, 272, dtype=dtype, seed=1)
-    residual, out = random(5, 70, dtype=dtype, seed=2), random(5, 90, dtype=dtype, seed=3)
-    wide[:, 272:], residual[:, 50:] = torch.nan, torch.nan
-    gap, x = out[:, 50:].clone(), wide[:, :272]
-    assert linear(x, weight, residual=residual[:, :50], out=out[:, :50]).data_ptr() == out.data_ptr()
-    assert_rounded(out[:, :50], x.double() @ weight.double().T + residual[:, :50].double())
-    assert torch.equal(out[:, 50:], gap)
+    wide[:, 272:], x = torch.nan, wide[:, :272]
+    assert_rounded(linear(x, weight), x.double() @ weight.double().T)
 
 
 @INFINITE

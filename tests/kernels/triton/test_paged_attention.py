@@ -262,20 +262,6 @@ def test_prompts_equal_dense_attention(heads, kv_heads, window, dtype) -> None:
     check_prompt(Shape(heads, kv_heads, window=window), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 24])
-def test_fresh_keys_and_values_equal_those_in_pages(window, dtype) -> None:
-    shape, chunks = Shape(window=window), ((0, 20), (0, 2), (0, 90))
-    memory = filled(shape, tuple(map(sum, chunks)), dtype)
-    qkv = random(112, 4 + 2 * 2, 16, dtype=dtype)
-    q, k, v = qkv.split((4, 2, 2), dim=1)
-    k[:], v[:] = torch.cat(memory.histories, 1)
-    tiles = tiled(shape, chunks, dtype)
-    got = prompt(q, memory.cache, memory.tables, tiles, scale=0.25, fresh=(k, v))
-    want = prompt(q, memory.cache, memory.tables, tiles, scale=0.25)
-    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype] / 10, rtol=0)
-
-
 def test_tiles_cover_every_query_once_and_the_longest_context_comes_first() -> None:
     chunks = np.array(CHUNKS, dtype=np.int64)
     lengths = chunks[:, 1]

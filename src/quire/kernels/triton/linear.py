@@ -77,68 +77,42 @@ def supports(weight: Tensor, rows: int) -> bool:
     return half and dense and rows <= MAX_ROWS and _shared(weight.device) >= SHARED
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """x [M, K], weight [N, K], bias [N], residual [M, N] -> residual + x weight^T + bias [M, N], rounded once.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N], rounded once.
 
-    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the strides of rows free. `out` may be `residual`.
+    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the stride of x's rows free.
     """
-    if out is None:
-        out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, residual, out, few_rows(len(x), *weight.shape), None, pdl)
-    return out
+    return _launch(x, weight, bias, few_rows(len(x), *weight.shape), None, pdl)
 
 
-def gated(x: Tensor, weight: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+def gated(x: Tensor, weight: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
     """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I], rounded once; else as `linear`.
 
     `activation`: one of ACTIVATIONS.
     """
-    size = len(weight) // 2
-    if out is None:
-        out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, None, out, few_rows(len(x), *weight.shape), ACTIVATIONS[activation], pdl)
-    return out
+    return _launch(x, weight, None, few_rows(len(x), *weight.shape), ACTIVATIONS[activation], pdl)
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    tile: Tile,
-    activation: str | None,
-    pdl: bool,
-) -> None:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, activation: str | None, pdl: bool) -> Tensor:
     """A tile of no rows is for one row of x, without tensor cores."""
     rows, depth = x.shape
-    size = out.shape[1]
+    size = len(weight) if activation is None else len(weight) // 2
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
-    wanted = (rows, len(weight) if activation is None else len(weight) // 2)
-    assert out.shape == wanted, f"out {tuple(out.shape)} is not {wanted}"
-    assert out.stride(1) == 1, "rows must be dense"
     _check(x, weight)
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     early = min(tile.early, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
     options = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even, "num_warps": tile.warps}
-    options |= {"BIAS": bias is not None, "RESIDUAL": residual is not None, "KIND": activation, "PDL": pdl}
+    options |= {"BIAS": bias is not None, "KIND": activation, "PDL": pdl}
     options |= {"launch_pdl": True} if pdl else {}
     grid = (triton.cdiv(size, tile.columns if activation is None else tile.columns // 2),)
-    tensors = (x, weight, out if bias is None else bias, out if residual is None else residual, out)
+    tensors = (x, weight, out if bias is None else bias, out)
     if tile.rows == 0:
         _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
-        return
-    strides = (x.stride(0), out.stride(0) if residual is None else residual.stride(0), out.stride(0))
-    _few[grid](*tensors, rows, size, depth, *strides, BLOCK_M=tile.rows, num_stages=tile.stages, **options)
+    else:
+        _few[grid](*tensors, rows, size, depth, x.stride(0), BLOCK_M=tile.rows, num_stages=tile.stages, **options)
+    return out
 
 
 def few_rows(rows: int, size: int, depth: int) -> Tile:
@@ -169,9 +143,9 @@ def _few_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _few(
-    x, weight, bias, residual, out, rows, size, depth, x_stride, residual_stride, out_stride,
+    x, weight, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the wait."""
     if PDL:
@@ -204,16 +178,14 @@ def _few(
     if BIAS:
         acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[:, None]
     mask = (n < size)[:, None] & real[None, :]
-    if RESIDUAL:
-        acc += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + m[None, :] * out_stride + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + m[None, :] * size + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _one(
-    x, weight, bias, residual, out, size, depth,
+    x, weight, bias, out, size, depth,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_few` for one row: multiplied and added without the tensor cores, whose tiles would be nearly empty."""
     if PDL:
@@ -242,8 +214,6 @@ def _one(
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     if BIAS:
         acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        acc += tl.load(residual + n, mask=n < size, other=0.0).to(tl.float32)
     tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < size)
 
 
@@ -256,10 +226,9 @@ def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: boo
     rows, depth = x.shape
     size = len(weight)
     _check(x, weight)
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if supports(weight, rows):
-        _launch(x, weight, bias, None, out, few_rows(max(rows, 2), size, depth), None, pdl)
-        return out
+        return _launch(x, weight, bias, few_rows(max(rows, 2), size, depth), None, pdl)
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     bulk = _bulk_copies(x, weight, out) and rows > 64
     tile = any_rows(rows, size, x.dtype, bulk)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.columns)

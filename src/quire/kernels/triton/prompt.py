@@ -1,8 +1,8 @@
 """Attention of prompts and of their chunks, all lengths in one launch (PagedAttention §4.3; FlashAttention-2's loop).
 
 A tile is a run of queries of one sequence; the query heads that share a key/value head are folded into the tile's rows,
-so every key read serves them all. Tiles are made on the host, the longest contexts first. Keys and values come from the
-pages, or, where a step holds all that its queries see, from the step's own k and v (`fresh`).
+so every key read serves them all. Tiles are made on the host, the longest contexts first. A first chunk's keys and
+values are read from its pages too: the step's own, at strides of their own, took more registers and a tenth longer.
 """
 
 from __future__ import annotations
@@ -39,33 +39,23 @@ def make_tiles(
 
 @triton.jit
 def _sweep(
-    query, best, weight, total, position, keys, values, table, begin, end, stride, k_row, v_row, inner, outer,
+    query, best, weight, total, position, keys, table, begin, end, stride, inner, outer,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, FRESH: tl.constexpr, MASKED: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them."""
     d = tl.arange(0, DIM_PAD)
-    if not FRESH:
-        following = token_offsets(table, 0, begin, end, stride, PAGE, DIM, BLOCK_N, False)
+    following = token_offsets(table, 0, begin, end, stride, PAGE, DIM, BLOCK_N, False)
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        if FRESH:
-            k_at = at.to(tl.int64) * k_row
-            v_at = at.to(tl.int64) * v_row
-        else:
-            # Page ids are read a turn ahead, see decode.
-            k_at = following
-            following = token_offsets(table, 0, start + BLOCK_N, end, stride, PAGE, DIM, BLOCK_N, False)
-        k_at = keys + k_at[:, None] + d[None, :]
-        if FRESH:
-            v_at = values + v_at[:, None] + d[None, :]
-        else:
-            v_at = k_at + VALUES_AFTER  # a constant: addresses would take too many registers otherwise
+        offsets = following  # page ids are read a turn ahead, see decode
+        following = token_offsets(table, 0, start + BLOCK_N, end, stride, PAGE, DIM, BLOCK_N, False)
+        places = keys + offsets[:, None] + d[None, :]
         if MASKED or DIM != DIM_PAD:
             live = (at < end)[:, None] & (d < DIM)[None, :]
-            key = tl.load(k_at, mask=live, other=0.0)
+            key = tl.load(places, mask=live, other=0.0)
         else:
-            key = tl.load(k_at)
+            key = tl.load(places)
         scores = capped(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
         if MASKED:
             seen = at[None, :] <= position[:, None]
@@ -78,9 +68,9 @@ def _sweep(
         weight = weight * shrink + tl.sum(weights, 1)
         total = total * shrink[:, None]
         if MASKED or DIM != DIM_PAD:
-            value = tl.load(v_at, mask=(at < end)[:, None] & (d < DIM)[None, :], other=0.0)
+            value = tl.load(places + VALUES_AFTER, mask=(at < end)[:, None] & (d < DIM)[None, :], other=0.0)
         else:
-            value = tl.load(v_at)
+            value = tl.load(places + VALUES_AFTER)
         total = tl.dot(weights.to(value.dtype), value, total, input_precision="ieee")
         best = new
     return best, weight, total
@@ -88,11 +78,10 @@ def _sweep(
 
 @triton.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["tiles"])
 def _prompt(
-    q, keys, values, tables, tiles, out,
-    q_row, q_head, k_row, k_head, v_row, v_head, out_row, table_width, stride, key_row, inner, outer,
+    q, cache, tables, tiles, out, q_row, q_head, out_row, table_width, stride, key_row, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
     VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, FRESH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     slot = tl.load(tiles + tile * 4)
@@ -107,12 +96,7 @@ def _prompt(
     at = (token + m // GROUP).to(tl.int64)
     heads = head * GROUP + m % GROUP
     query = tl.load(q + (at * q_row + heads * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
-    if FRESH:
-        # Position p of this sequence is token `token - earliest + p` of the step.
-        keys += (token - earliest).to(tl.int64) * k_row + head * k_head
-        values += (token - earliest).to(tl.int64) * v_row + head * v_head
-    else:
-        keys += (key_row + head).to(tl.int64) * (PAGE * DIM)
+    keys = cache + (key_row + head).to(tl.int64) * (PAGE * DIM)
     table = tables + slot.to(tl.int64) * table_width
     best = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -124,16 +108,16 @@ def _prompt(
         whole = tl.maximum(latest - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
         whole = tl.minimum(whole, whole_end)
         best, weight, total = _sweep(
-            query, best, weight, total, position, keys, values, table, first, whole, stride, k_row, v_row, inner, outer,
-            DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, FRESH, True,
+            query, best, weight, total, position, keys, table, first, whole, stride, inner, outer,
+            DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, True,
         )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, values, table, whole, whole_end, stride, k_row, v_row, inner, outer,
-        DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, FRESH, False,
+        query, best, weight, total, position, keys, table, whole, whole_end, stride, inner, outer,
+        DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, False,
     )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, values, table, whole_end, latest + 1, stride, k_row, v_row,
-        inner, outer, DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, FRESH, True,
+        query, best, weight, total, position, keys, table, whole_end, latest + 1, stride, inner, outer,
+        DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, True,
     )  # fmt: skip
     result = (total / weight[:, None]).to(out.dtype.element_ty)
     tl.store(out + (at * out_row + heads * DIM)[:, None] + d[None, :], result, mask=inside)
@@ -141,30 +125,27 @@ def _prompt(
 
 def prompt(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, scale: float,
-    softcap: float | None = None, fresh: tuple[Tensor, Tensor] | None = None, small: bool = False,
+    softcap: float | None = None, small: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
     dim]; rows of out that no tile names stay as they are.
 
-    The keys and values of all queries are in their pages already, or `fresh` is the step's k and v [T, kv_heads, dim]
-    and every sequence begins in this step, its tokens side by side. `small` tiles waste less on rows of one token. The
+    The keys and values of all queries are in their pages already. `small` tiles waste less on rows of one token. The
     bits of a query's result depend on the size of tiles, and on nothing else of the step.
     """
     heads, dim = q.shape[1:]
     group = heads // cache.kv_heads
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
-    k, v = (cache.rows, cache.rows) if fresh is None else fresh
-    strides = (0, 0, 0, 0) if fresh is None else (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
-    assert all(x.stride(-1) == 1 for x in (q, k, v)), "heads are rows of `dim` numbers"
+    assert q.stride(2) == 1, "heads are rows of `dim` numbers"
     block_m, block_n, warps, stages, registers = _shape(dim, q.element_size(), small)
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
-        q, k, v, tables, tiles, out, q.stride(0), q.stride(1), *strides, out.stride(0), tables.stride(0),
+        q, cache.rows, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
         cache.stride, cache.key_row, *factors(scale, softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
         PAGE=cache.page_tokens, VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim,
-        WINDOW=cache.window, CAPPED=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FRESH=fresh is not None,
+        WINDOW=cache.window, CAPPED=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return out

@@ -1,0 +1,94 @@
+"""What the device's memory went into at the highest, beside what was planned for it (PagedAttention Figure 1, left).
+
+The load: as many prompt tokens at once as fill the largest step twice, in as many sequences as may run, then some
+decode steps; every other sequence with every kind of sampling parameter. On a GPU memory is what the driver says is
+taken, less what was before; on a CPU the process's resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from quire.bench.document import table
+from quire.bench.shapes import built
+from quire.build import Built
+from quire.cli.flags import config_from
+from quire.errors import StartupError
+from quire.request import SamplingParams
+
+TOKENS = 12  # that each sequence generates
+PARTS = ("weights", "kv", "beside", "all")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One result: bytes, planned and measured. Linux only on a CPU."""
+    import torch
+
+    import quire.runner.model_runner  # noqa: F401  so that what is imported isn't counted
+
+    gpu = torch.cuda.is_available() and args.device in (None, "auto", "cuda")
+    if not gpu and sys.platform != "linux":
+        raise StartupError("quire bench memory reads /proc/self", "Run it on Linux, or beside a GPU")
+    if gpu:
+        torch.zeros(1, device="cuda")
+        before = torch.cuda.mem_get_info()[0]
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+        before = psutil.Process().memory_info().rss
+    with built(config_from(args)) as made:
+        made.engine.runner.store.pages.zero_()  # a CPU's untouched pages are not there
+        _serve(made)
+        if gpu:
+            outside = before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+            most = torch.cuda.max_memory_reserved() + outside
+        else:
+            most = _highest() - before
+        runner, plan = made.engine.runner, made.plan
+        kept = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
+        weights = sum(kept.values()) if gpu else plan.weights  # a CPU's are packed: oneDNN's own, of the same size
+        kv = runner.store.pages.nbytes
+        measured = {"weights": weights, "kv": kv, "beside": most - weights - kv, "all": most}
+        planned = {"weights": plan.weights, "kv": plan.kv_bytes, "beside": plan.activations}
+        planned["all"] = sum(planned.values())
+        return [{"model": made.name, "dtype": plan.dtype, "device": plan.device, "device_bytes": plan.device_bytes,
+                 "planned": planned, "measured": measured}]  # fmt: skip
+
+
+def _serve(made: Built) -> None:
+    scheduler, vocab = made.engine.scheduler, made.spec.vocab_size
+    count = min(scheduler.max_seqs, made.plan.kv_tokens // (4 * made.plan.page_tokens))
+    length = min(max(2 * scheduler.budget // count, 1), made.plan.max_len - TOKENS, made.plan.kv_tokens // count)
+    plain = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    ruled = SamplingParams(
+        temperature=0.8, top_p=0.9, top_k=50, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=5, seed=1,
+        max_tokens=TOKENS, ignore_eos=True, detokenize=False,
+    )  # fmt: skip
+    for i in range(count):
+        made.engine.add(str(i), [(7 * i + j) % vocab for j in range(length)], (plain, ruled)[i % 2])
+    while made.engine.unfinished:
+        made.engine.step()
+
+
+def _highest() -> int:
+    """The most resident memory since it was last forgotten."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise StartupError("/proc/self/status says no VmHWM", "Run it on Linux, or beside a GPU")
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """A line a part, in MiB."""
+    rows = []
+    for result in results:
+        for part in PARTS:
+            planned, measured = (result[name][part] for name in ("planned", "measured"))
+            rows.append((part, f"{planned / 2**20:,.1f}", f"{measured / 2**20:,.1f}",
+                         f"{100 * (measured - planned) / result['planned']['all']:+.1f}"))  # fmt: skip
+    return table(("part", "planned MiB", "measured MiB", "off by, % of all"), rows)
