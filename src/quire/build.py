@@ -89,7 +89,7 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
 def plan(config: EngineConfig) -> list[str]:
     """The memory plan of `config` as one screen, without loading the model."""
     source = read_source(config, weights=False)
-    device = _device(config)
+    device = device_of(config)
     config = config.sized(device)
     dtype = _dtype(config, source.config, device)
     return plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device).lines()
@@ -102,7 +102,7 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     source = read_source(config)
-    device = _device(config)
+    device = device_of(config)
     config = config.sized(device)
     dtype = _dtype(config, source.config, device)
     plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
@@ -234,7 +234,8 @@ def _eos_ids(source: Source, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _device(config: EngineConfig) -> str:
+def device_of(config: EngineConfig) -> str:
+    """ "cuda" or "cpu". StartupError if a GPU is asked for and not there."""
     if config.device == "cpu":
         return "cpu"
     import torch

@@ -17,7 +17,7 @@ import psutil
 
 from quire.bench.document import table
 from quire.bench.shapes import built
-from quire.build import Built
+from quire.build import Built, device_of
 from quire.cli.flags import config_from
 from quire.errors import StartupError
 from quire.request import SamplingParams
@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     import quire.runner.model_runner  # noqa: F401  so that what is imported isn't counted
 
-    gpu = torch.cuda.is_available() and args.device in (None, "auto", "cuda")
+    config = config_from(args)
+    gpu = device_of(config) == "cuda"
     if not gpu and sys.platform != "linux":
         raise StartupError("quire bench memory reads /proc/self", "Run it on Linux, or beside a GPU")
     if gpu:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     else:
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
         before = psutil.Process().memory_info().rss
-    with built(config_from(args)) as made:
+    with built(config) as made:
         made.engine.runner.store.pages.zero_()  # a CPU's untouched pages are not there
         _serve(made)
         if gpu:

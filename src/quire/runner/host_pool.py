@@ -14,7 +14,6 @@ Order. A journal means in-order replay before the step's rows; on a GPU that is 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import StartupError
 from quire.runner.staging import Staging
 
 CPU_BYTES = 2**18  # gathered at once on a CPU, so that its caches hold it; larger pages than an eighth go one by one
@@ -41,13 +39,11 @@ class HostPool:
     def __init__(self, pages: Tensor, count: int, debug: bool = False) -> None:
         self.pages, self.device, self.debug = pages, pages.device, debug
         self.page_bytes = pages.shape[1] * pages.itemsize
-        # NumPy's untouched zeros cost a CPU no memory, torch's do.
-        raw = torch.from_numpy(np.zeros(count * self.page_bytes, dtype=np.uint8))
-        self.host = raw.view(pages.dtype).view(count, -1)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
+            raw = torch.from_numpy(np.zeros(count * self.page_bytes, dtype=np.uint8))
+            self.host = raw.view(pages.dtype).view(count, -1)
             return
-        _pin(raw)
-        weakref.finalize(self, _unpin, raw).atexit = False
+        self.host = torch.empty((count, pages.shape[1]), dtype=pages.dtype, pin_memory=True)
         self.side = torch.cuda.Stream(self.device)
         self.staging = Staging(self.device, size=2**18)  # the side stream's own
         self.settled = torch.cuda.Event()  # behind the last copy or poison on `main`
@@ -119,19 +115,6 @@ class HostPool:
         for page, host in moved:
             same = torch.equal(self.pages[page].view(torch.uint8).cpu(), self.host[host].view(torch.uint8))
             assert same, f"page {page} and row {host} of the host pages differ after a swap"
-
-
-def _pin(raw: Tensor) -> None:
-    """Lock these bytes into physical memory: no more than these, where torch's allocator rounds up to a power of 2."""
-    if int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.nbytes, 0)):
-        raise StartupError(
-            f"{raw.nbytes / 2**30:.2f} GiB of host memory for swapped pages can't be locked", "Use a smaller --swap-gib"
-        )
-
-
-def _unpin(raw: Tensor) -> None:
-    torch.cuda.synchronize()  # no copy is under way any more
-    torch.cuda.cudart().cudaHostUnregister(raw.data_ptr())
 
 
 def _gather(target: Tensor, source: Tensor, moves: Mapping[int, int]) -> None:
