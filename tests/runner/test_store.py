@@ -68,6 +68,8 @@ JOURNALS = RUNS.map(lambda runs: tuple(entry for run in runs for entry in run)) 
     st.one_of(KINDS), max_size=16
 ).map(tuple)
 
+EMPTY = (Table(0, 0, 0, ()), Table(1, 0, 0, (1, 2)))  # as many pages as entries, but not one each
+
 
 @given(st.lists(JOURNALS, min_size=1, max_size=3))
 @example([(Copy(0, 1, 2), Copy(0, 2, 3), Copy(0, 3, 4))])  # a chain: each reads what the one before wrote
@@ -78,6 +80,7 @@ JOURNALS = RUNS.map(lambda runs: tuple(entry for run in runs for entry in run)) 
 @example([(Copy(0, 1, 2), Poison(0, 1))])
 @example([(Out(0, 1, 1), Copy(0, 2, 1), In(0, 1, 3))])
 @example([(In(0, 1, 1), Out(0, 1, 2)), (Out(0, 2, 1), In(0, 1, 3))])
+@example([EMPTY])
 @example([(Table(1, 0, 0, (1, 2, 3)), Copy(0, 1, 2), Table(1, 0, 1, (4,)), Copy(0, 2, 3), Table(1, 0, 1, (5,)))])
 def test_replay_is_one_entry_after_another(journals: list[tuple[Entry, ...]]) -> None:
     check(a_store(), journals)
@@ -175,6 +178,7 @@ def on_gpu(geometry: Geometry) -> Store:
 def test_replay_on_a_gpu(geometry: Geometry) -> None:
     @settings(max_examples=40, deadline=None)
     @given(st.lists(JOURNALS, min_size=1, max_size=3), st.booleans())
+    @example([EMPTY], False)
     def replayed(journals: list[tuple[Entry, ...]], late: bool) -> None:
         store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
         if late:
@@ -251,4 +255,4 @@ def test_a_thousand_deltas_cost_the_host_little() -> None:
         store.replay(journal)
         seconds.append(time.perf_counter() - began)
     assert (store.tables.cpu().numpy() == store.host_tables).all()
-    assert min(seconds) < 0.5e-3
+    assert min(seconds) < 5e-3  # one by one they would take tens

@@ -47,15 +47,18 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
 
 
 def _compile(runner: ModelRunner) -> None:
-    """Run tasks side by side. Loading a kernel in two threads at once can fail, as can the memory for all tasks at
+    """Run tasks side by side. Loading one kernel in two threads at once can fail, as can the memory for all tasks at
     once, so what failed is run again alone."""
+    from quire.kernels.triton.loading import in_threads
+
     tasks = list(_tasks(runner))
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-    try:
-        running = [pool.submit(_alone, runner.device, task) for task in tasks]
-        failed = [task for task, done in zip(tasks, running) if done.exception() is not None]
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with in_threads():
+        try:
+            running = [pool.submit(_alone, runner.device, task) for task in tasks]
+            failed = [task for task, done in zip(tasks, running) if done.exception() is not None]
+        finally:
+            pool.shutdown(cancel_futures=True)
     for task in failed:
         _alone(runner.device, task)
 

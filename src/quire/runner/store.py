@@ -42,9 +42,8 @@ class Store:
         if device.type != "cpu":
             self.tables = self.tables.to(device)
         self.pool = HostPool(self.pages, max(geometry.host_pages, 1), debug)
-        self.host = (
-            self.pool.host
-        )  # host page h is row h - 1: a row more could take torch's pinned memory twice the room
+        # Host page h is row h - 1: a row more could take torch's pinned memory twice the room.
+        self.host = self.pool.host
         self.caches = self._caches(spec)
         self._apply: dict[type, Callable[[list[Any]], None]] = {
             Copy: self._copy, Out: self._out, In: self._in, Poison: self._poison,
@@ -125,7 +124,7 @@ class Store:
         counts = np.fromiter(map(len, named), np.int64, len(named))
         pages = np.fromiter(chain.from_iterable(named), np.int64, int(counts.sum()))
         starts = (np.array(groups) * self.geometry.slots + np.array(slots)) * self.geometry.table_width + np.array(ats)
-        if len(pages) > len(named):
+        if (counts != 1).any():
             flat = np.arange(len(pages)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         else:
             flat = np.repeat(starts, counts)
