@@ -246,6 +246,8 @@ def _draw_served(points: list[Served]) -> Figure:
     sizes = sorted({p.page for p in points})
     axes.set_xticks(sizes, [str(page) for page in sizes])
     axes.set_xlabel("tokens of a page")
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.set_ylabel("normalised latency, ms a token")
     axes.set_title("Figure 18b: latency by page size, at a fixed request rate")
     axes.legend()
