@@ -90,10 +90,10 @@ def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) 
     from quire.runner.graphs import DecodeContext
 
     reference, runner = runners
-    rows = (Row(1, (40,), 8, 1), Row(3, (41,), 17, 1), Row(2, (42,), 5, 1))
+    rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
     expected = logits(reference, rows)
     cache = runner.store.caches[0]
-    tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 17), (42, 2, 5), (0, 0, 0)], device=DEVICE).T
+    tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 13), (42, 2, 5), (0, 0, 0)], device=DEVICE).T
     for splits, deterministic in ((1, False), (4, False), (1, True)):
         scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
         context = DecodeContext(

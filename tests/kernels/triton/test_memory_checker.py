@@ -1,0 +1,53 @@
+"""The memory checker sees what leaves a tensor by one number, in every way; and lets everything else pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.errors import TritonError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the interpreter; on a GPU use a tool of its")
+
+
+@triton.jit
+def _add_one(source, target, start, to, count, N: tl.constexpr, ATOMIC: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.load(source + start + at, mask=at < count, other=0.0) + 1.0
+    if ATOMIC:
+        tl.atomic_add(target + to + at, x, mask=at < count)
+    else:
+        tl.store(target + to + at, x, mask=at < count)
+
+
+def add_one(source: torch.Tensor, target: torch.Tensor, start: int, to: int, count: int, atomic: bool = False) -> None:
+    _add_one[(1,)](source, target, start, to, count, N=16, ATOMIC=atomic)
+
+
+def test_what_lies_within_and_what_is_masked_passes() -> None:
+    source, target = torch.arange(10.0), torch.zeros(12)
+    add_one(source, target, 0, 2, 10)
+    assert torch.equal(target, torch.cat([torch.zeros(2), source + 1]))
+    add_one(source[3:], target, -3, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "to", "count", "what"),
+    [
+        (1, 0, 10, r"a load of 4 bytes at \+40 of a tensor of 40 bytes"),
+        (-1, 0, 4, "a load of 4 bytes at -4 of a tensor of 40 bytes"),
+        (0, 3, 10, r"a store of 4 bytes at \+48 of a tensor of 48 bytes"),
+        (0, -1, 3, "a store of 4 bytes at -4 of a tensor of 48 bytes"),
+    ],
+)
+def test_one_number_beyond_is_refused(start: int, to: int, count: int, what: str) -> None:
+    whole = torch.zeros(100)  # memory that is there, but wasn't given
+    with pytest.raises(TritonError, match=what):
+        add_one(whole[20:30], whole[60:72], start, to, count)
+    assert not whole.any()
+
+
+def test_atomic_operations_are_checked() -> None:
+    with pytest.raises(TritonError, match="an atomic operation"):
+        add_one(torch.zeros(10), torch.zeros(8), 0, 0, 10, atomic=True)
