@@ -155,10 +155,12 @@ def _enough_memory(device: str) -> Iterator[None]:
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch's own kind, or the driver's, of whoever asked it
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
+            raise
         raise StartupError(
             f"out of memory on {device} at start: {str(error).splitlines()[0][:200]}",
-            "Use a smaller --gpu-memory-utilization, --kv-gib, --max-num-seqs or --max-num-batched-tokens",
+            "Use a smaller --gpu-memory-utilization, --kv-gib, --swap-gib, --max-num-seqs or --max-num-batched-tokens",
         ) from error
 
 

@@ -15,7 +15,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 MAX_PAGE_SIZE = 1024
-MAX_SEQS = 65536
+MAX_SEQS = 65535  # rows of a launch: what a grid takes
 MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
 

@@ -100,12 +100,41 @@ def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPat
         rehearsal._compile(runner)
 
 
-def test_too_little_memory_at_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def too_large() -> None:
+        raise OutOfResources(104448, 101376, "shared memory")
+
+    monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
+    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [too_large])
+    with pytest.raises(StartupError, match=r"more than this GPU has: .*104448.*101376.*--attention sdpa"):
+        rehearsal._compile(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMuch more follows"),
+        RuntimeError("CUDA error: out of memory\nMuch more follows"),
+    ],
+)
+def test_too_little_memory_at_start_is_explained(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
     def none_left(*_: object) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMuch more follows")
+        raise error
 
     monkeypatch.setattr(ModelRunner, "warm_up", none_left)
-    with pytest.raises(StartupError, match="out of memory on cpu at start: Tried to allocate 2 GiB") as refused:
+    with pytest.raises(StartupError, match=r"out of memory on cpu at start: (Tried to allocate 2 GiB|CUDA)") as refused:
         build(EngineConfig(device="cpu", kv_tokens=512))
     assert "--kv-gib" in str(refused.value)
+    assert "--swap-gib" in str(refused.value)
     assert "Much more" not in str(refused.value)
+
+
+def test_other_errors_at_start_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(ModelRunner, "warm_up", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        build(EngineConfig(device="cpu", kv_tokens=512))

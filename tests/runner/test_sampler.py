@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 from quire.decoding import branch_seed
 from quire.plan import Birth, Row, Sampled, Top
 from quire.request import SamplingParams
+from quire.runner import penalties
 from quire.runner.draws import SCALE, draw, noise, token_weights
 from quire.runner.sampler import Drawn, Sampler
 
@@ -261,6 +262,31 @@ def test_frequency_and_presence_count_output_tokens_only() -> None:
         expected[token] -= 0.4 * times + (0.9 if times else 0.0)
     result = processed(SamplingParams(frequency_penalty=0.4, presence_penalty=0.9), logits, history, 150)
     np.testing.assert_allclose(result[0].numpy(), expected, atol=1e-5)
+
+
+def test_penalties_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
+    for slot, length in enumerate((3, 40, 7, 300)):
+        statistics.birth(slot, history_of(slot, length), 2)
+    logits, factors = some_logits(4), np.array([[1.3, 0.2, 0.1]] * 4)
+    whole = statistics.penalise(logits, range(4), factors)
+    monkeypatch.setattr(penalties, "AT_ONCE", 700)
+    assert torch.equal(statistics.penalise(logits, range(4), factors), whole)
+
+
+def test_a_long_sequence_leaves_no_room_behind() -> None:
+    statistics = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
+    statistics.birth(1, history_of(1, 5000), 4990)
+    statistics.birth(2, history_of(2, 5), 1)
+    statistics.drop(1)
+    assert statistics.tokens.shape[1] >= 5000, "another one's tokens are there"
+    statistics.drop(2)
+    assert statistics.tokens.shape[1] == penalties.CAPACITY
+    statistics.birth(3, history_of(2, 5), 1)
+    again = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
+    again.birth(3, history_of(2, 5), 1)
+    logits, factors = some_logits(1), np.array([[1.3, 0.2, 0.1]])
+    assert torch.equal(statistics.penalise(logits, [3], factors), again.penalise(logits, [3], factors))
 
 
 def test_all_penalties_follow_tokens_that_only_the_device_has_seen() -> None:

@@ -89,8 +89,8 @@ def copies() -> Iterator[Case]:
                 calls = [partial(copy_pages, pages, o[:count], o[count : 2 * count]) for o in orders]
                 yield Case("copy_pages", f"{count} x {_size(size)}", calls, 2 * count * size)
                 if count <= 512:
-                    pairs = list(zip(*(orders[0][: 2 * count].view(2, count).tolist())))
-                    single: list[Call] = [partial(_one_by_one, pages, pairs)]
+                    pairs = [list(zip(o[:count].tolist(), o[count : 2 * count].tolist())) for o in orders[:4]]
+                    single: list[Call] = [partial(_one_by_one, pages, some) for some in pairs]
                     yield Case("single copies", f"{count} x {_size(size)}", single, 2 * count * size)
 
 

@@ -1,8 +1,8 @@
 """What the device's memory went into at the highest, beside what was planned for it (PagedAttention Figure 1, left).
 
-The load: as many prompt tokens at once as fill the largest step twice, in as many sequences as may run, then some
-decode steps; every other sequence with every kind of sampling parameter. On a GPU memory is what the driver says is
-taken, less what was before; on a CPU the process's resident memory.
+Two loads: as many prompt tokens at once as fill the largest step twice, in as many sequences as may run, every other
+one with sampling parameters that need more memory; then sequences as long as may be. On a GPU memory is what the driver
+says is taken, less what was before; on a CPU the process's resident memory, with all KV pages touched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from quire.cli.flags import config_from
 from quire.errors import StartupError
 from quire.request import SamplingParams
 
-TOKENS = 12  # that each sequence generates
+TOKENS = 12  # that each sequence generates, where so many fit
+LONG = 32_768  # tokens of long sequences, at most: a GPU's memory would take minutes to fill
 PARTS = ("weights", "kv", "beside", "all")
 
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError("quire bench memory reads /proc/self", "Run it on Linux, or beside a GPU")
     if gpu:
         torch.zeros(1, device="cuda")
-        before = torch.cuda.mem_get_info()[0]
+        before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
         before = psutil.Process().memory_info().rss
@@ -62,16 +63,29 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _serve(made: Built) -> None:
-    scheduler, vocab = made.engine.scheduler, made.spec.vocab_size
-    count = min(scheduler.max_seqs, made.plan.kv_tokens // (4 * made.plan.page_tokens))
-    length = min(max(2 * scheduler.budget // count, 1), made.plan.max_len - TOKENS, made.plan.kv_tokens // count)
-    plain = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    engine, plan = made.engine, made.plan
+    if plan.max_len < 2:
+        raise StartupError("sequences of 1 token have no room for an output", "Use a larger --max-model-len")
+    engine.limits = engine.limits._replace(max_queued=sys.maxsize)
+    output = min(TOKENS, plan.max_len - 1)
+    plain = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     ruled = SamplingParams(
-        temperature=0.8, top_p=0.9, top_k=50, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=5, seed=1,
-        max_tokens=TOKENS, ignore_eos=True, detokenize=False,
+        temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=5,
+        prompt_logprobs=5, logit_bias={1: 2.0}, seed=1, max_tokens=output, ignore_eos=True, detokenize=False,
     )  # fmt: skip
+    longest = plan.max_len - output
+    count = max(1, min(engine.scheduler.max_seqs, plan.kv_tokens // (4 * plan.page_tokens)))
+    _run(made, count, min(max(2 * engine.scheduler.budget // count, 1), longest), (plain, ruled))
+    held = min(plan.kv_tokens, LONG)
+    count = max(1, min(engine.scheduler.max_seqs, held // plan.max_len))
+    _run(made, count, min(held // count - output, longest), (plain,))
+
+
+def _run(made: Built, count: int, length: int, params: Sequence[SamplingParams]) -> None:
+    """`count` sequences of `length` prompt tokens, until all are done."""
     for i in range(count):
-        made.engine.add(str(i), [(7 * i + j) % vocab for j in range(length)], (plain, ruled)[i % 2])
+        prompt = [(7 * i + j) % made.spec.vocab_size for j in range(max(length, 1))]
+        made.engine.add(str(i), prompt, params[i % len(params)])
     while made.engine.unfinished:
         made.engine.step()
 

@@ -89,6 +89,6 @@ class Batch:
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A fresh host array as a tensor on `device`; the copy to a GPU is only enqueued, from memory pinned for it. What
-    each step sends goes through quire.runner.staging instead, which doesn't pin anew."""
+    decode graphs and page tables are sent goes through quire.runner.staging instead, which doesn't pin anew."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

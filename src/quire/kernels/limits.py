@@ -1,5 +1,5 @@
-"""How much is held at once: by attention through gathered pages, and by graphs of decode steps. The memory plan counts
-with these numbers. No torch here."""
+"""How much is held at once: by attention through gathered pages, by the scoring of prompts, and by graphs of decode
+steps. The memory plan counts with these numbers. No torch here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ TILE = 256
 
 MAX_SCORES = 1 << 22
 """Numbers in one score matrix, all heads together."""
+
+SCORED_AT_ONCE = 256
+"""Prompt positions whose logits over the vocabulary are held together."""
 
 MOST_GRAPH_ROWS = 1024
 """Rows of the largest decode step that is replayed as a CUDA graph."""

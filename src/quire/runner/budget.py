@@ -10,7 +10,7 @@ import psutil
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS
+from quire.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.memory.paged import page_layout
 from quire.specs import ModelSpec
 
@@ -109,13 +109,13 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
-    attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence in float32
-    and in the sampler's working copies; the rotary table."""
+    attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence, or of as
+    many prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary table."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = config.max_num_batched_tokens * (6 * spec.hidden + 4 * kv + 3 * spec.intermediate) * itemsize
-    logits = min(config.max_num_seqs, config.max_num_batched_tokens) * spec.vocab_size * 16
+    logits = min(max(config.max_num_seqs, SCORED_AT_ONCE), config.max_num_batched_tokens) * spec.vocab_size * 16
     head_dim = max(layer.head_dim for layer in spec.layers)
     gathered = MAX_SCORES * kv // max(spec.heads, 1)  # keys, of as many positions as the scores have
     attention = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import to_device
-from quire.kernels.limits import MOST_GRAPH_ROWS
+from quire.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
 from quire.plan import Row, Sampled, StepPlan, StepResult
@@ -29,7 +29,6 @@ from quire.runner.store import Store
 from quire.specs import Geometry, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
-SCORED_AT_ONCE = 256  # prompt positions whose logits over the vocabulary are held together
 
 
 class Model(Protocol):

@@ -34,6 +34,10 @@ class Phrases(NamedTuple):
         )
 
 
+CAPACITY = 256  # tokens of a row at first
+AT_ONCE = 2**22  # tokens that are penalised together: some temporaries are as large
+
+
 class TokenStatistics:
     """One row for each slot that needs it, in tables that double when they are full.
 
@@ -43,7 +47,7 @@ class TokenStatistics:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
-        self.tokens = torch.zeros(0, 256, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(0, CAPACITY, dtype=torch.int64, device=device)
         self.counts = torch.zeros(0, vocab_size, device=device)
         self._row: dict[int, int] = {}
         self._free: list[int] = []
@@ -68,10 +72,13 @@ class TokenStatistics:
         self.counts[row] = self.counts[source]
 
     def drop(self, slot: int) -> None:
-        """Forget `slot`; no effect if it has no row."""
+        """Forget `slot`; no effect if it has no row. With the last one goes the room that a long one needed."""
         row = self._row.pop(slot, None)
-        if row is not None:
-            self._free.append(row)
+        if row is None:
+            return
+        self._free.append(row)
+        if not self._row and self.tokens.shape[1] > CAPACITY:
+            self.tokens = self.tokens.new_zeros(len(self.tokens), CAPACITY)
 
     def record(self, slots: Sequence[int], tokens: Tensor) -> None:
         """Each slot, at most once here and each with a row, has got one more output token: tokens [len(slots)]."""
@@ -84,11 +91,17 @@ class TokenStatistics:
 
     def penalise(self, logits: Tensor, slots: Sequence[int], penalties: np.ndarray) -> Tensor:
         """Penalised logits [R, V] of `slots`, in new memory; penalties [R, 3]: repetition, frequency and presence."""
-        rows = self._rows(slots)
+        rows, longest = self._rows(slots), max(self._lengths[slot] for slot in slots)
         factors = to_device(penalties.astype(np.float32), self.device)
+        each = max(1, AT_ONCE // longest)
+        parts = zip(logits.split(each), rows.split(each), factors.split(each))
+        penalised = [self._penalised(some, mine, by, longest) for some, mine, by in parts]
+        return penalised[0] if len(penalised) == 1 else torch.cat(penalised)
+
+    def _penalised(self, logits: Tensor, rows: Tensor, factors: Tensor, longest: int) -> Tensor:
         repetition, frequency, presence = factors[:, 0:1], factors[:, 1:2], factors[:, 2:3]
         # Only tokens of the sequence change. One that is there twice is computed twice, to the same number.
-        seen = self.tokens.index_select(0, rows)[:, : max(self._lengths[slot] for slot in slots)]
+        seen = self.tokens[:, :longest].index_select(0, rows)
         counts = self.counts[rows[:, None], seen]
         changed = logits.gather(1, seen)
         changed = torch.where(changed > 0, changed / repetition, changed * repetition)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quire.errors import StartupError
 from quire.plan import Birth, Row, StepPlan
 from quire.request import SamplingParams
 
@@ -49,18 +50,23 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
 def _compile(runner: ModelRunner) -> None:
     """Run tasks side by side. Loading one kernel in two threads at once can fail, as can the memory for all tasks at
     once, so what failed is run again alone."""
-    from quire.kernels.triton.loading import in_threads
+    from triton.runtime.errors import OutOfResources
 
+    from quire.kernels.triton.loading import in_any_thread
+
+    in_any_thread()
     tasks = list(_tasks(runner))
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-    with in_threads():
-        try:
-            running = [pool.submit(_alone, runner.device, task) for task in tasks]
-            failed = [task for task, done in zip(tasks, running) if done.exception() is not None]
-        finally:
-            pool.shutdown(cancel_futures=True)
-    for task in failed:
-        _alone(runner.device, task)
+    try:
+        running = [pool.submit(_alone, runner.device, task) for task in tasks]
+        failed = [task for task, done in zip(tasks, running) if done.exception() is not None]
+    finally:
+        pool.shutdown(cancel_futures=True)
+    try:
+        for task in failed:
+            _alone(runner.device, task)
+    except OutOfResources as error:
+        raise StartupError(f"a kernel needs more than this GPU has: {error}", "Use --attention sdpa") from error
 
 
 def _alone(device: torch.device, task: Callable[[], None]) -> None:

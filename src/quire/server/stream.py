@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.async_llm import AsyncLLM, Delta, Stream
+from quire.async_llm import AsyncLLM
 from quire.engine import Output
 from quire.prompts import Prompt
 from quire.request import SamplingParams
 from quire.server.errors import failure
 from quire.server.render import Json, Renderer, envelope
+from quire.streams import Delta, Stream
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the interpreter; on a GPU use a tool of its")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter; a GPU has compute-sanitizer")
 
 
 @triton.jit
@@ -35,10 +35,10 @@ def test_what_lies_within_and_what_is_masked_passes() -> None:
 @pytest.mark.parametrize(
     ("start", "to", "count", "what"),
     [
-        (1, 0, 10, r"a load of 4 bytes at \+40 of a tensor of 40 bytes"),
-        (-1, 0, 4, "a load of 4 bytes at -4 of a tensor of 40 bytes"),
-        (0, 3, 10, r"a store of 4 bytes at \+48 of a tensor of 48 bytes"),
-        (0, -1, 3, "a store of 4 bytes at -4 of a tensor of 48 bytes"),
+        (1, 0, 10, r"a load of 4 bytes at \+40 bytes from the start of a tensor of \(10,\)"),
+        (-1, 0, 4, r"a load of 4 bytes at -4 bytes from the start of a tensor of \(10,\)"),
+        (0, 3, 10, r"a store of 4 bytes at \+48 bytes from the start of a tensor of \(12,\)"),
+        (0, -1, 3, r"a store of 4 bytes at -4 bytes from the start of a tensor of \(12,\)"),
     ],
 )
 def test_one_number_beyond_is_refused(start: int, to: int, count: int, what: str) -> None:
@@ -48,6 +48,29 @@ def test_one_number_beyond_is_refused(start: int, to: int, count: int, what: str
     assert not whole.any()
 
 
+def test_what_lies_between_the_numbers_of_a_view_is_not_its_own() -> None:
+    whole = torch.zeros(4, 16)
+    add_one(torch.zeros(4), whole[:, 3:7], 0, 16, 4)  # the second row's
+    assert whole[1, 3:7].tolist() == [1] * 4
+    with pytest.raises(TritonError, match=r"a store of 4 bytes at \+16 bytes from the start of a tensor of \(4, 4\)"):
+        add_one(torch.zeros(5), whole[:, 3:7], 0, 0, 5)
+    with pytest.raises(TritonError, match="a load"):
+        add_one(whole.T[3:7], torch.zeros(16), 3, 0, 2)
+
+
 def test_atomic_operations_are_checked() -> None:
     with pytest.raises(TritonError, match="an atomic operation"):
         add_one(torch.zeros(10), torch.zeros(8), 0, 0, 10, atomic=True)
+
+
+@triton.jit
+def _swap_first(target, at):
+    tl.atomic_cas(target + at, 0, 1)
+
+
+def test_compare_and_swap_is_checked() -> None:
+    target = torch.zeros(3, dtype=torch.int32)
+    _swap_first[(1,)](target, 2)
+    assert target.tolist() == [0, 0, 1]
+    with pytest.raises(TritonError, match="an atomic operation"):
+        _swap_first[(1,)](target, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.batch import LayerCache
 from quire.kernels.reference import paged_attention
+from quire.kernels.triton import attention
 from quire.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
 from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
@@ -247,6 +248,10 @@ def check_prompt(
     shape: Shape, dtype: torch.dtype, chunks: tuple[tuple[int, int], ...] = CHUNKS, softcap: float | None = None
 ) -> None:
     memory = filled(shape, tuple(map(sum, chunks)), dtype)
+    if shape.window is not None:  # pages that all queries have left behind may hold anything
+        for slot, (start, _) in enumerate(chunks, 1):
+            left = max(start - shape.window + 1, 0) // shape.page
+            memory.tables[slot, :left] = memory.tables[slot, -1]
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
     tiles = tiled(shape, chunks, dtype)
     got = prompt(q, memory.cache, memory.tables, tiles, scale=shape.dim**-0.5, softcap=softcap)
@@ -260,6 +265,19 @@ def check_prompt(
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (5, 1)])
 def test_prompts_equal_dense_attention(heads, kv_heads, window, dtype) -> None:
     check_prompt(Shape(heads, kv_heads, window=window), dtype)
+
+
+@pytest.mark.parametrize("room", [101_376, 166_912, 232_448])  # of an L4, an A100, an H200
+def test_programs_fit_the_shared_memory_of_smaller_gpus(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "shared_memory", lambda device: room)
+    for group, dim, programs in product((1, 4, 16, 64), (64, 128, 256), (1, 4, 2000)):
+        padded = attention._padded(group, dim)
+        block, _, stages = attention._shape(*padded, 2, programs, DEVICE)
+        assert attention.program_bytes(*padded, 2, block, stages) <= room
+        assert stages >= 3 or room == 101_376
+    # What the compiler gave these for Hopper, in bytes.
+    assert attention.program_bytes(16, 128, 2, 64, 4) == 104_448
+    assert attention.program_bytes(64, 256, 2, 32, 4) == 135_168
 
 
 def test_tiles_cover_every_query_once_and_the_longest_context_comes_first() -> None:

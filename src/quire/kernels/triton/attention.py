@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.batch import LayerCache
+from quire.kernels.triton.launch import shared_memory
 
 MAX_SPLITS = 32
 RESIDENT = {2: 4, 3: 3}  # programs a multiprocessor holds -> stages of their pipelines, which shared memory allows then
@@ -54,10 +55,10 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
 def representatives(most: int, cache: LayerCache, device: torch.device) -> list[int]:
     """Batches of up to `most` rows such that whatever kernel a batch needs, one of these needs it too."""
     found: dict[tuple[int, ...], int] = {}
-    dim_pad = max(16, triton.next_power_of_2(cache.head_dim))
+    padded = _padded(cache.heads // cache.kv_heads, cache.head_dim)
     for batch in range(1, most + 1):
         splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
-        shape = _shape(dim_pad, cache.rows.element_size(), batch * cache.kv_heads * splits, device)
+        shape = _shape(*padded, cache.rows.element_size(), batch * cache.kv_heads * splits, device)
         found.setdefault((splits, *shape), batch)
     return list(found.values())
 
@@ -246,8 +247,8 @@ def decode(
         scratch = decode_scratch(batch, heads, kv_heads, dim, splits, q.device)
     else:
         assert splits == 1 or scratch.sums.numel() >= batch * heads * splits * dim, "scratch is too small"
-    dim_pad = max(16, triton.next_power_of_2(dim))
-    block, warps, stages = _shape(dim_pad, q.element_size(), batch * kv_heads * splits, q.device)
+    group_pad, dim_pad = _padded(group, dim)
+    block, warps, stages = _shape(group_pad, dim_pad, q.element_size(), batch * kv_heads * splits, q.device)
     parts = [x.view(torch.float32) for x in scratch]
     named = slots if rows is None else rows
     shared = {
@@ -257,7 +258,7 @@ def decode(
     _decode[(kv_heads, splits, batch)](
         q, cache.rows, tables, slots, lengths, named, out, *parts, q.stride(0), q.stride(1), out.stride(0),
         tables.stride(0), cache.stride, cache.key_row, *factors(scale, softcap),
-        GROUP_PAD=max(16, triton.next_power_of_2(group)), PAGE=cache.page_tokens,
+        GROUP_PAD=group_pad, PAGE=cache.page_tokens,
         VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim, CAPPED=softcap is not None,
         CONTIGUOUS=contiguous, num_warps=warps, num_stages=stages, **shared,
     )  # fmt: skip
@@ -269,18 +270,33 @@ def decode(
     return out
 
 
-def _shape(dim_pad: int, itemsize: int, programs: int, device: torch.device) -> tuple[int, int, int]:
+def _padded(group: int, dim: int) -> tuple[int, int]:
+    """Rows and columns of a tile of queries."""
+    return max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dim))
+
+
+def _shape(group_pad: int, dim_pad: int, itemsize: int, programs: int, device: torch.device) -> tuple[int, int, int]:
     """Tokens a tile, warps, stages of the pipeline. Two warps hide latencies as well as four and join less; stages are
     as many as leave room for all programs at once, or for the most. Many waves of programs are short ones, whose starts
     are hidden best behind many others: small tiles of one warp. (H200, between large products, which slow its clock:
-    256 rows of 250 and 650 tokens 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165.)"""
-    if itemsize == 4:
-        return 32, 4, 2
+    256 rows of 250 and 650 tokens 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165.)
+    Fewer stages where one program's shared memory would be more than the device has."""
     count = multiprocessors(device)
-    if dim_pad == 128 and programs > 3 * max(RESIDENT) * count:
-        return 32, 1, 4
-    most = next((n for n in sorted(RESIDENT) if programs <= count * n), max(RESIDENT))
-    return min(max(8192 // dim_pad, 32), 128), 2, RESIDENT[most]
+    if itemsize == 4:
+        block, warps, stages = 32, 4, 2
+    elif dim_pad == 128 and programs > 3 * max(RESIDENT) * count:
+        block, warps, stages = 32, 1, 4
+    else:
+        most = next((n for n in sorted(RESIDENT) if programs <= count * n), max(RESIDENT))
+        block, warps, stages = min(max(8192 // dim_pad, 32), 128), 2, RESIDENT[most]
+    while stages > 1 and program_bytes(group_pad, dim_pad, itemsize, block, stages) > shared_memory(device):
+        stages -= 1
+    return block, warps, stages
+
+
+def program_bytes(group_pad: int, dim_pad: int, itemsize: int, block: int, stages: int) -> int:
+    """Shared memory that the compiler gives a program: keys and values of all stages but one, queries and weights."""
+    return ((stages - 1) * 2 * block * dim_pad + group_pad * (dim_pad + block)) * itemsize
 
 
 @lru_cache

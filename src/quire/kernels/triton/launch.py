@@ -1,10 +1,11 @@
-"""How kernels of a step follow one another on the device."""
+"""How kernels are launched: what a device allows them."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import torch
+import triton
 
 
 @lru_cache
@@ -12,3 +13,12 @@ def early(device: torch.device) -> bool:
     """Kernels may be launched before their predecessors end (programmatic dependent launch, Hopper and later): they
     start, fetch what no kernel of the step writes, and wait there."""
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; of a CPU, where kernels are interpreted, as many as an H200's."""
+    if device.type != "cuda":
+        return 232_448
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

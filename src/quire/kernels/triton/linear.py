@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.errors import StartupError
 from quire.kernels.triton.activation import ACTIVATIONS, activate
-from quire.kernels.triton.launch import early
+from quire.kernels.triton.launch import early, shared_memory
 
 MAX_ROWS = 32  # at 64 the library's products are faster on an H200, but for the head
 
@@ -74,7 +74,7 @@ def supports(weight: Tensor, rows: int) -> bool:
     """Whether `linear` and `gated` take this weight, and `rows` rows are few enough for them to be worth it."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
     dense = weight.is_contiguous() and weight.shape[1] % 16 == 0
-    return half and dense and rows <= MAX_ROWS and _shared(weight.device) >= SHARED
+    return half and dense and rows <= MAX_ROWS and shared_memory(weight.device) >= SHARED
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
@@ -249,7 +249,7 @@ def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: boo
 
 def check_invariant(weight: Tensor) -> None:
     """StartupError where `invariant`'s tiles don't fit the GPU."""
-    shared = _shared(weight.device)
+    shared = shared_memory(weight.device)
     if weight.dtype != torch.float32 and shared < SHARED:
         raise StartupError(
             f"--deterministic needs {SHARED:,} bytes of shared memory a program, and this GPU has {shared:,}",
@@ -273,15 +273,6 @@ def _bulk_copies(*tensors: Tensor) -> bool:
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
     half = tensors[0].dtype in (torch.bfloat16, torch.float16)
     return aligned and (half and early(tensors[0].device) if tensors[0].is_cuda else True)
-
-
-@lru_cache
-def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
-    if device.type != "cuda":
-        return SHARED
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 @lru_cache

@@ -2,7 +2,7 @@
 
 A tile is a run of queries of one sequence; the query heads that share a key/value head are folded into the tile's rows,
 so every key read serves them all. Tiles are made on the host, the longest contexts first. A first chunk's keys and
-values are read from its pages too: the step's own, at strides of their own, took more registers and a tenth longer.
+values are read from its pages too: the step's own, at strides of their own, took more registers and up to 13 % longer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def make_tiles(
 
 @triton.jit
 def _sweep(
-    query, best, weight, total, position, keys, table, begin, end, stride, inner, outer,
+    query, best, weight, total, position, keys, table, begin, end, oldest, stride, inner, outer,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them."""
+    """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them. Before `oldest`
+    no query sees anything, and pages may be another sequence's by now."""
     d = tl.arange(0, DIM_PAD)
     following = token_offsets(table, 0, begin, end, stride, PAGE, DIM, BLOCK_N, False)
     for start in range(begin, end, BLOCK_N):
@@ -51,8 +52,11 @@ def _sweep(
         offsets = following  # page ids are read a turn ahead, see decode
         following = token_offsets(table, 0, start + BLOCK_N, end, stride, PAGE, DIM, BLOCK_N, False)
         places = keys + offsets[:, None] + d[None, :]
+        real = at < end
+        if WINDOW is not None:
+            real &= at >= oldest
+        live = real[:, None] & (d < DIM)[None, :]
         if MASKED or DIM != DIM_PAD:
-            live = (at < end)[:, None] & (d < DIM)[None, :]
             key = tl.load(places, mask=live, other=0.0)
         else:
             key = tl.load(places)
@@ -68,7 +72,7 @@ def _sweep(
         weight = weight * shrink + tl.sum(weights, 1)
         total = total * shrink[:, None]
         if MASKED or DIM != DIM_PAD:
-            value = tl.load(places + VALUES_AFTER, mask=(at < end)[:, None] & (d < DIM)[None, :], other=0.0)
+            value = tl.load(places + VALUES_AFTER, mask=live, other=0.0)
         else:
             value = tl.load(places + VALUES_AFTER)
         total = tl.dot(weights.to(value.dtype), value, total, input_precision="ieee")
@@ -102,21 +106,22 @@ def _prompt(
     weight = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     whole_end = (earliest + 1) // BLOCK_N * BLOCK_N  # every query sees all tiles before it, but for the window's edge
-    whole = 0
+    whole, oldest = 0, 0
     if WINDOW is not None:
-        first = tl.maximum(earliest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        oldest = tl.maximum(earliest - WINDOW + 1, 0)
+        first = oldest // BLOCK_N * BLOCK_N
         whole = tl.maximum(latest - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
         whole = tl.minimum(whole, whole_end)
         best, weight, total = _sweep(
-            query, best, weight, total, position, keys, table, first, whole, stride, inner, outer,
+            query, best, weight, total, position, keys, table, first, whole, oldest, stride, inner, outer,
             DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, True,
         )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, table, whole, whole_end, stride, inner, outer,
+        query, best, weight, total, position, keys, table, whole, whole_end, oldest, stride, inner, outer,
         DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, False,
     )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, table, whole_end, latest + 1, stride, inner, outer,
+        query, best, weight, total, position, keys, table, whole_end, latest + 1, oldest, stride, inner, outer,
         DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, True,
     )  # fmt: skip
     result = (total / weight[:, None]).to(out.dtype.element_ty)
@@ -153,8 +158,8 @@ def prompt(
 
 def _shape(head_dim: int, itemsize: int, small: bool) -> tuple[int, int, int, int, int | None]:
     """Rows and keys a tile, warps, stages of the pipeline, registers a thread (None: as many as the compiler likes)."""
-    if itemsize == 4:
-        return 64, 32, 4, 1, None
+    if itemsize == 4:  # 16 keys where more would need more shared memory than small GPUs have
+        return 64, 32 if head_dim <= 128 else 16, 4, 1, None
     if head_dim > 128:
         return 64, 32, 4, 2, None
     return (64, 64, 4, 3, None) if small else (128, 64, 8, 2, 128)
