@@ -15,7 +15,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from quire.config import EngineConfig
-from quire.engine import Engine, Limits
+from quire.engine import Engine
+from quire.limits import Limits
 from quire.memory import Size, build_memory
 from quire.plan import StepResult
 from quire.scheduler import Scheduler

@@ -7,7 +7,8 @@ import time
 import pytest
 from memories import MEMORIES, Build
 
-from quire.engine import Engine, Limits
+from quire.engine import Engine
+from quire.limits import Limits
 from quire.plan import StepResult
 from quire.request import SamplingParams, common_prefix
 from quire.scheduler import Scheduler

@@ -16,7 +16,7 @@ ROOT = Path(quire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 VOCABULARY = {"errors", "specs", "request", "plan", "config", "method", "costs"}
-CONTROL = VOCABULARY | {"memory", "decoding", "scheduler", "engine"}
+CONTROL = VOCABULARY | {"memory", "decoding", "limits", "scheduler", "engine"}
 DATA = {"kernels", "layers", "models", "weights"}
 OFFLINE = {"build", "llm", "async_llm", "streams", "outputs", "prompts", "session"}
 TEXT = {"text"}
@@ -27,7 +27,8 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     "memory": VOCABULARY,
     "decoding": VOCABULARY,
     "scheduler": VOCABULARY | {"memory", "decoding"},
-    "engine": VOCABULARY | {"memory", "decoding", "scheduler"},
+    "limits": VOCABULARY | {"decoding"},
+    "engine": VOCABULARY | {"memory", "decoding", "limits", "scheduler"},
     "sim": CONTROL,
     "kernels": VOCABULARY,
     "layers": VOCABULARY | {"kernels"},

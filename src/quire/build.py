@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.costs import DEFAULT, Costs
-from quire.engine import Engine, Limits
+from quire.engine import Engine
 from quire.errors import InputError, StartupError
+from quire.limits import Limits
 from quire.memory import Size, build_memory
 from quire.memory.reserved import STATIC, ReservedMemory
 from quire.models import read_spec, resolve

@@ -6,21 +6,18 @@ come in through protocols, so that a simulator is this engine with another runne
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from quire.decoding import branch_seed, method_of
-from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, PromptTooLong
+from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken
+from quire.limits import Limits, check_salt
 from quire.plan import StepPlan, StepResult, Top
 from quire.request import Request, SamplingParams, Sequence, Status
 from quire.scheduler import Event, Scheduler
 from quire.specs import Geometry
-
-MAX_SALT = 1024
 
 
 class Runner(Protocol):
@@ -75,15 +72,6 @@ class Output(NamedTuple):
     cumulative_logprob: float
     prompt_tops: tuple[Top, ...] | None = None
     cached_tokens: int = 0
-
-
-class Limits(NamedTuple):
-    """What a request may ask for."""
-
-    vocab_size: int
-    max_len: int
-    max_queued: int
-    held_by: str = "the model"  # what sets max_len: the model, the memory or an option
 
 
 class Stats:
@@ -143,12 +131,8 @@ class Engine:
     ) -> None:
         """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` should be resolved already (see
         Text.resolve): that takes time, and this is the thread that steps."""
-        limit, waiting = self.limits.max_queued, len(self.scheduler.waiting)
-        if 1 < len(prompts) > limit:
-            raise InputError(f"there are {len(prompts)} prompts, but at most {limit} requests may wait", "prompt")
-        if waiting + len(prompts) > limit:
-            raise Overloaded(f"the queue is full: {waiting} of {limit} requests are waiting")
-        _check_salt(salt)
+        self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
+        check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
         if self.text is not None:
             params = self.text.resolve(params)
@@ -156,8 +140,9 @@ class Engine:
         for id, prompt in prompts:
             if id in self.requests or id in checked:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
-            tokens = self._checked(prompt)
-            checked[id] = tokens, self._max_tokens(len(tokens), params)
+            tokens = self.limits.tokens(prompt)
+            fits = self.scheduler.memory.fits
+            checked[id] = tokens, self.limits.max_tokens(len(tokens), params, self.scheduler.max_seqs, fits)
         for id, (tokens, max_tokens) in checked.items():
             self._queue(id, tokens, params, max_tokens, salt, prefix)
 
@@ -176,46 +161,6 @@ class Engine:
             seq.branches = request.method.width - 1
         self.requests[id] = request
         self.scheduler.add(request)
-
-    def _checked(self, prompt: Seq[int]) -> list[int]:
-        vocab, max_len = self.limits.vocab_size, self.limits.max_len
-        if len(prompt) == 0:
-            raise InputError("the prompt is empty: it must have at least one token", "prompt")
-        if len(prompt) >= max_len:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens, but {self.limits.held_by} holds {max_len} "
-                "with at least one token of output",
-                "prompt",
-            )
-        for i, token in enumerate(prompt):
-            if type(token) is not int or not 0 <= token < vocab:
-                shown = repr(token)[:40]
-                raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {vocab - 1}", "prompt")
-        return list(prompt)
-
-    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens that the request may generate: what it asks for, cut to the model's length; if it doesn't ask, cut to
-        what the memory holds too."""
-        room = self.limits.max_len - prompt_len
-        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-        method = method_of(params)
-        width = params.width if method is None else method.width
-        if width > self.scheduler.max_seqs:
-            name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
-            raise InputError(f"{name} is {width}, but at most {self.scheduler.max_seqs} sequences run at once", name)
-        fits = partial(self._fits, prompt_len, width)
-        if params.max_tokens is None and not fits(wanted):
-            wanted = bisect(range(1, wanted + 1), False, key=lambda output: not fits(output))
-        if wanted == 0 or not fits(wanted):
-            raise PromptTooLong(
-                f"{width} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
-                "ask for fewer branches or a smaller max_tokens, or start with a larger --kv-gib",
-                "max_tokens",
-            )
-        return wanted
-
-    def _fits(self, prompt_len: int, width: int, output: int) -> bool:
-        return self.scheduler.memory.fits([prompt_len + output] * width, prompt_len)
 
     def abort(self, id: str) -> None:
         """End a request; its last outputs, with finish_reason "abort", come with the next step. Unknown ids pass."""
@@ -425,17 +370,6 @@ class Engine:
         """Release the runner. The engine can't be used afterwards."""
         self.flight.clear()
         self.runner.close()
-
-
-def _check_salt(salt: str) -> None:
-    if not isinstance(salt, str):
-        raise InputError(f"cache_salt must be a string, got {type(salt).__name__}", "cache_salt")
-    if len(salt) > MAX_SALT:
-        raise InputError(f"cache_salt may have at most {MAX_SALT} characters, got {len(salt)}", "cache_salt")
-    try:
-        salt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError("cache_salt has half of a surrogate pair, which is no character", "cache_salt") from error
 
 
 def _rank(seq: Sequence) -> tuple[bool, float, int]:

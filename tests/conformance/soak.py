@@ -13,8 +13,9 @@ from pathlib import Path
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Trace, draw_request
 
-from quire.engine import Engine, Limits
+from quire.engine import Engine
 from quire.errors import InputError
+from quire.limits import Limits
 from quire.plan import Copy, In, Out, StepPlan
 from quire.sim.echo import EchoRunner
 

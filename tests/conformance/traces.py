@@ -12,8 +12,9 @@ from memories import MAX_LEN, VOCAB, Build, check_published, connect, insides
 
 from quire.costs import Costs
 from quire.decoding import branch_seed
-from quire.engine import Engine, Limits, Output
+from quire.engine import Engine, Output
 from quire.errors import InputError
+from quire.limits import Limits
 from quire.memory import KVMemory
 from quire.plan import StepPlan, StepResult
 from quire.request import Request, SamplingParams, Sequence, Status

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.engine import Engine, Limits
+from quire.engine import Engine
 from quire.errors import StartupError
+from quire.limits import Limits
 from quire.memory import Size, Usage, build_memory
 from quire.memory.reserved import STATIC, ReservedMemory
 from quire.request import SamplingParams
