@@ -7,14 +7,17 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SERVE_ARGS ?=
+# Beside a GPU, any Python that has torch, Triton and the test extras.
+GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help serve chat test lint soak clean
+.PHONY: help serve chat test lint soak test-gpu memcheck clean
 
 help:
 	@echo "make serve   install, then serve the bundled model at http://127.0.0.1:8000"
 	@echo "make chat    install, then talk to it in the terminal"
 	@echo "make test    install the test extras; ruff, mypy, pytest"
 	@echo "make soak    the long runs, which make test leaves out"
+	@echo "make test-gpu, make memcheck    what needs a GPU: tests; kernels under compute-sanitizer"
 
 serve: $(VENV)/.installed
 	$(BIN)/quire serve $(SERVE_ARGS)
@@ -32,6 +35,16 @@ lint: $(VENV)/.tested
 
 soak: $(VENV)/.tested
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
+
+test-gpu:
+	$(GPU_PYTHON) -m pytest -n 8 tests/kernels/triton tests/runner tests/test_equality.py tests/test_beams.py \
+		tests/test_half_precision.py
+	$(GPU_PYTHON) -m pytest -m gpu tests
+
+# One process: several at once take minutes to start under the sanitizer.
+memcheck:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+		$(GPU_PYTHON) -m pytest -p no:xdist tests/kernels/triton
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
