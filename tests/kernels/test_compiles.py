@@ -1,0 +1,37 @@
+"""The kernels compile in bf16 for GPUs that aren't here, and need no more shared memory than those have. (In the
+interpreter, which computes in fp32, neither shows.)"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOR_ALL = {
+    "_decode", "_join", "_prompt", "_rope_write", "_norm", "_gate", "_act", "_peaks", "_choose", "_spread", "_collect",
+    "_search", "_weigh", "_draw", "_copy",
+}  # fmt: skip
+LARGE = {"_one", "_few"}  # for few rows, where there is room
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("capability", "shared", "multiprocessors", "kernels"),
+    [(90, 232_448, 132, FOR_ALL | LARGE), (86, 101_376, 82, FOR_ALL)],
+    ids=["H200", "RTX 3090"],
+)
+def test_kernels_compile(capability: int, shared: int, multiprocessors: int, kernels: set[str], tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_for.py")),
+         *map(str, (capability, shared, multiprocessors))],
+        capture_output=True, text=True, env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    launches = json.loads(done.stdout)
+    assert {name for name, _ in launches} == kernels
+    assert [(name, size) for name, size in launches if size > shared] == []
