@@ -234,7 +234,10 @@ def _products(product: Any, both: Any, layers: list[list[Tensor]], head: Tensor,
     """A step's products of `x` [rows, hidden] and the MLP's `inner` [rows, intermediate]. `both`: gate's and up's."""
     for i in range(DEPTH):
         qkv, o, gate_up, down = layers[i % len(layers)]
-        product(x, qkv), product(x, o), both(x, gate_up), product(inner, down)
+        product(x, qkv)
+        product(x, o)
+        both(x, gate_up)
+        product(inner, down)
     product(x, head)
 
 

@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _serve(made: Built) -> None:
+    """Both loads. StartupError where a sequence has no room for an output."""
     engine, plan = made.engine, made.plan
     if plan.max_len < 2:
         raise StartupError("sequences of 1 token have no room for an output", "Use a larger --max-model-len")

@@ -16,6 +16,10 @@ from torch import Tensor
 from quire.kernels.batch import to_device
 
 
+CAPACITY = 256  # tokens of a row at first
+AT_ONCE = 2**22  # tokens that are penalised together: some temporaries are as large
+
+
 class Phrases(NamedTuple):
     """Token sequences, `number` of them, laid end to end, so that what they cost is the number of their tokens."""
 
@@ -32,10 +36,6 @@ class Phrases(NamedTuple):
             np.repeat(np.arange(len(phrases)), [len(phrase) for phrase in phrases]),
             len(phrases),
         )
-
-
-CAPACITY = 256  # tokens of a row at first
-AT_ONCE = 2**22  # tokens that are penalised together: some temporaries are as large
 
 
 class TokenStatistics:
