@@ -238,7 +238,7 @@ def _eos_ids(source: Source, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def device_of(config: EngineConfig) -> str:
-    """ "cuda" or "cpu". StartupError if a GPU is asked for and not there."""
+    """What serves: "cuda" or "cpu". StartupError if a GPU is asked for and not there."""
     if config.device == "cpu":
         return "cpu"
     import torch

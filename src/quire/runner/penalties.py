@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quire.kernels.batch import to_device
 
-
 CAPACITY = 256  # tokens of a row at first
 AT_ONCE = 2**22  # tokens that are penalised together: some temporaries are as large
 
