@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 import pytest
@@ -58,6 +60,20 @@ def serve(engine: Engine) -> int:
     return served
 
 
+@pytest.fixture
+def nothing_loaded() -> None:
+    """Kernels that earlier tests of this process have loaded are forgotten."""
+    import triton
+
+    import quire.kernels.triton as kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for kernel in vars(importlib.import_module(module.name)).values():
+            if isinstance(kernel, triton.JITFunction):
+                kernel.device_caches.clear()
+
+
+@pytest.mark.usefixtures("nothing_loaded")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) -> None:
     import triton  # not before the kernels' tests have chosen between the interpreter and a GPU

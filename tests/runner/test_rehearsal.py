@@ -41,8 +41,9 @@ def test_the_largest_step_has_all_tokens_in_sequences_that_may_be(tokens: int, m
 def test_every_number_of_tokens_and_rows_with_kernels_of_its_own() -> None:
     plans = steps(2048, 512, 256)
     alone = {len(plan.rows[0].tokens) for plan in plans if len(plan.rows) == 1}
+    scored = {len(row.score) for plan in plans for row in plan.rows}
     singles = {len(plan.rows) for plan in plans if all(len(row.tokens) == 1 for row in plan.rows)}
-    assert {1, 2, 9, 17, 33} <= alone & singles
+    assert {1, 2, 9, 17, 33, 65} <= alone & singles & scored
 
 
 def test_what_follows_is_the_same() -> None:

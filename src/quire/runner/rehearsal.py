@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.errors import StartupError
+from quire.kernels.limits import SCORED_AT_ONCE
 from quire.plan import Birth, Row, StepPlan
 from quire.request import SamplingParams
 
@@ -27,9 +28,9 @@ MOST_AT_ONCE = 256  # rows of a step that is run beside others: their logits are
 PARAMS = (
     SamplingParams(temperature=0.8, top_p=0.9, top_k=20, frequency_penalty=0.5, logprobs=1),
     SamplingParams(temperature=0.8),
-    SamplingParams(temperature=0.0),  # last: slot 0 keeps no penalties
+    SamplingParams(temperature=0.0, prompt_logprobs=1),  # last: slot 0 keeps no penalties
 )
-FEW = (1, 2, 9, 17, 33, 64)  # tokens of a step: products of each have kernels of their own
+FEW = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: products of each have kernels of their own
 
 
 def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
@@ -99,13 +100,16 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
 
 
 def _plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
-    """Prompts: short ones in every way of sampling, and of every number of tokens that has kernels of its own; rows of
-    one token; and as many tokens, in as many of `slots` rows, as a step may have."""
+    """Prompts: short ones in every way of sampling, and of every number of tokens that has kernels of its own, also
+    where each token of them has logits; rows of one token; and as many tokens, in as many of `slots` rows, as a step
+    may have."""
     for params in PARAMS:
         birth = Birth(0, 0, -1, params, 0, 1, (0,) if params.needs_history else (), 1, params.logprobs or -1)
         yield StepPlan((birth,), (), (_row(min(5, max_len, tokens)),))
     for count in dict.fromkeys(min(few, max_len, tokens) for few in FEW):
         yield StepPlan((), (), (_row(count),))
+    for count in dict.fromkeys(min(few, max_len, tokens) for few in (*FEW, SCORED_AT_ONCE)):
+        yield StepPlan((), (), (_row(count)._replace(score=(0,) * count),))
     for count in dict.fromkeys(min(few, slots, tokens) for few in FEW):
         yield StepPlan((), (), (_row(1),) * count)
     rows = min(slots, tokens)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.limits import SCORED_AT_ONCE
 from quire.kernels.triton import linear as kernels
 from quire.kernels.triton.linear import MAX_ROWS, Tile, gated, invariant, linear, supports
 from quire.layers import mlp
+from quire.runner.rehearsal import _plans
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -139,3 +141,23 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
                 assert torch.equal(invariant(x[first : first + rows], weight, pdl=pdl), want[first : first + rows])
             if rows > 1 and supports(weight, rows):  # the fast product too, but for a single row
                 assert torch.equal(linear(x[first : first + rows], weight), want[first : first + rows])
+
+
+@pytest.mark.parametrize("slots", [4, 256])
+@pytest.mark.parametrize("tokens", [16, 100, 1024, 8192])
+def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
+    """By the rehearsal at start: whatever the tokens of a step, and whatever the rows that have logits."""
+
+    def tiles(rows: int, size: int) -> set[Tile]:
+        few = {kernels.few_rows(r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
+        return few | {kernels.any_rows(rows, size, torch.bfloat16, bulk) for bulk in (False, rows > 64)}
+
+    plans = list(_plans(tokens, 4096, slots))
+    computed = {sum(len(row.tokens) for row in plan.rows) for plan in plans}
+    scored = {len(row.score) for plan in plans for row in plan.rows if row.score}
+    for size in (6144, 4096):
+        assert set.union(*(tiles(n, size) for n in range(1, tokens + 1))) == set.union(
+            *(tiles(n, size) for n in computed)
+        )
+    possible = range(1, min(tokens, SCORED_AT_ONCE) + 1)
+    assert set.union(*(tiles(n, 128256) for n in possible)) == set.union(*(tiles(n, 128256) for n in scored))
