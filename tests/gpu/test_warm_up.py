@@ -42,6 +42,8 @@ def start(**settings: Any) -> Engine:
 
 def serve(engine: Engine) -> int:
     """Requests that come in waves and end one after another: nearly every number of rows, alone and beside prompts."""
+    from quire.kernels.triton.prompt_hopper import LONG  # not before, see below
+
     kinds = (
         {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.8}, {"top_k": 5, "logprobs": 3},
         {"temperature": 0.0, "repetition_penalty": 1.2}, {"n": 3, "seed": 1},
@@ -55,6 +57,12 @@ def serve(engine: Engine) -> int:
             served += 1
             if i % 7 == 0:
                 engine.step()
+        while engine.unfinished:
+            engine.step()
+    if engine.limits.max_len > LONG + 100:
+        for i, length in enumerate((LONG + 50, 1500)):
+            engine.add(f"long-{i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(length)], params)
+            served += 1
         while engine.unfinished:
             engine.step()
     return served
@@ -89,7 +97,7 @@ def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) ->
     before = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = seen
     try:
-        assert serve(engine) == 208
+        assert serve(engine) >= 208
     finally:
         triton.knobs.runtime.jit_cache_hook = before
     assert not compiled, "\n".join(compiled)

@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.kernels.batch import LayerCache
-from quire.kernels.triton import activation, attention, copy, linear, norm, prompt, rope, sampling
+from quire.kernels.triton import activation, attention, copy, linear, norm, prompt, prompt_hopper, rope, sampling
 
 CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
 PDL = CAPABILITY >= 90
@@ -81,6 +81,8 @@ def attend() -> None:
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, scale=1.0, small=small)
+        if CAPABILITY == 90 and dim == 128 and window is None:
+            prompt_hopper.prompt(zeros(4, heads, dim), cache, tables, tiles, scale=1.0)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
         rope.rope_write(qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), heads, kv, rotary=turns, pdl=PDL)

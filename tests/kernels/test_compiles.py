@@ -16,12 +16,13 @@ FOR_ALL = {
     "_search", "_weigh", "_draw", "_copy",
 }  # fmt: skip
 LARGE = {"_one", "_few"}  # for few rows, where there is room
+HOPPER = {"_prompt_hopper"}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("capability", "shared", "multiprocessors", "kernels"),
-    [(90, 232_448, 132, FOR_ALL | LARGE), (86, 101_376, 82, FOR_ALL)],
+    [(90, 232_448, 132, FOR_ALL | LARGE | HOPPER), (86, 101_376, 82, FOR_ALL)],
     ids=["H200", "RTX 3090"],
 )
 def test_kernels_compile(capability: int, shared: int, multiprocessors: int, kernels: set[str], tmp_path: Path) -> None:

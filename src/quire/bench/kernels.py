@@ -163,16 +163,21 @@ def decode_calls(where: Placed, heads: int, *, contiguous: bool = False) -> list
 
 
 def prompts() -> Iterator[Case]:
-    """Causal attention of one prompt over its pages."""
-    from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
+    """Causal attention of one prompt over its pages: by the kernel for every GPU, and on Hopper by its own."""
+    from quire.kernels.triton import prompt, prompt_hopper
 
+    ways: list[tuple[str, Any, int]] = [
+        ("prompt paged", prompt.prompt, prompt.tile_queries(HEADS, KV_HEADS, DIM, 2)),
+        ("prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(HEADS // KV_HEADS)),
+    ]
     for length in PROMPTS:
         where = placed(1, length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16)
         slots, starts, lengths, offsets = (np.array([number], dtype=np.int64) for number in (1, 0, length, 0))
-        tiles = torch.from_numpy(make_tiles(slots, starts, lengths, offsets, tile_queries(HEADS, KV_HEADS, DIM, 2)))
         q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
-        attend = partial(prompt, q, where.caches[0], where.tables, tiles.cuda(), out, scale=DIM**-0.5)
-        yield Case("prompt paged", f"1 x {length}", [attend], _causal(length), "compute")
+        for name, attend, queries in ways[: 1 + prompt_hopper.takes(where.caches[0])]:
+            tiles = torch.from_numpy(prompt.make_tiles(slots, starts, lengths, offsets, queries)).cuda()
+            call = partial(attend, q, where.caches[0], where.tables, tiles, out, scale=DIM**-0.5)
+            yield Case(name, f"1 x {length}", [call], _causal(length), "compute")
 
 
 def _causal(length: int) -> int:

@@ -101,8 +101,8 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
 
 def _plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
     """Prompts: short ones in every way of sampling, and of every number of tokens that has kernels of its own, also
-    where each token of them has logits; rows of one token; and as many tokens, in as many of `slots` rows, as a step
-    may have."""
+    where each of them has logits; the end of a prompt as long as may be; rows of one token; and as many tokens, in as
+    many of `slots` rows, as a step may have."""
     for params in PARAMS:
         birth = Birth(0, 0, -1, params, 0, 1, (0,) if params.needs_history else (), 1, params.logprobs or -1)
         yield StepPlan((birth,), (), (_row(min(5, max_len, tokens)),))
@@ -110,6 +110,8 @@ def _plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
         yield StepPlan((), (), (_row(count),))
     for count in dict.fromkeys(min(few, max_len, tokens) for few in (*FEW, SCORED_AT_ONCE)):
         yield StepPlan((), (), (_row(count)._replace(score=(0,) * count),))
+    last = min(5, max_len, tokens)
+    yield StepPlan((), (), (_row(last)._replace(start=max_len - last),))
     for count in dict.fromkeys(min(few, slots, tokens) for few in FEW):
         yield StepPlan((), (), (_row(1),) * count)
     rows = min(slots, tokens)

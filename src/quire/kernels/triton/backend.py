@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels.batch import Batch, LayerCache, to_device
 from quire.kernels.reference import write_pages
+from quire.kernels.triton import prompt_hopper
 from quire.kernels.triton.attention import choose_splits, decode, multiprocessors
 from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
 from quire.kernels.triton.rope import rope_write
@@ -33,13 +34,15 @@ class Norm(Protocol):
 @dataclass(slots=True)
 class Plan:
     """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places) and the tiles of
-    the others. Keys and values are those of `batch`; the queries are its tokens, or only those at `asked`."""
+    the others, which are `long` ones for `prompt_hopper`. Keys and values are those of `batch`; the queries are its
+    tokens, or only those at `asked`."""
 
     tables: Tensor
     slots: Tensor | None
     lengths: Tensor | None
     rows: Tensor | None
     tiles: Tensor | None
+    long: bool
     splits: int
     batch: Batch
     asked: Tensor | None
@@ -63,9 +66,9 @@ class TritonBackend:
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
         parts = [of.slots[one], of.starts[one] + 1, of.offsets[one]]
+        long = bool(len(many)) and self._long(cache, int((of.starts + of.lengths)[many].max()))
         if len(many):
-            size = cache.rows.element_size()
-            queries = tile_queries(cache.heads, cache.kv_heads, cache.head_dim, size, self.deterministic)
+            queries = self._tile_queries(cache, long)
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
             parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
@@ -76,10 +79,22 @@ class TritonBackend:
             lengths=ints[n : 2 * n] if n else None,
             rows=ints[2 * n : 3 * n] if n else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
+            long=long,
             splits=choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
             batch=batch,
             asked=None if asked is None else asked.ends,
         )
+
+    def _long(self, cache: LayerCache, longest: int) -> bool:
+        """Whether the prompts of a step, whose longest context this is, are for `prompt_hopper`."""
+        plain = not self.deterministic and self.softcap is None
+        return plain and longest >= prompt_hopper.LONG and prompt_hopper.takes(cache)
+
+    def _tile_queries(self, cache: LayerCache, long: bool) -> int:
+        if long:
+            return prompt_hopper.tile_queries(cache.heads // cache.kv_heads)
+        size = cache.rows.element_size()
+        return tile_queries(cache.heads, cache.kv_heads, cache.head_dim, size, self.deterministic)
 
     def rehearse(self, rows: int, cache: LayerCache, tables: Tensor) -> None:
         """Attention for `rows` rows of padding, so that its kernels are compiled and loaded."""
@@ -110,7 +125,9 @@ class TritonBackend:
 
     def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if plan.tiles is not None:
+        if plan.tiles is not None and plan.long:
+            prompt_hopper.prompt(q, cache, plan.tables, plan.tiles, out, scale=scale)
+        elif plan.tiles is not None:
             prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap, small=self.deterministic)
         if plan.slots is not None:
             decode(

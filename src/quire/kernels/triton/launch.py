@@ -16,6 +16,12 @@ def early(device: torch.device) -> bool:
 
 
 @lru_cache
+def hopper(device: torch.device) -> bool:
+    """Warps can be given roles and multiply asynchronously, as `prompt_hopper` has them do: on Hopper alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have; of a CPU, where kernels are interpreted, as many as an H200's."""
     if device.type != "cuda":

@@ -1,0 +1,110 @@
+"""Attention of long prompts on Hopper is that of `prompt`, to the bit, and dense attention in fp64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_paged_attention import BATCHES, CHUNKS, Memory, Shape, assert_close, dense, filled, random, run_backend
+from torch import Tensor
+
+from quire.kernels.batch import LayerCache
+from quire.kernels.triton import prompt, prompt_hopper
+from quire.kernels.triton.backend import TritonBackend
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU: Gluon isn't interpreted")
+HALVES = (torch.float16, torch.bfloat16)
+Chunks = tuple[tuple[int, int], ...]
+LONG: Chunks = ((0, 64), (63, 1), (64, 65), (0, 129), (1, 700), (1000, 3), (511, 513), (0, 1))
+
+
+def test_what_it_takes() -> None:
+    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
+    assert not prompt_hopper.takes(LayerCache(rows, 8, 0, 4, 4, 4, 128, 16, 0, None)), "a CPU has no such kernel"
+    assert [prompt_hopper.tile_queries(group) for group in (1, 4, 7, 192)] == [192, 48, 27, 1]
+
+
+def tiles_of(chunks: Chunks, queries: int) -> Tensor:
+    starts, lengths = np.array(chunks, dtype=np.int64).T
+    slots = np.arange(len(chunks)) + 1
+    return torch.from_numpy(prompt.make_tiles(slots, starts, lengths, np.cumsum(lengths) - lengths, queries)).cuda()
+
+
+def both(shape: Shape, chunks: Chunks, dtype: torch.dtype) -> tuple[Memory, Tensor, Tensor, Tensor]:
+    """The memory, the queries, and their results by `prompt` and by this kernel."""
+    memory = filled(shape, tuple(map(sum, chunks)), dtype)
+    q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
+    queries = prompt.tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize)
+    scale, where = shape.dim**-0.5, (memory.cache, memory.tables)
+    want = prompt.prompt(q, *where, tiles_of(chunks, queries), scale=scale)
+    tiles = tiles_of(chunks, prompt_hopper.tile_queries(shape.heads // shape.kv_heads))
+    return memory, q, want, prompt_hopper.prompt(q, *where, tiles, scale=scale)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1), (14, 2), (5, 1), (71, 1)])
+@pytest.mark.parametrize("chunks", [CHUNKS, LONG])
+def test_it_equals_the_other_and_dense_attention(heads, kv_heads, chunks, dtype) -> None:
+    memory, q, want, got = both(Shape(heads, kv_heads, 128), chunks, dtype)
+    assert torch.equal(got, want), "to the bit"
+    bounds = np.cumsum([0] + [n for _, n in chunks]).tolist()
+    for (a, b), (start, _), history in zip(pairwise(bounds), chunks, memory.histories):
+        assert_close(got[a:b], dense(q[a:b], history, start, None))
+
+
+@on_hopper
+@pytest.mark.parametrize("page", [1, 2, 3, 16, 48, 64, 256])
+def test_every_page_size(page) -> None:
+    _, _, want, got = both(Shape(8, 2, 128, page), LONG, torch.bfloat16)
+    assert torch.equal(got, want)
+
+
+@on_hopper
+def test_the_same_every_time() -> None:
+    """Waiting for the wrong block would show as a difference now and then."""
+    chunks = tuple((1000 * i, 2000 - 100 * i) for i in range(8))
+    memory, q, want, first = both(Shape(8, 2, 128), chunks, torch.bfloat16)
+    assert torch.equal(first, want)
+    tiles, out = tiles_of(chunks, 48), torch.empty_like(q)
+    for _ in range(50):
+        prompt_hopper.prompt(q, memory.cache, memory.tables, tiles, out.fill_(torch.nan), scale=128**-0.5)
+        assert torch.equal(out, want)
+
+
+@on_hopper
+def test_rows_that_no_tile_names_stay() -> None:
+    memory = filled(Shape(8, 2, 128), (70, 70), torch.bfloat16)
+    q = random(140, 8, 128, dtype=torch.bfloat16)
+    out = torch.full_like(q, 7.0)
+    prompt_hopper.prompt(q, memory.cache, memory.tables, tiles_of(((0, 70),), 48), out, scale=1.0)
+    assert (out[70:] == 7.0).all()
+    assert not (out[:70] == 7.0).all()
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("longest", "window", "deterministic", "chosen"),
+    [(100, None, False, True), (101, None, False, False), (100, 24, False, False), (100, None, True, False)],
+)
+def test_the_backend_chooses_it_for_long_contexts(
+    longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    attend = prompt_hopper.prompt
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        seen.append(1)
+        return attend(*args, **options)
+
+    monkeypatch.setattr(prompt_hopper, "LONG", longest)
+    monkeypatch.setattr(prompt_hopper, "prompt", noted)
+    shape = Shape(8, 2, 128, window=window)
+    run_backend(TritonBackend(deterministic=deterministic), BATCHES["long"], shape, torch.bfloat16)
+    assert bool(seen) == chosen
+    run_backend(TritonBackend(deterministic=deterministic), BATCHES["mixed"], shape, torch.bfloat16)
+    assert len(seen) == chosen, "its contexts are short"
