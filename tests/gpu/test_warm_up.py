@@ -60,8 +60,9 @@ def serve(engine: Engine) -> int:
         while engine.unfinished:
             engine.step()
     if engine.limits.max_len > LONG + 100:
-        for i, length in enumerate((LONG + 50, 1500)):
-            engine.add(f"long-{i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(length)], params)
+        for i, scores in enumerate((None, 1)):
+            long = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=scores)
+            engine.add(f"long-{i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(LONG + 50)], long)
             served += 1
         while engine.unfinished:
             engine.step()

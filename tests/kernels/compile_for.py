@@ -1,5 +1,6 @@
 """Compile the kernels for a GPU that isn't here, in bf16: `compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS`
-prints, for each launch that the wrappers would make, the kernel's name and its bytes of shared memory, as JSON.
+prints, for each launch that the wrappers would make, the kernel's name, its bytes of shared memory, and how many times
+one thread of it tells others that a group of warps is done before that is sure, as JSON.
 
 Triton is given a driver that knows a target and no device, and every launch only compiles. A process of its own: the
 tests beside this one use the interpreter.
@@ -8,6 +9,7 @@ tests beside this one use the interpreter.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -45,14 +47,24 @@ class Driver:
         return 0
 
 
-def watch() -> list[tuple[str, int]]:
+def hasty(ptx: str) -> int:
+    """Arrivals of one thread at a barrier in memory with no barrier of its group since the group's last wait."""
+    count, waited = 0, False
+    waits = r"mbarrier\.try_wait|wgmma\.wait_group|cp\.async\.wait_group"
+    for match in re.finditer(rf"({waits})|bar\.sync|(mbarrier\.arrive)\.", ptx):
+        count += bool(match[2]) and waited
+        waited = bool(match[1]) or (waited and bool(match[2]))
+    return count
+
+
+def watch() -> list[tuple[str, int, int]]:
     """From now on launches only compile; what they compiled."""
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[str, int, int]] = []
     run = JITFunction.run
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        seen.append((self.fn.__name__, kernel.metadata.shared))
+        seen.append((self.fn.__name__, kernel.metadata.shared, hasty(kernel.asm["ptx"])))
         return kernel
 
     JITFunction.run = compiled  # type: ignore[method-assign]

@@ -3,6 +3,7 @@ interpreter, which computes in fp32, neither shows.)"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -34,5 +35,24 @@ def test_kernels_compile(capability: int, shared: int, multiprocessors: int, ker
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     launches = json.loads(done.stdout)
-    assert {name for name, _ in launches} == kernels
-    assert [(name, size) for name, size in launches if size > shared] == []
+    assert {name for name, _, _ in launches} == kernels
+    assert [(name, size) for name, size, _ in launches if size > shared] == []
+    assert [(name, count) for name, _, count in launches if count] == [], (
+        "a ring's place is given away while it is read"
+    )
+
+
+def test_what_counts_as_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["compile_for.py", "90", "232448", "132"])
+    spec = importlib.util.spec_from_file_location("compile_for", Path(__file__).with_name("compile_for.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    compile_for = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compile_for)
+    wait, group, arrive = (
+        "wgmma.wait_group.sync.aligned 0;",
+        "bar.sync 0, 128;",
+        "mbarrier.arrive.shared::cta.b64 _, [%r1];",
+    )
+    assert compile_for.hasty("\n".join((arrive, wait, group, arrive, arrive))) == 0
+    assert compile_for.hasty("\n".join((wait, group, wait, arrive, group, arrive, wait, arrive))) == 2

@@ -32,6 +32,9 @@ def test_the_largest_step_has_all_tokens_in_sequences_that_may_be(tokens: int, m
         assert 1 <= sum(len(row.tokens) for row in plan.rows) <= tokens
         assert 1 <= len(plan.rows) <= slots
         assert all(1 <= len(row.tokens) <= max_len and row.slot == 0 for row in plan.rows)
+        assert all(0 <= row.start <= max_len - len(row.tokens) for row in plan.rows)
+    ends = [row.start + len(row.tokens) for plan in plans for row in plan.rows if row.score]
+    assert max(ends) == max_len, "the end of the longest prompt, in all layers"
     many, long = plans[-2:]
     assert len(many.rows) == min(slots, tokens)
     for plan in (many, long):

@@ -33,7 +33,8 @@ MATRICES = {
     "head": (VOCAB, HIDDEN),
 }  # fmt: skip
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
-PROMPTS = (512, 2048, 8192, 32768)
+PROMPTS = (512, 2048, 4096, 8192, 32768)
+CHUNKS = ((512, 7680), (2048, 30720))  # tokens, and those before them
 TOKENS = (1, 32, 256, 8192)
 
 
@@ -163,21 +164,24 @@ def decode_calls(where: Placed, heads: int, *, contiguous: bool = False) -> list
 
 
 def prompts() -> Iterator[Case]:
-    """Causal attention of one prompt over its pages: by the kernel for every GPU, and on Hopper by its own."""
-    from quire.kernels.triton import prompt, prompt_hopper
+    """Causal attention over pages, of whole prompts and of chunks: by the kernel for every GPU, and by Hopper's own."""
+    from quire.kernels.triton import prompt
+    from quire.kernels.triton.launch import hopper
 
-    ways: list[tuple[str, Any, int]] = [
-        ("prompt paged", prompt.prompt, prompt.tile_queries(HEADS, KV_HEADS, DIM, 2)),
-        ("prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(HEADS // KV_HEADS)),
-    ]
-    for length in PROMPTS:
-        where = placed(1, length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16)
-        slots, starts, lengths, offsets = (np.array([number], dtype=np.int64) for number in (1, 0, length, 0))
+    ways: list[tuple[str, Any, int]] = [("prompt paged", prompt.prompt, prompt.tile_queries(HEADS, KV_HEADS, DIM, 2))]
+    if hopper(torch.device("cuda")):
+        from quire.kernels.triton import prompt_hopper
+
+        ways.append(("prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(HEADS // KV_HEADS)))
+    for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
+        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16)
+        slots, starts, lengths, offsets = (np.array([number], dtype=np.int64) for number in (1, start, length, 0))
         q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
-        for name, attend, queries in ways[: 1 + prompt_hopper.takes(where.caches[0])]:
+        for name, attend, queries in ways:
             tiles = torch.from_numpy(prompt.make_tiles(slots, starts, lengths, offsets, queries)).cuda()
             call = partial(attend, q, where.caches[0], where.tables, tiles, out, scale=DIM**-0.5)
-            yield Case(name, f"1 x {length}", [call], _causal(length), "compute")
+            case = f"1 x {length}" + (f" after {start}" if start else "")
+            yield Case(name, case, [call], _causal(start + length) - _causal(start), "compute")
 
 
 def _causal(length: int) -> int:

@@ -90,6 +90,7 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
         for cache in kinds.values():
             for rows in representatives(slots, cache, runner.device):
                 yield partial(runner.backend.rehearse, rows, cache, store.tables[cache.group])
+            yield partial(runner.backend.rehearse_long, cache, store.tables[cache.group])
     # Logits that rules change are float32; the others are sampled in graphs, if there are any.
     dtypes = {torch.float32, *([runner.dtype] if runner.graphs is None else [])}
     yield from runner.sampler.rehearsals(dtypes, slots)
@@ -111,7 +112,7 @@ def _plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
     for count in dict.fromkeys(min(few, max_len, tokens) for few in (*FEW, SCORED_AT_ONCE)):
         yield StepPlan((), (), (_row(count)._replace(score=(0,) * count),))
     last = min(5, max_len, tokens)
-    yield StepPlan((), (), (_row(last)._replace(start=max_len - last),))
+    yield StepPlan((), (), (_row(last)._replace(start=max_len - last, score=(0,) * last),))
     for count in dict.fromkeys(min(few, slots, tokens) for few in FEW):
         yield StepPlan((), (), (_row(1),) * count)
     rows = min(slots, tokens)

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from test_paged_attention import BATCHES, CHUNKS, Memory, Shape, assert_close, dense, filled, random, run_backend
 from torch import Tensor
 
 from quire.kernels.batch import LayerCache
-from quire.kernels.triton import prompt, prompt_hopper
+from quire.kernels.triton import backend, launch, prompt, prompt_hopper
 from quire.kernels.triton.backend import TritonBackend
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -22,10 +23,50 @@ Chunks = tuple[tuple[int, int], ...]
 LONG: Chunks = ((0, 64), (63, 1), (64, 65), (0, 129), (1, 700), (1000, 3), (511, 513), (0, 1))
 
 
+def cache_of(dim: int = 128, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> LayerCache:
+    return LayerCache(torch.zeros(8, 16 * dim, dtype=dtype), 8, 0, 4, 16, 4, dim, 16, 0, window)
+
+
 def test_what_it_takes() -> None:
-    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    assert not prompt_hopper.takes(LayerCache(rows, 8, 0, 4, 4, 4, 128, 16, 0, None)), "a CPU has no such kernel"
+    assert prompt_hopper.takes(cache_of())
+    assert prompt_hopper.takes(cache_of(dtype=torch.float16))
+    assert not prompt_hopper.takes(cache_of(dtype=torch.float32))
+    assert not prompt_hopper.takes(cache_of(dim=64))
+    assert not prompt_hopper.takes(cache_of(window=4096))
     assert [prompt_hopper.tile_queries(group) for group in (1, 4, 7, 192)] == [192, 48, 27, 1]
+
+
+def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(made: TritonBackend, *chunks: tuple[int, int], dim: int = 128) -> bool:
+        starts, lengths = np.array(chunks, dtype=np.int64).reshape(-1, 2).T
+        return made._long(cache_of(dim), lengths, starts + lengths)
+
+    assert not chosen(TritonBackend(), (0, 8192)), "no such GPU"
+    monkeypatch.setattr(backend, "hopper", lambda device: True)
+    assert chosen(TritonBackend(), (0, 4096))
+    assert chosen(TritonBackend(), (0, 64), (7000, 512))
+    assert not chosen(TritonBackend())
+    assert not chosen(TritonBackend(), (0, 4095))
+    assert not chosen(TritonBackend(), (4094, 2), *((0, 64),) * 127), "nearly all of the work is in short ones"
+    assert not chosen(TritonBackend(deterministic=True), (0, 8192))
+    assert not chosen(TritonBackend(softcap=30.0), (0, 8192))
+    assert not chosen(TritonBackend(), (0, 8192), dim=64)
+
+
+def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, gpu = launch.hopper.__wrapped__, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    for version, known in (("3.6.0", True), ("3.7.1", True), ("3.9.0", False), ("3.60.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert hopper(gpu) == known
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert not hopper(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        assert not hopper(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not hopper(gpu)
 
 
 def tiles_of(chunks: Chunks, queries: int) -> Tensor:

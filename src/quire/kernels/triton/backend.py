@@ -1,4 +1,5 @@
-"""The attention backend for eager steps on a GPU: rows of one token go through `decode`, others through `prompt`."""
+"""The attention backend for eager steps on a GPU: rows of one token go through `decode`, others through `prompt`, or
+through `prompt_hopper` where that is faster."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from quire.kernels.batch import Batch, LayerCache, to_device
 from quire.kernels.reference import write_pages
-from quire.kernels.triton import prompt_hopper
 from quire.kernels.triton.attention import choose_splits, decode, multiprocessors
+from quire.kernels.triton.launch import hopper
 from quire.kernels.triton.prompt import make_tiles, prompt, tile_queries
 from quire.kernels.triton.rope import rope_write
 from quire.specs import Layout
@@ -66,7 +67,7 @@ class TritonBackend:
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
         parts = [of.slots[one], of.starts[one] + 1, of.offsets[one]]
-        long = bool(len(many)) and self._long(cache, int((of.starts + of.lengths)[many].max()))
+        long = self._long(cache, of.lengths[many], (of.starts + of.lengths)[many])
         if len(many):
             queries = self._tile_queries(cache, long)
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
@@ -85,13 +86,28 @@ class TritonBackend:
             asked=None if asked is None else asked.ends,
         )
 
-    def _long(self, cache: LayerCache, longest: int) -> bool:
-        """Whether the prompts of a step, whose longest context this is, are for `prompt_hopper`."""
-        plain = not self.deterministic and self.softcap is None
-        return plain and longest >= prompt_hopper.LONG and prompt_hopper.takes(cache)
+    def _long(self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray) -> bool:
+        """Whether a step's prompts are for `prompt_hopper`: `lengths` tokens, which see up to `contexts`. Most of the
+        work must be in long ones, as short ones take longer there."""
+        if not self._roles(cache):
+            return False
+        from quire.kernels.triton.prompt_hopper import LONG
+
+        work = lengths * contexts
+        return bool((work * contexts).sum() >= LONG * max(int(work.sum()), 1))
+
+    def _roles(self, cache: LayerCache) -> bool:
+        """Whether `prompt_hopper` may compute this layer's prompts."""
+        if self.deterministic or self.softcap is not None or not hopper(cache.rows.device):
+            return False
+        from quire.kernels.triton.prompt_hopper import takes
+
+        return takes(cache)
 
     def _tile_queries(self, cache: LayerCache, long: bool) -> int:
         if long:
+            from quire.kernels.triton import prompt_hopper
+
             return prompt_hopper.tile_queries(cache.heads // cache.kv_heads)
         size = cache.rows.element_size()
         return tile_queries(cache.heads, cache.kv_heads, cache.head_dim, size, self.deterministic)
@@ -102,6 +118,17 @@ class TritonBackend:
         nothing = torch.zeros(rows, dtype=torch.int64, device=q.device)
         splits = choose_splits(rows, cache.kv_heads, multiprocessors(q.device))
         decode(q, cache, tables, nothing, nothing, scale=1.0, splits=splits, softcap=self.softcap, rows=nothing)
+
+    def rehearse_long(self, cache: LayerCache, tables: Tensor) -> None:
+        """The same for a long prompt, where there may be one."""
+        if self._roles(cache):
+            from quire.kernels.triton import prompt_hopper
+
+            if tables.shape[1] * cache.page_tokens < prompt_hopper.LONG:
+                return
+            q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.rows.dtype, device=cache.rows.device)
+            tile = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device)
+            prompt_hopper.prompt(q, cache, tables, tile, scale=1.0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
@@ -126,6 +153,8 @@ class TritonBackend:
     def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None and plan.long:
+            from quire.kernels.triton import prompt_hopper
+
             prompt_hopper.prompt(q, cache, plan.tables, plan.tiles, out, scale=scale)
         elif plan.tiles is not None:
             prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap, small=self.deterministic)

@@ -15,10 +15,17 @@ def early(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+GLUON = ("3.6", "3.7")
+"""Versions of Triton whose Gluon, marked experimental, compiles `prompt_hopper` as it was tested."""
+
+
 @lru_cache
 def hopper(device: torch.device) -> bool:
-    """Warps can be given roles and multiply asynchronously, as `prompt_hopper` has them do: on Hopper alone."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    """Groups of warps can be given roles and multiply asynchronously, as `prompt_hopper` has them do: on NVIDIA's
+    Hopper alone, and by Gluon, which isn't interpreted. Where this is false that module may not even import."""
+    known = triton.__version__.rpartition(".")[0] in GLUON and not triton.knobs.runtime.interpret
+    here = device.type == "cuda" and torch.version.hip is None
+    return known and here and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @lru_cache

@@ -1,13 +1,14 @@
 """Attention of long prompts on Hopper GPUs (FlashAttention-3's division of work, over pages): what `prompt` computes,
-to the bit.
+to the bit where keys and values are finite.
 
 Each group of four warps has one role. The last fetches blocks of keys and values from their pages into a ring in shared
-memory; the others hold 64 rows of the tile each, and take one block after another from there. While the tensor cores
-multiply the next block's scores and the last block's values for one group, the others are busy with their softmaxes. A
-block read serves 192 rows, where `prompt` has 128.
+memory; the others hold 64 rows of the tile each, and take one block after another from there. A group has the next
+block's scores and the last block's values multiplied while it computes its softmax, and while one group waits for a
+product the others can go on. A block read serves 192 rows, where `prompt` has 128.
 
-Gluon is the part of Triton in which a kernel gives roles to warps. It is marked experimental; the versions of Triton
-that this package accepts are those it was tested with.
+Gluon is the part of Triton in which a kernel gives roles to warps. It is marked experimental: `launch.GLUON` has the
+versions that this was tested with, and tests/kernels/test_compiles.py looks for the barriers that these put before a
+group's arrivals.
 """
 
 from __future__ import annotations
@@ -26,23 +27,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.batch import LayerCache
 from quire.kernels.triton.attention import LOWEST, factors
-from quire.kernels.triton.launch import hopper
 
 PARTS = gl.constexpr(3)  # groups of warps that hold rows
 PART = gl.constexpr(64)  # rows of each
 BLOCK = gl.constexpr(64)  # keys at a time: as many as `prompt` takes, or the bits would differ
-STAGES = gl.constexpr(4)  # blocks that the ring holds
+STAGES = gl.constexpr(4)  # blocks in the ring: one is multiplied, one before it too, one announced, one on its way
 HOLDING, FETCHING = gl.constexpr(152), gl.constexpr(56)  # registers a thread, by the role
 
 LONG = 4096
-"""Tokens of a context from which on this kernel is the faster one: on an H200 by a tenth for a whole prompt, by a third
-for a chunk of 512. Below 2,048 it is slower: a program has a multiprocessor to itself, which idles while it starts."""
+"""Tokens of a context from which on this kernel is the faster one, on an H200 by a tenth for a whole prompt, and more
+for a chunk. Below 2,048 it is slower: a program has a multiprocessor to itself, which idles while it starts."""
 
 
 def takes(cache: LayerCache) -> bool:
-    """Whether `prompt` is for this cache: on Hopper, heads of 128 in 16 bits, without a window."""
-    shape = cache.window is None and cache.head_dim == 128 and cache.rows.element_size() == 2
-    return shape and hopper(cache.rows.device)
+    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without a window."""
+    return cache.window is None and cache.head_dim == 128 and cache.rows.element_size() == 2
 
 
 def tile_queries(group: int) -> int:
@@ -61,7 +60,7 @@ def _fetch(keys, table, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr
     turn = 0
     for _ in range(0, end, BLOCK):
         places = keys + (pages * stride * (PAGE * DIM) + (at % PAGE) * DIM)[:, None] + d[None, :]
-        real = (at < end)[:, None] & (d < DIM)[None, :]
+        real = (at < end)[:, None]
         at += BLOCK
         pages = gl.load(table + at // PAGE, mask=at < end, other=0)  # a turn ahead
         mbarrier.wait(free.index(turn % STAGES), (turn // STAGES & 1) ^ 1)
@@ -122,7 +121,7 @@ def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.
     row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, wide))
     d = gl.arange(0, DIM, gl.SliceLayout(0, wide))
     places = (token + row // GROUP).to(gl.int64) * q_row + (head * GROUP + row % GROUP) * q_head
-    inside = (row // GROUP < many)[:, None] & (d < DIM)[None, :]
+    inside = (row // GROUP < many)[:, None]
     query = q_parts.index(NUMBER)
     query.store(gl.load(q + places[:, None] + d[None, :], mask=inside, other=0.0))
     fence_async_shared()
@@ -158,7 +157,7 @@ def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.
     gl.store(out + places[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=(row // GROUP < many)[:, None])
 
 
-@gluon.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["tiles"])
+@gluon.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["tiles", "tables"])
 def _prompt_hopper(
     q, cache, tables, tiles, out, q_row, q_head, out_row, table_width, stride, key_row, outer,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, VALUES_AFTER: gl.constexpr,
