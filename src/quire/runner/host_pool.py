@@ -27,7 +27,7 @@ CPU_BYTES = 2**18  # gathered at once on a CPU, so that its caches hold it; larg
 OUT_BYTES = 2**25  # of pages that leave under one event: 0.6 ms over PCIe
 # Pages from here on are moved by the copy engines, one by one (5 us each for the host, 50 GB/s from 1 MiB on); smaller
 # ones by one kernel that addresses host memory itself (alone 50 GB/s from 16 KiB on, 45 GB/s at 4 KiB, where single
-# copies move 0.6). So few programs are enough, and leave the device to the rows. Measured on an H200 behind PCIe 5 (55 GB/s).
+# copies move 0.6). So few programs are enough, and leave the device to the rows. An H200 behind PCIe 5 (55 GB/s).
 ENGINE_BYTES = 2**20
 OUT_PROGRAMS, IN_PROGRAMS = 8, 16
 
