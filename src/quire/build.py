@@ -146,6 +146,10 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     engine = Engine(scheduler, runner, limits, clock=time.monotonic, text=text, seed=config.seed, depth=config.depth)
     defaults = _sampling_defaults(source)
     notices = _notices(config, source, plan, eos_ids, defaults)
+    if runner.attention == "triton":
+        from quire.kernels.triton.launch import left_out
+
+        notices += tuple(filter(None, [left_out(runner.device)]))
     return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
 
 

@@ -57,16 +57,20 @@ def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper, gpu = launch.hopper.__wrapped__, torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    for version, known in (("3.6.0", True), ("3.7.1", True), ("3.9.0", False), ("3.60.0", False)):
+    versions = (("3.9.0", False), ("3.60.0", False), ("3.6.0+git1.2", True), ("3.7.1", True))
+    for version, known in versions:
         monkeypatch.setattr(triton, "__version__", version)
         assert hopper(gpu) == known
-    monkeypatch.setattr(triton, "__version__", "3.7.1")
+        notice = launch.left_out(gpu)
+        assert notice is None if known else f"Triton {version} isn't one of 3.6, 3.7" in str(notice)
     assert not hopper(torch.device("cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "interpret", True)
         assert not hopper(gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not hopper(gpu)
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert launch.left_out(gpu) is None, "it has no such kernel in any version"
 
 
 def tiles_of(chunks: Chunks, queries: int) -> Tensor:

@@ -23,9 +23,23 @@ GLUON = ("3.6", "3.7")
 def hopper(device: torch.device) -> bool:
     """Groups of warps can be given roles and multiply asynchronously, as `prompt_hopper` has them do: on NVIDIA's
     Hopper alone, and by Gluon, which isn't interpreted. Where this is false that module may not even import."""
-    known = triton.__version__.rpartition(".")[0] in GLUON and not triton.knobs.runtime.interpret
+    return _has_roles(device) and _known() and not triton.knobs.runtime.interpret
+
+
+def left_out(device: torch.device) -> str | None:
+    """What to say at start where only the version of Triton keeps a Hopper GPU from its own kernel."""
+    if not _has_roles(device) or _known():
+        return None
+    return f"long prompts are computed as on other GPUs: Triton {triton.__version__} isn't one of {', '.join(GLUON)}"
+
+
+def _has_roles(device: torch.device) -> bool:
     here = device.type == "cuda" and torch.version.hip is None
-    return known and here and torch.cuda.get_device_capability(device) == (9, 0)
+    return here and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _known() -> bool:
+    return ".".join(triton.__version__.split(".")[:2]) in GLUON
 
 
 @lru_cache
