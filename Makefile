@@ -41,7 +41,7 @@ test-gpu:
 		tests/test_half_precision.py
 	$(GPU_PYTHON) -m pytest -m gpu tests
 
-# One process: several at once take minutes to start under the sanitizer.
+# One process: under the sanitizer xdist's workers don't come up within minutes.
 memcheck:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
 		$(GPU_PYTHON) -m pytest -p no:xdist tests/kernels/triton

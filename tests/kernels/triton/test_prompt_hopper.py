@@ -39,7 +39,7 @@ def test_what_it_takes() -> None:
 def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(made: TritonBackend, *chunks: tuple[int, int], dim: int = 128) -> bool:
         starts, lengths = np.array(chunks, dtype=np.int64).reshape(-1, 2).T
-        return made._long(cache_of(dim), lengths, starts + lengths)
+        return made._kernel(cache_of(dim), lengths, starts + lengths)[0] is prompt_hopper.prompt
 
     assert not chosen(TritonBackend(), (0, 8192)), "no such GPU"
     monkeypatch.setattr(backend, "hopper", lambda device: True)
@@ -131,25 +131,48 @@ def test_rows_that_no_tile_names_stay() -> None:
     assert not (out[:70] == 7.0).all()
 
 
-@on_hopper
-@pytest.mark.parametrize(
+CHOICES = pytest.mark.parametrize(
     ("longest", "window", "deterministic", "chosen"),
-    [(100, None, False, True), (101, None, False, False), (100, 24, False, False), (100, None, True, False)],
+    [(50, None, False, True), (101, None, False, False), (50, 24, False, False), (50, None, True, False)],
 )
+
+
+def check_choice(shape: Shape, dtype: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Dense attention by the backend for long contexts, then for short ones; how often `prompt_hopper` took part."""
+    calls, attend, counts = [0], prompt_hopper.prompt, []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        calls[0] += 1
+        return attend(*args, **options)
+
+    monkeypatch.setattr(prompt_hopper, "prompt", noted)
+    for batch in ("long", "mixed"):
+        run_backend(TritonBackend(deterministic=deterministic), BATCHES[batch], shape, dtype)
+        counts.append(calls[0])
+    return counts
+
+
+@on_hopper
+@CHOICES
 def test_the_backend_chooses_it_for_long_contexts(
     longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
-    attend = prompt_hopper.prompt
-
-    def noted(*args: Any, **options: Any) -> Tensor:
-        seen.append(1)
-        return attend(*args, **options)
-
     monkeypatch.setattr(prompt_hopper, "LONG", longest)
-    monkeypatch.setattr(prompt_hopper, "prompt", noted)
-    shape = Shape(8, 2, 128, window=window)
-    run_backend(TritonBackend(deterministic=deterministic), BATCHES["long"], shape, torch.bfloat16)
-    assert bool(seen) == chosen
-    run_backend(TritonBackend(deterministic=deterministic), BATCHES["mixed"], shape, torch.bfloat16)
-    assert len(seen) == chosen, "its contexts are short"
+    first, both = check_choice(Shape(8, 2, 128, window=window), torch.bfloat16, deterministic, monkeypatch)
+    assert bool(first) == chosen
+    assert both == first, "the contexts of the second are short"
+
+
+@CHOICES
+def test_what_is_chosen_gets_tiles_of_its_own(
+    longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any device: `prompt` in its place, in tiles of 7 queries."""
+    monkeypatch.setattr(backend, "hopper", lambda device: True)
+    monkeypatch.setattr(prompt_hopper, "takes", lambda cache: cache.window is None)
+    monkeypatch.setattr(prompt_hopper, "tile_queries", lambda group: 7)
+    monkeypatch.setattr(prompt_hopper, "prompt", prompt.prompt)
+    monkeypatch.setattr(prompt_hopper, "LONG", longest)
+    first, both = check_choice(Shape(4, 2, 16, window=window), torch.float32, deterministic, monkeypatch)
+    assert bool(first) == chosen
+    assert both == first

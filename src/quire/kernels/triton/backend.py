@@ -3,7 +3,10 @@ through `prompt_hopper` where that is faster."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -35,15 +38,15 @@ class Norm(Protocol):
 @dataclass(slots=True)
 class Plan:
     """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places) and the tiles of
-    the others, which are `long` ones for `prompt_hopper`. Keys and values are those of `batch`; the queries are its
-    tokens, or only those at `asked`."""
+    the others for `kernel`. Keys and values are those of `batch`; the queries are its tokens, or only those at `asked`.
+    """
 
     tables: Tensor
     slots: Tensor | None
     lengths: Tensor | None
     rows: Tensor | None
     tiles: Tensor | None
-    long: bool
+    kernel: Callable[..., Tensor]
     splits: int
     batch: Batch
     asked: Tensor | None
@@ -67,9 +70,8 @@ class TritonBackend:
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
         parts = [of.slots[one], of.starts[one] + 1, of.offsets[one]]
-        long = self._long(cache, of.lengths[many], (of.starts + of.lengths)[many])
+        kernel, queries = self._kernel(cache, of.lengths[many], (of.starts + of.lengths)[many])
         if len(many):
-            queries = self._tile_queries(cache, long)
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
             parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
@@ -80,37 +82,31 @@ class TritonBackend:
             lengths=ints[n : 2 * n] if n else None,
             rows=ints[2 * n : 3 * n] if n else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
-            long=long,
+            kernel=kernel,
             splits=choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
             batch=batch,
             asked=None if asked is None else asked.ends,
         )
 
-    def _long(self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray) -> bool:
-        """Whether a step's prompts are for `prompt_hopper`: `lengths` tokens, which see up to `contexts`. Most of the
-        work must be in long ones, as short ones take longer there."""
-        if not self._roles(cache):
-            return False
-        from quire.kernels.triton.prompt_hopper import LONG
+    def _kernel(
+        self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray
+    ) -> tuple[Callable[..., Tensor], int]:
+        """The kernel for a step's prompts, and the queries of its tiles: `lengths` tokens, which see up to `contexts`.
+        For `prompt_hopper` most of the work must be in long ones, as short ones take longer there."""
+        roles, work = self._roles(cache), lengths * contexts
+        if roles is not None and (work * contexts).sum() >= roles.LONG * max(int(work.sum()), 1):
+            return roles.prompt, roles.tile_queries(cache.heads // cache.kv_heads)
+        shape = cache.heads, cache.kv_heads, cache.head_dim, cache.rows.element_size()
+        usual = partial(prompt, softcap=self.softcap, small=self.deterministic)
+        return usual, tile_queries(*shape, self.deterministic)
 
-        work = lengths * contexts
-        return bool((work * contexts).sum() >= LONG * max(int(work.sum()), 1))
-
-    def _roles(self, cache: LayerCache) -> bool:
-        """Whether `prompt_hopper` may compute this layer's prompts."""
+    def _roles(self, cache: LayerCache) -> ModuleType | None:
+        """`prompt_hopper`, if it may compute this layer's prompts."""
         if self.deterministic or self.softcap is not None or not hopper(cache.rows.device):
-            return False
-        from quire.kernels.triton.prompt_hopper import takes
+            return None
+        from quire.kernels.triton import prompt_hopper
 
-        return takes(cache)
-
-    def _tile_queries(self, cache: LayerCache, long: bool) -> int:
-        if long:
-            from quire.kernels.triton import prompt_hopper
-
-            return prompt_hopper.tile_queries(cache.heads // cache.kv_heads)
-        size = cache.rows.element_size()
-        return tile_queries(cache.heads, cache.kv_heads, cache.head_dim, size, self.deterministic)
+        return prompt_hopper if prompt_hopper.takes(cache) else None
 
     def rehearse(self, rows: int, cache: LayerCache, tables: Tensor) -> None:
         """Attention for `rows` rows of padding, so that its kernels are compiled and loaded."""
@@ -121,14 +117,11 @@ class TritonBackend:
 
     def rehearse_long(self, cache: LayerCache, tables: Tensor) -> None:
         """The same for a long prompt, where there may be one."""
-        if self._roles(cache):
-            from quire.kernels.triton import prompt_hopper
-
-            if tables.shape[1] * cache.page_tokens < prompt_hopper.LONG:
-                return
+        roles = self._roles(cache)
+        if roles is not None and tables.shape[1] * cache.page_tokens >= roles.LONG:
             q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.rows.dtype, device=cache.rows.device)
             tile = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device)
-            prompt_hopper.prompt(q, cache, tables, tile, scale=1.0)
+            roles.prompt(q, cache, tables, tile, scale=1.0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
@@ -152,12 +145,8 @@ class TritonBackend:
 
     def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if plan.tiles is not None and plan.long:
-            from quire.kernels.triton import prompt_hopper
-
-            prompt_hopper.prompt(q, cache, plan.tables, plan.tiles, out, scale=scale)
-        elif plan.tiles is not None:
-            prompt(q, cache, plan.tables, plan.tiles, out, scale=scale, softcap=self.softcap, small=self.deterministic)
+        if plan.tiles is not None:
+            plan.kernel(q, cache, plan.tables, plan.tiles, out, scale=scale)
         if plan.slots is not None:
             decode(
                 q, cache, plan.tables, plan.slots, plan.lengths, out,

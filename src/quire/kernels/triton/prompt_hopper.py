@@ -36,7 +36,7 @@ HOLDING, FETCHING = gl.constexpr(152), gl.constexpr(56)  # registers a thread, b
 
 LONG = 4096
 """Tokens of a context from which on this kernel is the faster one, on an H200 by a tenth for a whole prompt, and more
-for a chunk. Below 2,048 it is slower: a program has a multiprocessor to itself, which idles while it starts."""
+for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself, which idles while it starts."""
 
 
 def takes(cache: LayerCache) -> bool:
