@@ -37,14 +37,14 @@ soak: $(VENV)/.tested
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
 
 test-gpu:
-	$(GPU_PYTHON) -m pytest -n 8 tests/kernels/triton tests/runner tests/test_equality.py tests/test_beams.py \
+	$(GPU_PYTHON) -m pytest -n 8 tests/data/kernels/triton tests/data/runner tests/test_equality.py tests/test_beams.py \
 		tests/test_half_precision.py
 	$(GPU_PYTHON) -m pytest -m gpu tests
 
 # One process: under the sanitizer xdist's workers don't come up within minutes.
 memcheck:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
-		$(GPU_PYTHON) -m pytest -p no:xdist tests/kernels/triton
+		$(GPU_PYTHON) -m pytest -p no:xdist tests/data/kernels/triton
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire import LLM, SamplingParams
-from quire.method import Advance, Branch, Choice, Context, Ending
-from quire.session import Branch as Node
+from quire.text.session import Branch as Node
+from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending
 
 
 class DiverseBeams:

@@ -15,16 +15,16 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from quire.config import EngineConfig
-from quire.engine import Engine
-from quire.limits import Limits
-from quire.memory import Size, build_memory
-from quire.plan import StepResult
-from quire.scheduler import Scheduler
+from quire.control.engine import Engine
+from quire.control.limits import Limits
+from quire.control.memory import Size, build_memory
+from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
-from quire.specs import LayerSpec, ModelSpec
 from quire.text.chat import ChatTemplate
 from quire.text.stream import TokenText
 from quire.text.tokenizer import Tokenizer
+from quire.vocabulary.plan import StepResult
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 VOCAB = 512
 MAX_LEN = 256

@@ -18,8 +18,8 @@ from test_equality import FAMILIES
 import quire
 from quire.build import build
 from quire.config import EngineConfig
-from quire.engine import Engine, Output
-from quire.request import SamplingParams
+from quire.control.engine import Engine, Output
+from quire.control.request import SamplingParams
 
 VOCAB = 97
 NEW = 14

@@ -7,13 +7,13 @@ import time
 import pytest
 from memories import MEMORIES, Build
 
-from quire.engine import Engine
-from quire.limits import Limits
-from quire.plan import StepResult
-from quire.request import SamplingParams, common_prefix
-from quire.scheduler import Scheduler
-from quire.session import Branch, session_params
+from quire.control.engine import Engine
+from quire.control.limits import Limits
+from quire.control.request import SamplingParams, common_prefix
+from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, fake_top, states
+from quire.text.session import Branch, session_params
+from quire.vocabulary.plan import StepResult
 
 VOCAB = 64
 

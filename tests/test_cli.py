@@ -18,8 +18,8 @@ import pytest
 from quire.cli import main, parse
 from quire.cli.flags import ENGINE, config_from, sampling_from
 from quire.config import EngineConfig
-from quire.costs import Costs
-from quire.request import SamplingParams
+from quire.control.costs import Costs
+from quire.control.request import SamplingParams
 from quire.sim.echo import expected_beams
 
 Run = Callable[..., tuple[int, str, str]]

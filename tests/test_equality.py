@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.decoding import branch_seed
-from quire.engine import Engine
-from quire.memory.paged import PagedMemory
-from quire.models import read_spec
-from quire.plan import StepPlan
-from quire.request import SamplingParams
+from quire.control.decoding import branch_seed
+from quire.control.engine import Engine
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import SamplingParams
+from quire.data.models import read_spec
+from quire.vocabulary.plan import StepPlan
 
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(

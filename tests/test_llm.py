@@ -14,10 +14,10 @@ import pytest
 from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 
 import quire
-from quire.decoding import branch_seed
+from quire.control.decoding import branch_seed
+from quire.control.request import SamplingParams
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, StartupError
 from quire.llm import LLM, BeamSearchParams
-from quire.request import SamplingParams
 from quire.sim.echo import expected, expected_beams
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
+    from quire.control.request import SamplingParams
     from quire.llm import LLM, BeamSearchParams
-    from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
-    from quire.request import SamplingParams
+    from quire.text.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
 
 __version__ = "0.1.0"
 
@@ -30,14 +30,14 @@ __all__ = [  # noqa: RUF022 (plain sorted order)
 _HOMES = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.async_llm",
-    "BeamSearchOutput": "quire.outputs",
+    "BeamSearchOutput": "quire.text.outputs",
     "BeamSearchParams": "quire.llm",
-    "BeamSearchSequence": "quire.outputs",
-    "CompletionOutput": "quire.outputs",
+    "BeamSearchSequence": "quire.text.outputs",
+    "CompletionOutput": "quire.text.outputs",
     "EngineConfig": "quire.config",
-    "Logprob": "quire.outputs",
-    "RequestOutput": "quire.outputs",
-    "SamplingParams": "quire.request",
+    "Logprob": "quire.text.outputs",
+    "RequestOutput": "quire.text.outputs",
+    "SamplingParams": "quire.control.request",
 }
 
 

@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from quire.engine import Output
+from quire.control.engine import Output
+from quire.control.memory.usage import Sharing, Usage
+from quire.control.request import Request, SamplingParams
 from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
-from quire.memory.usage import Sharing, Usage
-from quire.outputs import Assembly, RequestOutput
-from quire.prompts import INLINE_CHARS, Messages, Prompt, Prompts, engine_config
-from quire.request import Request, SamplingParams
-from quire.streams import Stream, deliver
+from quire.text.outputs import Assembly, RequestOutput
+from quire.text.prompts import INLINE_CHARS, Messages, Prompt, Prompts, engine_config
+from quire.text.streams import Stream, deliver
 
 if TYPE_CHECKING:
     from quire.build import Built

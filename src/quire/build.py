@@ -14,20 +14,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.budget import MemoryPlan, plan_memory
 from quire.config import EngineConfig
-from quire.costs import DEFAULT, Costs
-from quire.engine import Engine
+from quire.control.costs import DEFAULT, Costs
+from quire.control.engine import Engine
+from quire.control.limits import Limits
+from quire.control.memory import Size, build_memory
+from quire.control.memory.reserved import STATIC, ReservedMemory
+from quire.control.request import SamplingParams
+from quire.control.scheduler import Scheduler
+from quire.data.models import read_spec, resolve
+from quire.data.models.configs import CONFIGS
+from quire.data.weights.checkpoint import locate, read_config, read_generation_config
 from quire.errors import InputError, StartupError
-from quire.limits import Limits
-from quire.memory import Size, build_memory
-from quire.memory.reserved import STATIC, ReservedMemory
-from quire.models import read_spec, resolve
-from quire.models.configs import CONFIGS
-from quire.request import SamplingParams
-from quire.runner.budget import MemoryPlan, plan_memory
-from quire.scheduler import Scheduler
-from quire.specs import ModelSpec
-from quire.weights.checkpoint import locate, read_config, read_generation_config
+from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +147,7 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     defaults = _sampling_defaults(source)
     notices = _notices(config, source, plan, eos_ids, defaults)
     if runner.attention == "triton":
-        from quire.kernels.triton.launch import left_out
+        from quire.data.kernels.triton.launch import left_out
 
         notices += tuple(filter(None, [left_out(runner.device)]))
     return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
@@ -178,9 +178,9 @@ def _runner(
     max_len: int,
     progress: bool,
 ) -> Any:
-    from quire.runner.model_runner import ModelRunner
-    from quire.weights.dummy import fill_dummy
-    from quire.weights.loader import load
+    from quire.data.runner.model_runner import ModelRunner
+    from quire.data.weights.dummy import fill_dummy
+    from quire.data.weights.loader import load
 
     model = resolve(source.config)(source.config, dtype, device)
     if config.dummy_weights or source.folder is None:

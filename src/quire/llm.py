@@ -13,12 +13,12 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.engine import Output
+from quire.control.engine import Output
+from quire.control.request import SamplingParams
 from quire.errors import EngineDead, InputError, PrefixesFull
-from quire.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput
-from quire.prompts import Messages, Prompt, Prompts, engine_config
-from quire.request import SamplingParams
-from quire.session import Branch, session_params
+from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.text.prompts import Messages, Prompt, Prompts, engine_config
+from quire.text.session import Branch, session_params
 
 if TYPE_CHECKING:
     from quire.build import Built
@@ -180,7 +180,7 @@ class LLM:
     @contextmanager
     def session(self, prompt: Any, *, width: int = 8, max_tokens: int = 256, top: int = 20) -> Iterator[Branch]:
         """A prompt that the caller continues, token by token and in up to `width` branches of up to `max_tokens` (see
-        quire.session). Room for all of them is required; other calls wait until the session is left."""
+        quire.text.session). Room for all of them is required; other calls wait until the session is left."""
         [job] = jobs = self._queue([self.prompts.prompt(prompt)], [session_params(width, max_tokens, top)])
         request = self.engine.requests[job.id]
         try:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.memory import KVMemory, Size, build_memory
-from quire.memory.paged import PagedMemory
-from quire.memory.reserved import ReservedMemory
-from quire.request import Request, SamplingParams, Sequence
-from quire.specs import LayerSpec, ModelSpec
+from quire.control.memory import KVMemory, Size, build_memory
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.reserved import ReservedMemory
+from quire.control.request import Request, SamplingParams, Sequence
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 VOCAB = 64
 MAX_LEN = 48

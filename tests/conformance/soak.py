@@ -13,11 +13,11 @@ from pathlib import Path
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Trace, draw_request
 
-from quire.engine import Engine
+from quire.control.engine import Engine
+from quire.control.limits import Limits
 from quire.errors import InputError
-from quire.limits import Limits
-from quire.plan import Copy, In, Out, StepPlan
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.plan import Copy, In, Out, StepPlan
 
 KINDS = {Copy: "copies", Out: "pages_out", In: "pages_in"}
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import CACHED, EVERY, MEMORIES, Build, insides, tell
 
-from quire.memory import KVMemory
-from quire.memory.paged import PagedMemory
-from quire.plan import Copy, In, Journal, Out, Poison
-from quire.request import Sequence
+from quire.control.memory import KVMemory
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import Sequence
+from quire.vocabulary.plan import Copy, In, Journal, Out, Poison
 
 every_memory = pytest.mark.parametrize("name", EVERY)
 every_cache = pytest.mark.parametrize("name", CACHED)

@@ -13,14 +13,14 @@ import pytest
 from memories import MEMORIES, Build
 from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
-from quire.memory.paged import PagedMemory
-from quire.memory.pages import Pages
-from quire.memory.policies import WindowPolicy
-from quire.memory.prefix import Prefixes, Reuse
-from quire.plan import Copy, In, Out, Row, Sampled, StepPlan, StepResult, Table
-from quire.request import Request, SamplingParams, Sequence
-from quire.scheduler import Event, Scheduler
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.pages import Pages
+from quire.control.memory.policies import WindowPolicy
+from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.request import Request, SamplingParams, Sequence
+from quire.control.scheduler import Event, Scheduler
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.plan import Copy, In, Out, Row, Sampled, StepPlan, StepResult, Table
 
 Patch = pytest.MonkeyPatch
 ALL, OVERLAPPED = (1, 2, 3), (2, 3)

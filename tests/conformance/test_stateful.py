@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 from memories import EVERY, Build, check_published, insides
 from traces import STEMS
 
-from quire.plan import Copy, Table
-from quire.request import Sequence
+from quire.control.request import Sequence
+from quire.vocabulary.plan import Copy, Table
 
 OPS = ("admit", "admit", "admit", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
 Content = tuple[str, tuple[int, ...]]  # what a position holds: the salt, and the tokens up to it

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from memories import EVERY, RESERVED, VOCAB, Build
 from traces import Asked, Told, Trace, run_trace
 
-from quire.plan import Row, Sampled
-from quire.request import SamplingParams
+from quire.control.request import SamplingParams
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.plan import Row, Sampled
 
 BUDGETS = (1, 3, 8, 16, 64)
 SIZES = (48, 64, 96, 128, 256)

@@ -8,15 +8,15 @@ from collections.abc import Sequence as Seq
 from memories import connect, spec
 
 from quire.config import EngineConfig
-from quire.decoding import method_of
-from quire.memory import Size, build_memory
-from quire.memory.paged import PagedMemory
-from quire.memory.reserved import ReservedMemory
-from quire.method import Advance, Branch, Choice, Context
-from quire.plan import Copy, Sampled, StepPlan, StepResult, Table
-from quire.request import Request, SamplingParams, Sequence
-from quire.scheduler import Scheduler
+from quire.control.decoding import method_of
+from quire.control.memory import Size, build_memory
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.reserved import ReservedMemory
+from quire.control.request import Request, SamplingParams, Sequence
+from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.method import Advance, Branch, Choice, Context
+from quire.vocabulary.plan import Copy, Sampled, StepPlan, StepResult, Table
 
 BLOCK = 4
 BLOCKS = 9

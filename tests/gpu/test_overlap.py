@@ -11,9 +11,9 @@ import torch
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.engine import Engine
-from quire.plan import LAST
-from quire.request import SamplingParams
+from quire.control.engine import Engine
+from quire.control.request import SamplingParams
+from quire.vocabulary.plan import LAST
 
 pytestmark = pytest.mark.gpu
 

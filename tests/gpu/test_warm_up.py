@@ -10,8 +10,8 @@ import pytest
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.engine import Engine
-from quire.request import SamplingParams
+from quire.control.engine import Engine
+from quire.control.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def start(**settings: Any) -> Engine:
 
 def serve(engine: Engine) -> int:
     """Requests that come in waves and end one after another: nearly every number of rows, alone and beside prompts."""
-    from quire.kernels.triton.prompt_hopper import LONG  # not before, see below
+    from quire.data.kernels.triton.prompt_hopper import LONG  # not before, see below
 
     kinds = (
         {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.8}, {"top_k": 5, "logprobs": 3},
@@ -74,7 +74,7 @@ def nothing_loaded() -> None:
     """Kernels that earlier tests of this process have loaded are forgotten."""
     import triton
 
-    import quire.kernels.triton as kernels
+    import quire.data.kernels.triton as kernels
 
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         for kernel in vars(importlib.import_module(module.name)).values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config import MEMORIES
-from quire.memory import Usage
+from quire.control.memory import Usage
 from quire.reproduce.memories import ORDER, Case, Ran, _draw, _text, _verdicts, real, simulated
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 

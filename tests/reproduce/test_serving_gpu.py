@@ -15,6 +15,7 @@ import pytest
 from quire.bench.document import document, write
 from quire.bench.shapes import built
 from quire.config import EngineConfig
+from quire.control.request import SamplingParams
 from quire.errors import StartupError
 from quire.reproduce import ENTRIES, side_by_side
 from quire.reproduce.plots import save
@@ -22,7 +23,6 @@ from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction
 from quire.reproduce.serving import SYSTEMS
 from quire.reproduce.serving_gpu import GPU, Setting, _ratios, batches, rates
 from quire.reproduce.side_by_side import Place, Plan, Span, engine_of, serve, sleep_until
-from quire.request import SamplingParams
 from quire.sim.simulate import Arriving
 
 CONFIG = EngineConfig(

@@ -13,11 +13,11 @@ import pytest
 from echo_service import VOCAB, Echo
 
 from quire.async_llm import AsyncLLM
+from quire.control.request import SamplingParams
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.llm import LLM
-from quire.outputs import RequestOutput
-from quire.request import SamplingParams
 from quire.sim.echo import expected
+from quire.text.outputs import RequestOutput
 from quire.text.stream import TokenText
 
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)

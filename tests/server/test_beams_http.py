@@ -14,9 +14,9 @@ from echo_service import VOCAB, Echo, Running, tokenizer
 from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
-from quire.decoding import branch_seed
+from quire.control.decoding import branch_seed
+from quire.control.request import SamplingParams
 from quire.llm import LLM, BeamSearchParams
-from quire.request import SamplingParams
 from quire.server.protocol import CompletionRequest, completion_params
 from quire.sim.echo import Found, expected, expected_beams
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from echo_service import VOCAB, Echo, Running
 
-from quire.request import SamplingParams
+from quire.control.request import SamplingParams
 from quire.sim.echo import expected
 
 

@@ -11,7 +11,7 @@ import httpx
 from echo_service import Echo
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.request import SamplingParams
+from quire.control.request import SamplingParams
 from quire.server.run import status_line
 
 

@@ -10,8 +10,8 @@ import pytest
 from echo_service import Running, tokenizer
 from openai import OpenAI
 
-from quire.decoding import branch_seed
-from quire.request import SamplingParams
+from quire.control.decoding import branch_seed
+from quire.control.request import SamplingParams
 from quire.sim.echo import expected
 
 VOCAB = 512

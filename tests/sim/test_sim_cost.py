@@ -13,8 +13,8 @@ from quire.bench.workloads import parse
 from quire.build import read_source
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.plan import Copy, In, Out, Row, StepPlan, Table
 from quire.sim.cost import FOLDER, Attention, Coefficients, Cost, Shape, load, names, padded, work_of
+from quire.vocabulary.plan import Copy, In, Out, Row, StepPlan, Table
 
 NOTHING = Coefficients(*(0.0,) * 10)
 SHAPE = Shape(100, 10, 2, (Attention(None, 8, 4), Attention(3, 16, 2)))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.plan import StepPlan, StepResult
-from quire.request import SamplingParams
+from quire.control.request import SamplingParams
 from quire.sim.cost import Attention, Coefficients, Cost, Shape
 from quire.sim.echo import EchoRunner
 from quire.sim.runner import SimRunner
 from quire.sim.simulate import Arriving, Simulation
-from quire.specs import LayerSpec, ModelSpec
+from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))
 SHAPE = Shape.of(SPEC, 2, tied=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
+from quire.control.request import SamplingParams
 from quire.errors import StartupError
-from quire.request import SamplingParams
 from quire.sim.cost import Coefficients, Cost, Shape
 from quire.sim.simulate import (
     MEASURES,
@@ -23,7 +23,7 @@ from quire.sim.simulate import (
     meets,
     objective,
 )
-from quire.specs import LayerSpec, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),), 512, 64, 64, 4, 128, 10**6)
 SECOND = Coefficients(*(0.0,) * 10)._replace(step=1.0)

@@ -21,10 +21,10 @@ from quire.bench.workloads import Job, parse
 from quire.build import Built
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.engine import Engine
+from quire.control.engine import Engine
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import Sequence as Seq
 from quire.errors import StartupError
-from quire.memory.paged import PagedMemory
-from quire.request import Sequence as Seq
 
 WIDTH = 4
 REPEATS = 3

@@ -26,8 +26,8 @@ from quire.bench.workloads import Job, parse
 from quire.build import ITEMSIZE, Source, build, read_source
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
+from quire.data.models import ARCHITECTURES, architecture
 from quire.errors import StartupError
-from quire.models import ARCHITECTURES, architecture
 from quire.sim.cost import MOST_DEPTH, Coefficients, Cost, Shape, Work
 from quire.sim.simulate import Arriving, Simulation
 

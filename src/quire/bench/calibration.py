@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.costs import Costs
-from quire.engine import Engine
-from quire.request import SamplingParams
-from quire.request import Sequence as Seq
+from quire.control.costs import Costs
+from quire.control.engine import Engine
+from quire.control.request import SamplingParams
+from quire.control.request import Sequence as Seq
 
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample

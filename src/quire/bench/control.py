@@ -16,15 +16,15 @@ from quire.bench.latency import spread
 from quire.bench.machine import Others
 from quire.collector import spare_the_loaded
 from quire.config import EngineConfig
+from quire.control.memory import Size, build_memory
+from quire.control.request import Request, SamplingParams
+from quire.control.request import Sequence as Seq
+from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.memory import Size, build_memory
-from quire.method import Advance, Branch, Choice, Context
-from quire.plan import Sampled, StepPlan, StepResult, Top
-from quire.request import Request, SamplingParams
-from quire.request import Sequence as Seq
-from quire.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
-from quire.specs import LayerSpec, ModelSpec
+from quire.vocabulary.method import Advance, Branch, Choice, Context
+from quire.vocabulary.plan import Sampled, StepPlan, StepResult, Top
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SEQUENCES = (1, 256, 1000)
 CONTEXTS = (128, 32768)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from quire.bench.latency import Trace
 from quire.bench.workloads import Job
-from quire.engine import Engine, Output
+from quire.control.engine import Engine, Output
+from quire.control.memory import Usage
+from quire.control.request import SamplingParams
 from quire.errors import QuireError
-from quire.memory import Usage
-from quire.request import SamplingParams
 
 WATCHING = 0.01  # of the time may go into sampling the memory
 

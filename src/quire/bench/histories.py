@@ -22,12 +22,12 @@ from quire.bench.workloads import Job, parse
 from quire.build import read_source
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
-from quire.decoding import BeamSearch
-from quire.engine import Engine
+from quire.control.decoding import BeamSearch
+from quire.control.engine import Engine
+from quire.control.request import SamplingParams
 from quire.errors import StartupError
-from quire.method import Advance, Branch, Context
-from quire.request import SamplingParams
 from quire.sim.histories import packed
+from quire.vocabulary.method import Advance, Branch, Context
 
 SEED = 0
 STORIES, STORY = 8, 1500  # how many, and tokens of each

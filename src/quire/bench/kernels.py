@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.bench.document import short, table
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
+from quire.data.kernels.batch import LayerCache
+from quire.data.runner.host_pool import HostPool
 from quire.errors import StartupError
-from quire.kernels.batch import LayerCache
-from quire.runner.host_pool import HostPool
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256
 PAGE = 16
@@ -80,7 +80,7 @@ def _random(*shape: int) -> Tensor:
 
 def copies() -> Iterator[Case]:
     """Copy-on-write: pages of 128 bytes to 2 MiB (16 tokens), up to 4096 in a launch; and one by one."""
-    from quire.kernels.triton.copy import copy_pages
+    from quire.data.kernels.triton.copy import copy_pages
 
     for size in (128, 2**14, 2**17, 2**21):
         pages = torch.zeros(min(2**33 // size, 2**20), size // 8, dtype=torch.int64, device="cuda")
@@ -147,7 +147,7 @@ def decodes() -> Iterator[Case]:
 
 def decode_calls(where: Placed, heads: int, *, contiguous: bool = False) -> list[Call]:
     """A decode step's attention in each layer."""
-    from quire.kernels.triton.attention import choose_splits, decode, decode_scratch
+    from quire.data.kernels.triton.attention import choose_splits, decode, decode_scratch
 
     batch, cache = len(where.slots), where.caches[0]
     device, dtype = where.slots.device, cache.rows.dtype
@@ -165,12 +165,12 @@ def decode_calls(where: Placed, heads: int, *, contiguous: bool = False) -> list
 
 def prompts() -> Iterator[Case]:
     """Causal attention over pages, of whole prompts and of chunks: by the kernel for every GPU, and by Hopper's own."""
-    from quire.kernels.triton import prompt
-    from quire.kernels.triton.launch import hopper
+    from quire.data.kernels.triton import prompt
+    from quire.data.kernels.triton.launch import hopper
 
     ways: list[tuple[str, Any, int]] = [("prompt paged", prompt.prompt, prompt.tile_queries(HEADS, KV_HEADS, DIM, 2))]
     if hopper(torch.device("cuda")):
-        from quire.kernels.triton import prompt_hopper
+        from quire.data.kernels.triton import prompt_hopper
 
         ways.append(("prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(HEADS // KV_HEADS)))
     for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
@@ -191,9 +191,9 @@ def _causal(length: int) -> int:
 
 def small() -> Iterator[Case]:
     """The small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
-    from quire.kernels.triton.activation import gate
-    from quire.kernels.triton.norm import rms_norm
-    from quire.kernels.triton.rope import rope_write
+    from quire.data.kernels.triton.activation import gate
+    from quire.data.kernels.triton.norm import rms_norm
+    from quire.data.kernels.triton.rope import rope_write
 
     weight, angles = _random(HIDDEN), torch.randn(8192, 2, DIM // 2, device="cuda")
     width = HEADS + 2 * KV_HEADS
@@ -214,7 +214,7 @@ def small() -> Iterator[Case]:
 
 def linears() -> Iterator[Case]:
     """Linear layers: cuBLAS, and ours for few rows; then all of a step's, in a step's order."""
-    from quire.kernels.triton.linear import gated, linear, supports
+    from quire.data.kernels.triton.linear import gated, linear, supports
 
     for name, (size, width) in MATRICES.items():
         weights = [_random(size, width) for _ in range(min(inputs(size * width * 2), LAYERS))]
@@ -252,7 +252,7 @@ def _products(product: Any, both: Any, layers: list[list[Tensor]], head: Tensor,
 
 def sampling() -> Iterator[Case]:
     """The greedy choice over the vocabulary."""
-    from quire.kernels.triton.sampling import Scratch, greedy
+    from quire.data.kernels.triton.sampling import Scratch, greedy
 
     for rows in (1, 32, 256, 1024):
         scratch = Scratch.of(rows, VOCAB, torch.device("cuda"), random=False)

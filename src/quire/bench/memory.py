@@ -19,8 +19,8 @@ from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.build import Built, device_of
 from quire.cli.flags import config_from
+from quire.control.request import SamplingParams
 from quire.errors import StartupError
-from quire.request import SamplingParams
 
 TOKENS = 12  # that each sequence generates, where so many fit
 LONG = 32_768  # tokens of long sequences, at most: a GPU's memory would take minutes to fill
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One result: bytes, planned and measured. Linux only on a CPU."""
     import torch
 
-    import quire.runner.model_runner  # noqa: F401  so that what is imported isn't counted
+    import quire.data.runner.model_runner  # noqa: F401  so that what is imported isn't counted
 
     config = config_from(args)
     gpu = device_of(config) == "cuda"

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.build import Built, build
 from quire.config import EngineConfig
-from quire.models.configs import named_config
+from quire.data.models.configs import named_config
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from quire.bench.calibration import TOKEN, swap_seconds
-from quire.engine import Engine
-from quire.plan import Copy, StepPlan, StepResult
-from quire.request import SamplingParams
+from quire.control.engine import Engine
+from quire.control.request import SamplingParams
 from quire.sim.cost import Coefficients, Shape, Work, work_of
+from quire.vocabulary.plan import Copy, StepPlan, StepResult
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 CONTEXTS = (16, 64, 256, 512, 1024, 1900, 4096)

@@ -330,8 +330,8 @@ def counter(config: EngineConfig) -> Count:
     @cache
     def tokenizer() -> Tokenizer:
         from quire.build import read_source
+        from quire.data.weights.checkpoint import locate
         from quire.text.tokenizer import Tokenizer
-        from quire.weights.checkpoint import locate
 
         named = config.tokenizer
         folder = locate(named, weights=False) if named is not None else read_source(config, weights=False).folder

@@ -20,14 +20,14 @@ from quire.bench.endless import Endless
 from quire.bench.latency import Trace, latencies, totals
 from quire.bench.traces import Traced, counter, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
+from quire.budget import activation_bytes
 from quire.build import BUNDLED, ITEMSIZE, read_source
 from quire.cli import Parser
 from quire.cli.flags import add_engine_flags, config_from
 from quire.config import EngineConfig
+from quire.control.request import SamplingParams
+from quire.data.models.configs import CONFIGS
 from quire.errors import InputError, StartupError
-from quire.models.configs import CONFIGS
-from quire.request import SamplingParams
-from quire.runner.budget import activation_bytes
 from quire.sim.cost import Calibration, Cost, load, names
 from quire.sim.runner import Draw
 from quire.sim.simulate import (
@@ -42,7 +42,7 @@ from quire.sim.simulate import (
     meets,
     objective,
 )
-from quire.specs import ModelSpec
+from quire.vocabulary.specs import ModelSpec
 
 SECONDS = 600.0  # of a trace that is made here
 LEAST_RATE, MOST_RATE = 1e-6, 1e5

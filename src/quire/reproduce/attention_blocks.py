@@ -21,7 +21,7 @@ from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse, poisson
 from quire.build import Built
 from quire.config import EngineConfig
-from quire.engine import Engine
+from quire.control.engine import Engine
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
 
 if TYPE_CHECKING:

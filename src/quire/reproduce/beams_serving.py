@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from quire.bench.document import table
+from quire.control.request import SamplingParams
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured, near
 from quire.reproduce.serving import (
     BELOW,
@@ -31,7 +32,6 @@ from quire.reproduce.serving import (
     draw_curves,
     in_parallel,
 )
-from quire.request import SamplingParams
 from quire.sim.histories import Replay, load
 from quire.sim.simulate import Arriving, Objective, Outcome
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
 from quire.config import EngineConfig
-from quire.memory.paged import PagedMemory
-from quire.plan import Sampled, StepResult
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import Request, SamplingParams, Sequence
+from quire.control.scheduler import Scheduler
 from quire.reproduce.result import Reproduction, Result, equal
-from quire.request import Request, SamplingParams, Sequence
-from quire.scheduler import Scheduler
-from quire.specs import LayerSpec, ModelSpec
+from quire.vocabulary.plan import Sampled, StepResult
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

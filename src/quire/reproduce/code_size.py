@@ -20,16 +20,14 @@ if TYPE_CHECKING:
 ROOT = Path(quire.__file__).parent
 PAPER = {"Python": 8.5, "kernels": 2.0}  # thousands of lines
 OTHER, KERNELS, MEASURING = "text and Python API", "kernels", "measuring"
-PARTS = {
-    "control plane": (
-        "errors", "specs", "request", "plan", "config", "method", "costs", "memory", "decoding", "scheduler", "engine",
-    ),
-    "runner": ("runner",),
-    "models": ("layers", "models", "weights"),
-    KERNELS: ("kernels",),
+PARTS = {  # files and folders below the package; a file belongs to the longest name that it begins with
+    "control plane": ("control", "vocabulary", "config", "errors"),
+    "runner": ("data",),
+    "models": ("data/layers", "data/models", "data/weights"),
+    KERNELS: ("data/kernels",),
     "server and command line": ("server", "cli", "__main__"),
     MEASURING: ("bench", "sim", "reproduce"),
-}  # fmt: skip
+}
 SILENT = {tokenize.COMMENT, tokenize.NL}
 LAYOUT = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 
@@ -43,9 +41,11 @@ class Size(NamedTuple):
     code: int
 
 
-def part_of(name: str) -> str:
-    """The part of a module or folder at the top of the package."""
-    return next((part for part, names in PARTS.items() if name in names), OTHER)
+def part_of(path: Path) -> str:
+    """The part of a file, given its path below the package."""
+    named = {name: part for part, names in PARTS.items() for name in names}
+    above = (path.with_suffix(""), *path.parents)
+    return next((named[str(folder)] for folder in above if str(folder) in named), OTHER)
 
 
 def code_lines(path: Path) -> int:
@@ -69,7 +69,7 @@ def sizes(root: Path = ROOT) -> Iterator[Size]:
     """Every part, in the order of the planes."""
     files: dict[str, list[Path]] = {part: [] for part in (*PARTS, OTHER)}
     for path in sorted(root.rglob("*.py")):
-        files[part_of(path.relative_to(root).with_suffix("").parts[0])].append(path)
+        files[part_of(path.relative_to(root))].append(path)
     for part in (*(part for part in PARTS if part != MEASURING), OTHER, MEASURING):
         lines = sum(len(path.read_text().splitlines()) for path in files[part])
         yield Size(part, len(files[part]), lines, sum(code_lines(path) for path in files[part]))

@@ -20,7 +20,7 @@ from quire.bench.latency import latencies
 from quire.bench.workloads import parse, poisson
 from quire.build import build
 from quire.config import MEMORIES, EngineConfig
-from quire.memory import Usage
+from quire.control.memory import Usage
 from quire.reproduce import serving
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
 from quire.sim.simulate import Objective, mean_usage

@@ -21,8 +21,8 @@ from quire.bench.endless import Endless
 from quire.bench.workloads import EDGE, Sketch, poisson
 from quire.cli.simulate import Plant, plant_of
 from quire.config import EngineConfig
+from quire.control.request import SamplingParams
 from quire.errors import StartupError
-from quire.request import SamplingParams
 from quire.sim.simulate import Arriving, Objective, Outcome, highest_rate
 
 if TYPE_CHECKING:

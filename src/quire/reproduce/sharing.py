@@ -18,7 +18,7 @@ from quire.bench.histories import SEED, cut, stories
 from quire.bench.workloads import Job
 from quire.build import build
 from quire.config import EngineConfig
-from quire.engine import Engine
+from quire.control.engine import Engine
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ import numpy as np
 from quire.build import ITEMSIZE, Built
 from quire.cli.simulate import plant_of
 from quire.config import EngineConfig
-from quire.engine import Engine
+from quire.control.engine import Engine
+from quire.control.memory import Size, Usage, build_memory
+from quire.control.memory.reserved import STATIC, ReservedMemory
+from quire.control.scheduler import Scheduler
 from quire.errors import QuireError
-from quire.memory import Size, Usage, build_memory
-from quire.memory.reserved import STATIC, ReservedMemory
 from quire.reproduce.serving import MANY, Load
-from quire.scheduler import Scheduler
 from quire.sim.simulate import Arriving, Served, Simulation
 
 LOOK = 0.25  # seconds between samples of the memory

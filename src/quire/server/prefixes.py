@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import EngineDead, QuireError, StartupError
-from quire.prompts import PREFIX_NAME
+from quire.text.prompts import PREFIX_NAME
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM

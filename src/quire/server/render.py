@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from quire.engine import Output
-from quire.plan import Top
-from quire.prompts import Prompt, Prompts
+from quire.control.engine import Output
 from quire.server.protocol import ChatRequest, CompletionRequest
+from quire.text.prompts import Prompt, Prompts
+from quire.vocabulary.plan import Top
 
 LOWEST = -9999.0  # what -inf becomes: JSON has no infinities
 Json = dict[str, Any]

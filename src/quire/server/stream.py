@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.async_llm import AsyncLLM
-from quire.engine import Output
-from quire.prompts import Prompt
-from quire.request import SamplingParams
+from quire.control.engine import Output
+from quire.control.request import SamplingParams
 from quire.server.errors import failure
 from quire.server.render import Json, Renderer, envelope
-from quire.streams import Delta, Stream
+from quire.text.prompts import Prompt
+from quire.text.streams import Delta, Stream
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499

@@ -16,10 +16,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.costs import Costs
+from quire.control.costs import Costs
 from quire.errors import StartupError
-from quire.plan import Copy, In, Out, StepPlan
-from quire.specs import ModelSpec
+from quire.vocabulary.plan import Copy, In, Out, StepPlan
+from quire.vocabulary.specs import ModelSpec
 
 FOLDER = Path(__file__).parent / "calibrations"
 MOST_BYTES = 2**24  # of a calibration file

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.decoding import branch_seed, method_of
-from quire.method import Branch, Context
-from quire.plan import LAST, Birth, Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table, Top
-from quire.request import SamplingParams
-from quire.specs import Geometry
+from quire.control.decoding import branch_seed, method_of
+from quire.control.request import SamplingParams
+from quire.vocabulary.method import Branch, Context
+from quire.vocabulary.plan import LAST, Birth, Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table, Top
+from quire.vocabulary.specs import Geometry
 
 Cells = npt.NDArray[np.int64]
 BLIND_TOKEN = 7
@@ -152,7 +152,7 @@ class Slot:
 
 
 class EchoRunner:
-    """A Runner (see quire.engine). Plans wait in a queue until they are collected, as on a device that is busy.
+    """A Runner (see quire.control.engine). Plans wait in a queue until they are collected, as on a device that is busy.
 
     `blind` does no work and draws one constant token: what is left is the cost of the control plane.
     """

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.decoding import split_mix
+from quire.control.decoding import split_mix
+from quire.control.request import MAX_BEAM_WIDTH, MAX_N
 from quire.errors import StartupError
-from quire.plan import Birth, Row, Sampled, Top
-from quire.request import MAX_BEAM_WIDTH, MAX_N
+from quire.vocabulary.plan import Birth, Row, Sampled, Top
 
 RECORDED = Path(__file__).parent / "recorded" / "beams.json"
 TOKEN = 7  # the first that is drawn

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.plan import Birth, Row, Sampled, StepPlan, StepResult
-from quire.request import MAX_N
+from quire.control.request import MAX_N
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost, Work, padded, work_of
-from quire.specs import Geometry
+from quire.vocabulary.plan import Birth, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.specs import Geometry
 
 TOKEN = 7
 Draw = Callable[[Row, Birth], Sampled]
@@ -29,7 +29,7 @@ class Flight(NamedTuple):
 
 
 class SimRunner:
-    """See quire.engine.Runner. Always the same token is drawn, none of the end tokens in `avoid`; branches of one row
+    """See control.engine.Runner. Always the same token is drawn, none of the end tokens in `avoid`; branches of one row
     get different ones, so that they share no more than their prompt. Or `draw` says what a row of the sequence of a
     birth brings (beam search needs candidates). `watch` is shown the work and the seconds of every step. `padding` is
     asked in each step for the tokens of prompts and the rows that static batches computed for nothing until then."""

@@ -14,17 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.engine import Engine
+from quire.control.engine import Engine
+from quire.control.limits import Limits
+from quire.control.memory import Size, Usage, build_memory
+from quire.control.memory.reserved import STATIC, ReservedMemory
+from quire.control.request import SamplingParams
+from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.limits import Limits
-from quire.memory import Size, Usage, build_memory
-from quire.memory.reserved import STATIC, ReservedMemory
-from quire.request import SamplingParams
-from quire.scheduler import Scheduler
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost
 from quire.sim.runner import Draw, SimRunner
-from quire.specs import ModelSpec
+from quire.vocabulary.specs import ModelSpec
 
 SAMPLES = 400  # of the memory, in a run
 LOOKS = 1.0  # virtual seconds between questions whether a run is lost

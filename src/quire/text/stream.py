@@ -1,6 +1,6 @@
 """The engine's view of a tokenizer: text as tokens come, stop strings in it, and bad words as token ids.
 
-Implements quire.engine.Text; knows nothing of requests beyond their SamplingParams.
+Implements quire.control.engine.Text; knows nothing of requests beyond their SamplingParams.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quire.control.request import MAX_BAD_WORD_IDS, SamplingParams
 from quire.errors import InputError
-from quire.request import MAX_BAD_WORD_IDS, SamplingParams
 from quire.text.detokenize import Detokenizer
 from quire.text.stop import Automaton, StopStrings
 from quire.text.tokenizer import Tokenizer

@@ -1,0 +1,153 @@
+"""Decoding as pure functions: what a drawn token means for its sequence, when it ends, and beam search.
+
+A method is a composition of fork, append and free (PagedAttention §5.2); nothing here touches memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, TypeVar
+
+import numpy.typing as npt
+
+from quire.control.request import Request, SamplingParams, Sequence
+from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending, Method
+from quire.vocabulary.plan import Sampled
+
+Word = TypeVar("Word", int, npt.NDArray[Any])  # the arrays are of uint64
+WORD, SEEDS = 2**64 - 1, 2**63 - 1
+
+
+def split_mix(state: Word) -> Word:
+    """The output function of SplitMix64 (Steele et al. 2014), a bijection of 64-bit words: one, or an array of them."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & WORD
+    state ^= state >> 31  # its own copy by now
+    return state
+
+
+def branch_seed(seed: Word, index: Word) -> Word:
+    """The seed, below 2**63, of branch `index` of a request: a result depends on the request's seed and the branch
+    alone. Branch 0 has the request's own seed; the others' are no other small seed's, lest the branches of seeds 1, 2
+    and 3 be each other's."""
+    seed = seed & SEEDS
+    seed ^= split_mix(index * (split_mix(seed) | 1) & WORD) & SEEDS
+    return seed
+
+
+def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids: frozenset[int], max_len: int) -> None:
+    """Append the token of `draw` to `seq` and decide whether it ends there."""
+    token = sampled.tokens[draw]
+    seq.tokens.append(token)
+    if sampled.tops:
+        seq.cumulative_logprob += sampled.tops[draw].logprob
+        if request.params.ranked and request.params.logprobs is not None:
+            seq.tops.append(sampled.tops[draw])
+    if sampled.error:
+        seq.finish, seq.stop_reason = "error", sampled.error
+        return
+    seq.finish, seq.stop_reason = stop(request, seq, token, eos_ids, max_len)
+
+
+def stop(
+    request: Request, seq: Sequence, token: int, eos_ids: frozenset[int], max_len: int
+) -> tuple[str | None, int | None]:
+    """Why a sequence ends after `token`: ("stop", None) at an end token, ("stop", id) at a stop token, "length"."""
+    outputs = len(seq.tokens) - seq.prompt_len
+    if outputs >= request.params.min_tokens:
+        if not request.params.ignore_eos and token in eos_ids:
+            return "stop", None
+        if token in request.stop_ids:
+            return "stop", token
+    if outputs >= request.max_tokens or len(seq.tokens) >= max_len:
+        return "length", None
+    return None, None
+
+
+def method_of(params: SamplingParams) -> Method | None:
+    """A fresh method for a request, or None: each branch goes on by itself."""
+    if params.beam_width is not None:
+        return BeamSearch(params.beam_width, params.length_penalty, params.early_stopping)
+    return params.method() if params.method is not None else None
+
+
+def context_of(request: Request, eos_ids: frozenset[int]) -> Context:
+    """What a method may know."""
+    params = request.params
+    return Context(
+        frozenset() if params.ignore_eos else eos_ids,
+        request.stop_ids,
+        params.min_tokens,
+        request.max_tokens,
+    )
+
+
+class BeamSearch:
+    """Beam search (PagedAttention §4.4), with the rules of transformers' `num_beams`.
+
+    Of all continuations of all branches the best `width` that don't end are live next. One that ends is a result if it
+    is among the `width` best; its score is logprob / outputs ** length_penalty. The search ends when no live branch can
+    beat the worst of `width` results: with `early_stopping` True as soon as there are `width`, with False judged at the
+    present length, with "never" at the length that favours the live ones most. Below min_tokens no branch ends.
+    """
+
+    def __init__(self, width: int, length_penalty: float = 1.0, early_stopping: bool | str = False) -> None:
+        self.width, self.length_penalty, self.early_stopping = width, length_penalty, early_stopping
+        self.scores: list[float] = []  # of the results so far, best first
+
+    def keep(self) -> int:
+        """The results that count."""
+        return self.width
+
+    def top(self, context: Context) -> int:
+        """Enough that `width` branches could go on from any one, even if all its likeliest tokens are end tokens."""
+        return self.width + len(context.eos_ids | context.stop_ids)
+
+    def advance(self, branches: Seq[Branch], context: Context) -> Advance:
+        """One step: `branches` in the order of the last call's choices."""
+        outputs = len(branches[0].tokens) - branches[0].prompt_len + 1
+        best = sorted(
+            (
+                (branch.logprob + logprob, -parent, token, logprob)
+                for parent, branch in enumerate(branches)
+                for token, logprob in zip(branch.top.ids, branch.top.logprobs)
+                if outputs > context.min_tokens or (token not in context.eos_ids and token not in context.stop_ids)
+            ),
+            key=lambda candidate: candidate[:2],
+            reverse=True,
+        )
+        choices: list[Choice] = []
+        endings: list[Ending] = []
+        running = None  # the best live sum of log-probabilities
+        for rank, (total, parent, token, logprob) in enumerate(best):
+            if rank >= self.width == len(choices):
+                break
+            reason = _reason(token, outputs, context)
+            if reason is None:
+                if len(choices) < self.width:
+                    running = total if running is None else running
+                    choices.append(Choice(-parent, token, logprob))
+            elif rank < self.width:
+                score = total / outputs**self.length_penalty
+                stopped = token if reason == "stop" and token not in context.eos_ids else None
+                endings.append(Ending(-parent, token, logprob, score, reason, stopped))
+        self.scores = sorted([*self.scores, *(ending.score for ending in endings)], reverse=True)[: self.width]
+        if running is None or self._settled(running, outputs, context):
+            choices = []
+        return Advance(tuple(choices), tuple(endings))
+
+    def _settled(self, running: float, outputs: int, context: Context) -> bool:
+        """No live branch can change the results."""
+        if len(self.scores) < self.width:
+            return False
+        if self.early_stopping is True:
+            return True
+        length = context.max_tokens if self.early_stopping == "never" and self.length_penalty > 0 else outputs
+        attainable: float = running / length**self.length_penalty
+        return attainable <= self.scores[-1]
+
+
+def _reason(token: int, outputs: int, context: Context) -> str | None:
+    if token in context.eos_ids or token in context.stop_ids:
+        return "stop"
+    return "length" if outputs >= context.max_tokens else None

@@ -1,0 +1,87 @@
+"""What a request may ask for, checked at the edge: before anything of it is queued. Every refusal names the value and
+the limit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from quire.control.decoding import method_of
+from quire.control.request import SamplingParams
+from quire.errors import InputError, Overloaded, PromptTooLong
+
+MAX_SALT = 1024
+
+Fits = Callable[[list[int], int], bool]
+"""Whether branches that reach these lengths, with a common prompt of so many tokens, fit into an empty memory."""
+
+
+class Limits(NamedTuple):
+    """Of one engine."""
+
+    vocab_size: int
+    max_len: int
+    max_queued: int
+    held_by: str = "the model"  # what sets max_len: the model, the memory or an option
+
+    def check_queue(self, more: int, waiting: int) -> None:
+        """Overloaded if `more` requests can't wait now, InputError if so many never can."""
+        if 1 < more > self.max_queued:
+            raise InputError(f"there are {more} prompts, but at most {self.max_queued} requests may wait", "prompt")
+        if waiting + more > self.max_queued:
+            raise Overloaded(f"the queue is full: {waiting} of {self.max_queued} requests are waiting")
+
+    def tokens(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many."""
+        if len(prompt) == 0:
+            raise InputError("the prompt is empty: it must have at least one token", "prompt")
+        if len(prompt) >= self.max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens, but {self.held_by} holds {self.max_len} "
+                "with at least one token of output",
+                "prompt",
+            )
+        for i, token in enumerate(prompt):
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                shown, most = repr(token)[:40], self.vocab_size - 1
+                raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {most}", "prompt")
+        return list(prompt)
+
+    def max_tokens(self, prompt_len: int, params: SamplingParams, max_seqs: int, fits: Fits) -> int:
+        """Tokens that a request may generate: what it asks for, cut to the model's length; if it doesn't ask, cut to
+        what the memory holds too. InputError if more than `max_seqs` branches would run, PromptTooLong if nothing
+        fits."""
+        room = self.max_len - prompt_len
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        method = method_of(params)
+        width = params.width if method is None else method.width
+        if width > max_seqs:
+            name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
+            raise InputError(f"{name} is {width}, but at most {max_seqs} sequences run at once", name)
+
+        def held(output: int) -> bool:
+            return fits([prompt_len + output] * width, prompt_len)
+
+        if params.max_tokens is None and not held(wanted):
+            wanted = bisect(range(1, wanted + 1), False, key=lambda output: not held(output))
+        if wanted == 0 or not held(wanted):
+            raise PromptTooLong(
+                f"{width} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
+                "ask for fewer branches or a smaller max_tokens, or start with a larger --kv-gib",
+                "max_tokens",
+            )
+        return wanted
+
+
+def check_salt(salt: str) -> None:
+    """InputError for what is no salt of a prefix cache."""
+    if not isinstance(salt, str):
+        raise InputError(f"cache_salt must be a string, got {type(salt).__name__}", "cache_salt")
+    if len(salt) > MAX_SALT:
+        raise InputError(f"cache_salt may have at most {MAX_SALT} characters, got {len(salt)}", "cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("cache_salt has half of a surrogate pair, which is no character", "cache_salt") from error

@@ -1,0 +1,216 @@
+"""Attention through plain torch: gather the pages, then dense products. Batched over sequences and heads.
+
+A step's queries are cut into tiles of up to TILE tokens of one sequence; tiles of like size form buckets, and each
+bucket is one batched call a layer: a decode step of 32 sequences is one bucket. Pages keep a head's tokens together,
+so one gather of [head, page] rows gives exactly the operand of a batched product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.data.kernels.batch import Batch, LayerCache, to_device
+from quire.data.kernels.limits import MAX_SCORES, TILE
+from quire.vocabulary.specs import Layout
+
+
+@dataclass(slots=True)
+class Bucket:
+    """B tiles of up to Q queries over up to N pages. `queries` [B, Q] are rows of the step's tokens (a short tile
+    repeats its last one), `pages` [B, 1, N] page ids, `hidden` [B, 1, Q, N * page_tokens] is true where a query may not
+    look (None: nowhere), `unwritten` are rows of the gathered values, as [B * kv_heads * N * page_tokens, dim], that
+    hold no token of the sequence. `places` are the real ones of [B, Q] (None: all), `tokens` the rows they answer.
+    """
+
+    queries: Tensor
+    pages: Tensor
+    hidden: Tensor | None
+    unwritten: Tensor | None
+    tokens: Tensor | None  # None: the queries are all the step's tokens, in order
+    places: Tensor | None
+
+
+@dataclass(slots=True)
+class Plan:
+    """One group's buckets, and where the step's keys and values go: rows of [*, dim] before the layer's own offset."""
+
+    buckets: list[Bucket]
+    writes: Tensor  # [T, kv_heads]: page * stride + head, times page_tokens, plus the offset in the page
+
+
+class SdpaBackend:
+    """See the head of the file. Buffers for gathered keys and values are kept between layers and steps."""
+
+    needs = Layout.PAGED
+    rotates = False
+
+    def __init__(self) -> None:
+        self.scratch: dict[str, Tensor] = {}
+
+    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Plan:
+        """Once a step and layer group, on the host: keys and values of `batch`, queries of `asked` if given."""
+        cache = next(c for c in batch.caches if c.group == group)
+        asked = asked or batch
+        tiles = _tiles(asked, cache)
+        heads = torch.arange(cache.kv_heads, device=batch.device)
+        rows = batch.write_pages[group][:, None] * cache.stride + heads
+        return Plan(
+            [_bucket(asked, cache, tiles[part]) for part in _parts(tiles, cache)],
+            rows * cache.page_tokens + batch.write_offsets[:, None],
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
+        dim, size = cache.head_dim, cache.page_tokens
+        slots = cache.rows.view(-1, dim)
+        writes = plan.writes.reshape(-1)
+        slots.index_copy_(0, writes + cache.key_row * size, k.reshape(-1, dim))
+        slots.index_copy_(0, writes + cache.value_row * size, v.reshape(-1, dim))
+        if len(plan.buckets) == 1 and plan.buckets[0].tokens is None:
+            return self._attend(q, plan.buckets[0], cache, scale)
+        out = torch.empty_like(q)
+        for bucket in plan.buckets:
+            part = self._attend(q, bucket, cache, scale)
+            out.index_copy_(0, bucket.tokens, part)
+        return out
+
+    def _attend(self, q: Tensor, bucket: Bucket, cache: LayerCache, scale: float) -> Tensor:
+        heads, dim = q.shape[1:]
+        count, width = bucket.queries.shape
+        kv, shared = cache.kv_heads, heads // cache.kv_heads
+        rows = bucket.pages * cache.stride + torch.arange(kv, device=q.device)[:, None]
+        keys = self._gather("keys", cache.rows, rows + cache.key_row, dim)
+        values = self._gather("values", cache.rows, rows + cache.value_row, dim)
+        if bucket.unwritten is not None:
+            values.view(-1, dim).index_fill_(0, bucket.unwritten, 0)
+            if q.device.type != "cpu":  # torch's fused kernels add the mask to the scores, and NaN - inf is NaN
+                keys.view(-1, dim).index_fill_(0, bucket.unwritten, 0)
+        if bucket.tokens is not None or width > 1:
+            q = q.index_select(0, bucket.queries.reshape(-1))
+        # [B, Q, kv, shared, dim] -> [B, kv, shared, Q, dim]: a key head serves its group of query heads as one operand.
+        query = q.view(count, width, kv, shared, dim).permute(0, 2, 3, 1, 4)
+        attend = _products if q.device.type == "cpu" else _fused
+        out = attend(query, keys, values, bucket.hidden, scale)
+        out = out.permute(0, 3, 1, 2, 4).reshape(count * width, heads, dim)
+        return out if bucket.places is None else out.index_select(0, bucket.places)
+
+    def _gather(self, name: str, source: Tensor, rows: Tensor, dim: int) -> Tensor:
+        """source[rows] as [B * kv_heads, N * page_tokens, dim], in a buffer that is reused."""
+        flat = rows.reshape(-1)
+        numbers = flat.numel() * source.shape[1]
+        scratch = self.scratch.get(name)
+        if scratch is None or scratch.numel() < numbers or scratch.dtype != source.dtype:
+            scratch = self.scratch[name] = torch.empty(numbers + numbers // 4, dtype=source.dtype, device=source.device)
+        out = scratch[:numbers].view(flat.numel(), -1)
+        torch.index_select(source, 0, flat, out=out)
+        return out.view(rows.shape[0] * rows.shape[1], -1, dim)
+
+
+def _products(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """softmax(query keys^T * scale) values as two batched products; torch's fused kernel is slow on CPUs for one query
+    and for bf16 prompts (docs/performance.md)."""
+    count, kv, shared, width, dim = query.shape
+    scores = torch.bmm((query * scale).reshape(count * kv, shared * width, dim), keys.transpose(1, 2))
+    if hidden is not None:
+        scores.view(count, kv, shared, width, -1).masked_fill_(hidden[:, None], -torch.inf)
+    weights = torch.softmax(scores, -1)
+    return torch.bmm(weights, values).view(count, kv, shared, width, dim)
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+    """The same through torch's fused kernels. The group is folded into the queries: with grouped heads and a mask torch
+    has no fused kernel."""
+    count, kv, shared, width, dim = query.shape
+    mask = None if hidden is None else ~hidden
+    if mask is not None and width > 1:
+        mask = mask.repeat(1, 1, shared, 1)
+    out = F.scaled_dot_product_attention(
+        query.reshape(count, kv, shared * width, dim), keys.view(count, kv, -1, dim), values.view(count, kv, -1, dim),
+        attn_mask=mask, scale=scale,
+    )  # fmt: skip
+    return out.view(count, kv, shared, width, dim)
+
+
+def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
+    """Tiles as int64 [n, 6]: slot, first token of the step, queries, first position, first page, end position. Long
+    contexts are cut into fewer queries, so that a tile's scores stay within MAX_SCORES."""
+    ends = batch.starts + batch.lengths
+    most = np.clip(MAX_SCORES // (cache.heads * np.maximum(ends, 1)), 1, TILE)
+    counts = -(-batch.lengths // most)
+    row = np.repeat(np.arange(len(counts)), counts)
+    cut = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most[row]
+    queries = np.minimum(batch.lengths[row] - cut, most[row])
+    position = batch.starts[row] + cut
+    page = np.zeros_like(position)
+    if cache.window is not None:
+        page = np.maximum(position - cache.window + 1, 0) // cache.page_tokens
+    return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, position + queries], 1)
+
+
+def _parts(tiles: np.ndarray, cache: LayerCache) -> list[np.ndarray]:
+    """Indices of tiles that go together: of like size, so that little is padded, and within MAX_SCORES."""
+    span = tiles[:, 5] - tiles[:, 4] * cache.page_tokens
+    order = np.lexsort((span, tiles[:, 2]))
+    queries, spans = tiles[order, 2].tolist(), span[order].tolist()
+    parts, first, widest = [], 0, 0
+    for i in range(len(order) + 1):
+        if i < len(order):
+            widest = max(widest, spans[i])
+            alike = queries[i] <= 1.5 * queries[first] and spans[i] <= 1.5 * spans[first] + 128
+            if i == first or (alike and (i + 1 - first) * queries[i] * widest * cache.heads <= MAX_SCORES):
+                continue
+        parts.append(np.sort(order[first:i]))
+        first, widest = i, spans[i] if i < len(order) else 0
+    return parts
+
+
+def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
+    """The host computes what depends on the number of tiles, the device what depends on the lengths of contexts."""
+    size, device = cache.page_tokens, batch.device
+    _, tokens, queries, _, pages, ends = tiles.T
+    width, count = int(queries.max()), int((-(-ends // size) - pages).max())
+    slots, _, many, positions, first, end = to_device(np.ascontiguousarray(tiles.T), device)
+    logical = first[:, None] + torch.arange(count, device=device)
+    table = batch.tables[cache.group]
+    named = table[slots[:, None], logical.clamp(max=table.shape[1] - 1)]
+    # Pages past the end of a short tile resolve to the scratch page, whose content is finite.
+    named = named.masked_fill_(logical * size >= end[:, None], 0)
+    hidden = None
+    if width > 1 or cache.window is not None or ((ends - pages * size) != count * size).any():
+        key_at = (first * size)[:, None, None] + torch.arange(count * size, device=device)  # [B, 1, keys]
+        across = torch.arange(width, device=device)
+        query_at = (positions[:, None] + torch.minimum(across, (many - 1)[:, None]))[:, :, None]
+        hidden = key_at > query_at
+        if cache.window is not None:
+            hidden |= key_at <= query_at - cache.window
+        hidden = hidden[:, None]
+    picked = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
+    real = np.arange(width) < queries[:, None]
+    whole = width == 1 and len(tiles) == batch.tokens.numel()
+    return Bucket(
+        queries=to_device(picked, device),
+        pages=named[:, None, :],
+        hidden=hidden,
+        unwritten=_unwritten(ends, pages, count, cache, device),
+        tokens=None if whole else to_device(picked[real], device),
+        places=None if real.all() else to_device(np.nonzero(real.reshape(-1))[0], device),
+    )
+
+
+def _unwritten(
+    ends: np.ndarray, pages: np.ndarray, count: int, cache: LayerCache, device: torch.device
+) -> Tensor | None:
+    """Rows of the gathered values behind each tile's end, in its last page: nobody wrote them for this sequence."""
+    size, kv = cache.page_tokens, cache.kv_heads
+    behind = -ends % size
+    if not behind.any():
+        return None
+    tile = np.repeat(np.arange(len(ends)), behind)
+    at = (ends - pages * size)[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(behind) - behind, behind)
+    rows = (tile[:, None] * kv + np.arange(kv)) * (count * size) + at[:, None]
+    return to_device(rows.reshape(-1), device)

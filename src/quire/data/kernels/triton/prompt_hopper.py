@@ -1,0 +1,213 @@
+"""Attention of long prompts on Hopper GPUs (FlashAttention-3's division of work, over pages): what `prompt` computes,
+to the bit where keys and values are finite.
+
+Each group of four warps has one role. The last fetches blocks of keys and values from their pages into a ring in shared
+memory; the others hold 64 rows of the tile each, and take one block after another from there. A group has the next
+block's scores and the last block's values multiplied while it computes its softmax, and while one group waits for a
+product the others can go on. A block read serves 192 rows, where `prompt` has 128.
+
+Gluon is the part of Triton in which a kernel gives roles to warps. It is marked experimental: `launch.GLUON` has the
+versions that this was tested with, and tests/data/kernels/test_compiles.py looks for the barriers that these put before
+a group's arrivals.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.triton.attention import LOWEST, factors
+
+PARTS = gl.constexpr(3)  # groups of warps that hold rows
+PART = gl.constexpr(64)  # rows of each
+BLOCK = gl.constexpr(64)  # keys at a time: as many as `prompt` takes, or the bits would differ
+STAGES = gl.constexpr(4)  # blocks in the ring: one is multiplied, one before it too, one announced, one on its way
+HOLDING, FETCHING = gl.constexpr(152), gl.constexpr(56)  # registers a thread, by the role
+
+LONG = 4096
+"""Tokens of a context from which on this kernel is the faster one, on an H200 by a tenth for a whole prompt, and more
+for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself, which idles while it starts."""
+
+
+def takes(cache: LayerCache) -> bool:
+    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without a window."""
+    return cache.window is None and cache.head_dim == 128 and cache.rows.element_size() == 2
+
+
+def tile_queries(group: int) -> int:
+    """Queries a tile, whose key heads serve `group` query heads each: what `prompt` expects of `make_tiles`."""
+    return PARTS.value * PART.value // group
+
+
+@gluon.jit
+def _fetch(keys, table, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr, VALUES_AFTER: gl.constexpr):
+    """Every block in turn, once the ring has room for it; a block is announced when the next one is on its way."""
+    k_blocks, v_blocks, ready, free = ring
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    at = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    pages = gl.load(table + at // PAGE, mask=at < end, other=0)
+    turn = 0
+    for _ in range(0, end, BLOCK):
+        places = keys + (pages * stride * (PAGE * DIM) + (at % PAGE) * DIM)[:, None] + d[None, :]
+        real = (at < end)[:, None]
+        at += BLOCK
+        pages = gl.load(table + at // PAGE, mask=at < end, other=0)  # a turn ahead
+        mbarrier.wait(free.index(turn % STAGES), (turn // STAGES & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(k_blocks.index(turn % STAGES), places, mask=real)
+        async_copy.async_copy_global_to_shared(v_blocks.index(turn % STAGES), places + VALUES_AFTER, mask=real)
+        async_copy.commit_group()
+        async_copy.wait_group(1)
+        fence_async_shared()  # here, once, rather than by all who read
+        mbarrier.arrive(ready.index((turn + STAGES - 1) % STAGES), pred=turn > 0)
+        turn += 1
+    async_copy.wait_group(0)
+    fence_async_shared()
+    mbarrier.arrive(ready.index((turn + STAGES - 1) % STAGES))
+
+
+@gluon.jit
+def _soften(scores, best, weight, outer):
+    new = gl.maximum(best, gl.max(scores, 1) * outer)
+    weights = gl.exp2(scores * outer - new[:, None])
+    shrink = gl.exp2(best - new)
+    return weights, new, shrink, weight * shrink + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _sweep(query, shares, best, weight, total, position, ring, begin, end, blocks, outer, MASKED: gl.constexpr):
+    """Take in the keys of the blocks begin .. end, and the values of the block before each, weighted by `shares`; not
+    MASKED: every row sees all of these keys. Block `begin` is there already."""
+    k_blocks, v_blocks, ready, free = ring
+    layout: gl.constexpr = best.type.layout.parent
+    for turn in range(begin, end):
+        key = k_blocks.index(turn % STAGES).permute([1, 0])
+        before = (turn - 1) % STAGES
+        scores = gl.zeros([PART, BLOCK], gl.float32, layout)
+        coming = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
+        adding = warpgroup_mma(shares, v_blocks.index(before), total, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[coming])
+        if MASKED:
+            at = turn * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            scores = gl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+        weights, best, shrink, weight = _soften(scores, best, weight, outer)
+        following = gl.convert_layout(weights.to(shares.dtype), shares.type.layout)
+        # This wait, a branch, keeps the compiler from moving the softmax behind the next one, where nothing overlaps.
+        mbarrier.wait(ready.index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=turn + 1 < blocks)
+        total, _, shares = warpgroup_mma_wait(0, deps=[adding, shares, following])
+        mbarrier.arrive(free.index(before))
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+    return shares, best, weight, total
+
+
+@gluon.jit
+def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
+    """The rows of one part of the tile."""
+    k_blocks, v_blocks, ready, _ = ring
+    token, many, earliest, head, q_row, q_head, out_row = tile
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, wide))
+    d = gl.arange(0, DIM, gl.SliceLayout(0, wide))
+    places = (token + row // GROUP).to(gl.int64) * q_row + (head * GROUP + row % GROUP) * q_head
+    inside = (row // GROUP < many)[:, None]
+    query = q_parts.index(NUMBER)
+    query.store(gl.load(q + places[:, None] + d[None, :], mask=inside, other=0.0))
+    fence_async_shared()
+    row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, scored))
+    position = earliest + gl.minimum(row // GROUP, many - 1)
+    blocks = gl.cdiv(earliest + many, BLOCK)
+    whole = (earliest + gl.minimum(NUMBER * PART // GROUP, many - 1) + 1) // BLOCK  # every row sees all keys of these
+    whole = gl.maximum(whole, 1)
+    best = gl.full([PART], LOWEST, gl.float32, gl.SliceLayout(1, scored))
+    weight = gl.zeros([PART], gl.float32, gl.SliceLayout(1, scored))
+    total = gl.zeros([PART, DIM], gl.float32, summed)
+    mbarrier.wait(ready.index(0), 0)
+    scores = gl.zeros([PART, BLOCK], gl.float32, scored)
+    coming = warpgroup_mma(query, k_blocks.index(0).permute([1, 0]), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[coming])
+    at = gl.arange(0, BLOCK, gl.SliceLayout(0, scored))
+    scores = gl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+    weights, best, _, weight = _soften(scores, best, weight, outer)
+    shares = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, summed, 2))
+    mbarrier.wait(ready.index(1), 0, pred=blocks > 1)
+    shares, best, weight, total = _sweep(
+        query, shares, best, weight, total, position, ring, 1, whole, blocks, outer, False
+    )  # fmt: skip
+    shares, best, weight, total = _sweep(
+        query, shares, best, weight, total, position, ring, whole, blocks, blocks, outer, True
+    )  # fmt: skip
+    adding = warpgroup_mma(shares, v_blocks.index((blocks - 1) % STAGES), total, is_async=True)
+    total, _ = warpgroup_mma_wait(0, deps=[adding, shares])
+    result = total / gl.convert_layout(weight, gl.SliceLayout(1, summed))[:, None]
+    row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, summed))
+    d = gl.arange(0, DIM, gl.SliceLayout(0, summed))
+    places = (token + row // GROUP).to(gl.int64) * out_row + (head * GROUP + row % GROUP) * DIM
+    gl.store(out + places[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=(row // GROUP < many)[:, None])
+
+
+@gluon.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["tiles", "tables"])
+def _prompt_hopper(
+    q, cache, tables, tiles, out, q_row, q_head, out_row, table_width, stride, key_row, outer,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, VALUES_AFTER: gl.constexpr,
+):  # fmt: skip
+    index, head = gl.program_id(0) // KV_HEADS, gl.program_id(0) % KV_HEADS
+    slot = gl.load(tiles + index * 4)
+    token = gl.load(tiles + index * 4 + 1)
+    many = gl.load(tiles + index * 4 + 2)
+    earliest = gl.load(tiles + index * 4 + 3)
+    keys = cache + (key_row + head).to(gl.int64) * (PAGE * DIM)
+    table = tables + slot.to(gl.int64) * table_width
+    dtype: gl.constexpr = q.dtype.element_ty
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
+    q_parts = gl.allocate_shared_memory(dtype, [PARTS, PART, DIM], shared)
+    k_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, DIM], shared)
+    v_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, DIM], shared)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=PARTS)
+    ring = (k_blocks, v_blocks, ready, free)
+    tile = (token, many, earliest, head, q_row, q_head, out_row)
+    gl.warp_specialize(
+        [
+            (_attend, (q, out, tile, q_parts, ring, outer, 0, GROUP, DIM)),
+            (_attend, (q, out, tile, q_parts, ring, outer, 1, GROUP, DIM)),
+            (_attend, (q, out, tile, q_parts, ring, outer, 2, GROUP, DIM)),
+            (_fetch, (keys, table, earliest + many, stride, ring, DIM, PAGE, VALUES_AFTER)),
+        ],
+        [4, 4, 4],
+        [HOLDING, HOLDING, FETCHING],
+    )
+
+
+def prompt(
+    q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, scale: float
+) -> Tensor:
+    """As `quire.data.kernels.triton.prompt.prompt`, for caches that it `takes`, in tiles of `tile_queries` queries."""
+    heads, dim = q.shape[1:]
+    group = heads // cache.kv_heads
+    out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
+    assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
+    assert q.stride(2) == 1, "heads are rows of `dim` numbers"
+    assert cache.window is None, "no windows"
+    assert tile_queries(group), "more query heads a key head than a tile has rows"
+    _prompt_hopper[(tiles.shape[0] * cache.kv_heads,)](
+        q, cache.rows, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
+        cache.stride, cache.key_row, factors(scale, None)[1],
+        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, PAGE=cache.page_tokens,
+        VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim, num_warps=4,
+    )  # fmt: skip
+    return out

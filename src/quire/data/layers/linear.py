@@ -1,0 +1,98 @@
+"""A linear layer whose weight may be several projections stacked (q, k, v or gate, up), so that one product does all.
+
+On a CPU `prepare` repacks the weight into oneDNN's own layout, which F.linear would otherwise do at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# The row count that oneDNN lays the weight out for. On Zen 5, 1 costs fp32 a factor of 1.5 to 3 at 4 to 32 rows; the
+# other values (and all of them in bf16) are equal at every row count from 1 to 2048.
+ROWS_HINT = 32
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+class Linear(nn.Module):
+    """x [..., in_features] -> x weight^T + bias [..., out_features].
+
+    `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `parts`. A `weight` given
+    is shared (a head tied to the embedding), not allocated.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts = (out_features,) if isinstance(out_features, int) else out_features
+        rows = sum(self.parts)
+        if weight is None:
+            weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device), requires_grad=False)
+        assert weight.shape == (rows, in_features), f"weight {tuple(weight.shape)} is not {(rows, in_features)}"
+        self.weight: Tensor | None = weight
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self.packed: Callable[[Tensor], Tensor] | None = None
+        self.few: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
+        self.few_rows = 0
+        self.invariant: Callable[..., Tensor] | None = None
+        self.pdl = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x)
+        if self.few is not None and len(x) <= self.few_rows:
+            return self.few(x, self.weight, self.bias, pdl=self.pdl)
+        if self.invariant is not None:
+            return self.invariant(x, self.weight, self.bias, pdl=self.pdl)
+        return F.linear(x, self.weight, self.bias)
+
+    @torch.no_grad()
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works. On a GPU
+        few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
+        any number of rows one kernel that computes each row alike (the library chooses by their number)."""
+        if self.weight is None:
+            return
+        if self.weight.is_cuda:
+            from quire.data.kernels.triton import linear
+            from quire.data.kernels.triton.launch import early
+
+            if deterministic:
+                linear.check_invariant(self.weight)
+                self.invariant, self.pdl = linear.invariant, early(self.weight.device)
+            elif linear.supports(self.weight, 1):
+                self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
+        if self.weight.device.type != "cpu" or self.weight.dtype not in TOLERANCE:
+            return
+        packed = pack(self.weight, self.bias)
+        if packed is not None:
+            self.packed, self.weight = packed, None
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """x -> F.linear(x, weight, bias) through torch's private oneDNN operators; None if they are missing or wrong.
+
+    The operators are private, so they are tried here, on this weight, before they are trusted.
+    """
+    try:
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        seed = torch.Generator().manual_seed(0)
+        x = torch.randn(2, weight.shape[1], generator=seed).to(weight.dtype)
+        got, want = linear(x, blocks, bias, "none", [], "").float(), F.linear(x, weight, bias).float()
+    except (AttributeError, RuntimeError):
+        return None
+    error, scale = (got - want).abs().max(), want.abs().max()
+    if not error <= TOLERANCE[weight.dtype] * scale:  # false for NaN as well
+        return None
+    return lambda x: linear(x, blocks, bias, "none", [], "")

@@ -1,0 +1,92 @@
+"""The feed-forward block, gated (LLaMA) and plain (OPT, GPT-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.data.layers.linear import Linear
+from quire.errors import StartupError
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that a config calls `name`."""
+    if name not in ACTIVATIONS:
+        raise StartupError(f"the activation {name!r} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)); gate and up are one product."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.act, self.name = activation(act), act
+        self.gate_up = Linear(hidden, (intermediate, intermediate), bias, dtype, device)
+        self.down = Linear(intermediate, hidden, bias, dtype, device)
+        self.gate: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
+        self.gated: Callable[..., Tensor] | None = None  # and the product before it too, for few rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.gate_up
+        if self.gate is None:
+            gate, up = product(x).chunk(2, dim=-1)
+            return self.down(self.act(gate).mul_(up))
+        if self.gated is not None and len(x) <= product.few_rows:
+            return self.down(self.gated(x, product.weight, self.name, pdl=product.pdl))
+        return self.down(self.gate(product(x), self.name, pdl=product.pdl))
+
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. `deterministic`: as for `Linear`."""
+        weight = self.gate_up.weight
+        if weight is None or not weight.is_cuda:
+            return
+        from quire.data.kernels.triton import activation, linear
+
+        if self.name in activation.ACTIVATIONS:
+            self.gate = activation.gate
+            if linear.supports(weight, 1) and self.gate_up.bias is None and not deterministic:
+                self.gated = linear.gated
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.act, self.name = activation(act), act
+        self.up = Linear(hidden, intermediate, bias, dtype, device)
+        self.down = Linear(intermediate, hidden, bias, dtype, device)
+        self.act_in_place: Callable[..., Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x)
+        if self.act_in_place is not None:
+            return self.down(self.act_in_place(inner, self.name, pdl=self.up.pdl))
+        return self.down(self.act(inner))
+
+    def prepare(self) -> None:
+        """Call once, after loading."""
+        if self.up.weight is None or not self.up.weight.is_cuda:
+            return
+        from quire.data.kernels.triton import activation
+
+        if self.name in activation.ACTIVATIONS:
+            self.act_in_place = activation.act

@@ -1,0 +1,62 @@
+"""Normalisation over the last dimension, computed in fp32 whatever the dtype; and, before it, the residual sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape, self.eps = (size,), eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.kernel: Callable[..., Tensor] | None = None
+        self.pdl = False
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        if self.kernel is not None:
+            return self.kernel(x, self.weight, self.eps, delta=delta, pdl=self.pdl)
+        if delta is not None:
+            x.add_(delta)
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def prepare(self) -> None:
+        """Call once, after loading. On a GPU the sum and the norm become one launch."""
+        if self.weight.is_cuda:
+            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.norm import rms_norm
+
+            self.kernel, self.pdl = rms_norm, early(self.weight.device)
+
+
+class LayerNorm(nn.Module):
+    """x [..., size] -> (x - mean) / sqrt(variance + eps) * weight + bias. With `delta`, first x += delta, in place."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape, self.eps = (size,), eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.kernel: Callable[..., Tensor] | None = None
+        self.pdl = False
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        if self.kernel is not None:
+            return self.kernel(x, self.weight, self.bias, self.eps, delta=delta, pdl=self.pdl)
+        if delta is not None:
+            x.add_(delta)
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+    def prepare(self) -> None:
+        """Call once, after loading. On a GPU the sum and the norm become one launch."""
+        if self.weight.is_cuda:
+            from quire.data.kernels.triton.launch import early
+            from quire.data.kernels.triton.norm import layer_norm
+
+            self.kernel, self.pdl = layer_norm, early(self.weight.device)

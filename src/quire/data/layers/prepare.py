@@ -1,0 +1,19 @@
+"""What is done once to a model's layers when its weights are there: kernels are chosen, weights are packed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import MLP, GatedMLP
+from quire.data.layers.norm import LayerNorm, RMSNorm
+
+
+def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
+    """Call `prepare` of every layer that has something to prepare. `deterministic`: on a GPU a row's result must not
+    depend on the number of rows."""
+    for module in model.modules():
+        if isinstance(module, Linear | GatedMLP):
+            module.prepare(deterministic)
+        elif isinstance(module, RMSNorm | LayerNorm | MLP):
+            module.prepare()

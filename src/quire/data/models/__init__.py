@@ -1,0 +1,50 @@
+"""The models: one file a family. Torch is imported only when a model's class is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
+from quire.errors import StartupError
+from quire.vocabulary.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from quire.data.models.gpt2 import GPT2
+    from quire.data.models.llama import Llama
+    from quire.data.models.opt import OPT
+
+    Model = Llama | OPT | GPT2
+
+# The name in config.json -> the settings that read it, and the class as "module:name".
+ARCHITECTURES: dict[str, tuple[type[LlamaSettings] | type[OPTSettings] | type[GPT2Settings], str]] = {
+    "LlamaForCausalLM": (LlamaSettings, "llama:Llama"),
+    "MistralForCausalLM": (LlamaSettings, "llama:Llama"),
+    "Qwen2ForCausalLM": (LlamaSettings, "llama:Llama"),
+    "Qwen3ForCausalLM": (LlamaSettings, "llama:Llama"),
+    "OPTForCausalLM": (OPTSettings, "opt:OPT"),
+    "GPT2LMHeadModel": (GPT2Settings, "gpt2:GPT2"),
+}
+
+
+def architecture(config: dict[str, Any]) -> str:
+    """The supported architecture that `config` names; StartupError if it names none."""
+    names = config.get("architectures")
+    remedy = f"Supported architectures: {', '.join(ARCHITECTURES)}"
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise StartupError("config.json names no architecture", remedy)
+    if names[0] not in ARCHITECTURES:
+        raise StartupError(f"the architecture {names[0][:60]!r} is not supported", remedy)
+    return names[0]
+
+
+def resolve(config: dict[str, Any]) -> type[Model]:
+    """The model's class. StartupError for an architecture that isn't supported."""
+    module, _, name = ARCHITECTURES[architecture(config)][1].partition(":")
+    found: type[Model] = getattr(import_module(f"quire.data.models.{module}"), name)
+    return found
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """The same as resolve(config).spec(config), without torch."""
+    return ARCHITECTURES[architecture(config)][0].read(config).spec()

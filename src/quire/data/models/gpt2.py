@@ -1,0 +1,121 @@
+"""GPT-2 (Radford et al., 2019): learned positions, norm before each block, GELU. Checkpoints keep weights as [in, out].
+
+The model knows tokens and a Context; it knows no batch, no cache, no sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire.data.layers.embedding import Embedding
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import MLP
+from quire.data.layers.norm import LayerNorm
+from quire.data.layers.prepare import prepare_layers
+from quire.data.models.context import Context
+from quire.data.models.names import Source, expand
+from quire.data.models.settings import GPT2Settings
+from quire.vocabulary.specs import ModelSpec
+
+
+def _names() -> dict[str, str | tuple[str, ...]]:
+    names: dict[str, str | tuple[str, ...]] = {
+        "embed.weight": "wte.weight",
+        "positions.weight": "wpe.weight",
+        "head.weight": "lm_head.weight",
+    }
+    for kind in ("weight", "bias"):
+        names |= {
+            f"layers.*.attention_norm.{kind}": f"h.*.ln_1.{kind}",
+            f"layers.*.attention.qkv.{kind}": f"h.*.attn.c_attn.{kind}",
+            f"layers.*.attention.out.{kind}": f"h.*.attn.c_proj.{kind}",
+            f"layers.*.mlp_norm.{kind}": f"h.*.ln_2.{kind}",
+            f"layers.*.mlp.up.{kind}": f"h.*.mlp.c_fc.{kind}",
+            f"layers.*.mlp.down.{kind}": f"h.*.mlp.c_proj.{kind}",
+            f"norm.{kind}": f"ln_f.{kind}",
+        }
+    return names
+
+
+NAMES = _names()
+TRANSPOSED = r"\.(attention|mlp)\."
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one product; attention through the context; the output projection."""
+
+    def __init__(self, hidden: int, heads: int, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, hidden // heads
+        self.qkv = Linear(hidden, 3 * hidden, True, dtype, device)
+        self.out = Linear(hidden, hidden, True, dtype, device)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        return self.out(ctx.attend(self.layer, qkv).flatten(1))
+
+
+class Block(nn.Module):
+    """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x))."""
+
+    def __init__(self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = settings
+        self.attention_norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
+        self.attention = Attention(s.hidden, s.heads, layer, dtype, device)
+        self.mlp_norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
+        self.mlp = MLP(s.hidden, s.intermediate, s.activation, True, dtype, device)
+
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
+        delta = self.attention(self.attention_norm(x, delta), ctx)
+        x = ctx.wanted(self.attention.layer, x)
+        return x, self.mlp(self.mlp_norm(x, delta))
+
+
+class GPT2(nn.Module):
+    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
+
+    @staticmethod
+    def spec(config: dict[str, Any]) -> ModelSpec:
+        """What a memory needs to know. StartupError for a config that isn't supported."""
+        return GPT2Settings.read(config).spec()
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = GPT2Settings.read(config)
+        self.tied = s.tied
+        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
+        self.positions = Embedding(s.max_len, s.hidden, dtype, device)
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
+        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+
+    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        x = self.embed(tokens).add_(self.positions(ctx.positions))
+        delta = None
+        for layer in self.layers:
+            x, delta = layer(x, delta, ctx)
+        return self.norm(x, delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
+        return self.head(hidden)
+
+    def names(self) -> dict[str, Source]:
+        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        return expand(self, NAMES, TRANSPOSED)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed: causal masks."""
+        return (r"h\.\d+\.attn\.(masked_)?bias", *((r"lm_head\.weight",) if self.tied else ()))
+
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.data.layers.prepare."""
+        prepare_layers(self, deterministic)

@@ -1,0 +1,126 @@
+"""LLaMA (Touvron et al., 2023) with grouped-query attention, and its relatives Mistral (sliding window), Qwen2 (biases)
+and Qwen3 (normalised queries and keys).
+
+The model knows tokens and a Context; it knows no batch, no cache, no sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire.data.layers.embedding import Embedding
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import GatedMLP
+from quire.data.layers.norm import RMSNorm
+from quire.data.layers.prepare import prepare_layers
+from quire.data.layers.rotary import Rotary
+from quire.data.models.context import Context
+from quire.data.models.names import Source, expand
+from quire.data.models.settings import LlamaSettings
+from quire.vocabulary.specs import ModelSpec
+
+NAMES: dict[str, str | tuple[str, ...]] = {
+    "embed.weight": "embed_tokens.weight",
+    "layers.*.attention_norm.weight": "layers.*.input_layernorm.weight",
+    "layers.*.attention.qkv.weight": tuple(f"layers.*.self_attn.{x}_proj.weight" for x in "qkv"),
+    "layers.*.attention.qkv.bias": tuple(f"layers.*.self_attn.{x}_proj.bias" for x in "qkv"),
+    "layers.*.attention.q_norm.weight": "layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "layers.*.self_attn.k_norm.weight",
+    "layers.*.attention.out.weight": "layers.*.self_attn.o_proj.weight",
+    "layers.*.attention.out.bias": "layers.*.self_attn.o_proj.bias",
+    "layers.*.mlp_norm.weight": "layers.*.post_attention_layernorm.weight",
+    "layers.*.mlp.gate_up.weight": ("layers.*.mlp.gate_proj.weight", "layers.*.mlp.up_proj.weight"),
+    "layers.*.mlp.gate_up.bias": ("layers.*.mlp.gate_proj.bias", "layers.*.mlp.up_proj.bias"),
+    "layers.*.mlp.down.weight": "layers.*.mlp.down_proj.weight",
+    "layers.*.mlp.down.bias": "layers.*.mlp.down_proj.bias",
+    "norm.weight": "norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one product; rotated; attention through the context; the output projection."""
+
+    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
+        self.layer, self.head_dim = layer, head_dim
+        rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.qkv = Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
+        self.out = Linear(heads * head_dim, settings.hidden, settings.out_bias, dtype, device)
+        norm = settings.qk_norm
+        self.q_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
+        self.k_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
+
+    def forward(self, x: Tensor, rotary: Rotary, ctx: Context) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        return self.out(ctx.attend(self.layer, qkv, rotary, norms).flatten(1))
+
+
+class Block(nn.Module):
+    """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x)). Each sum is left to the norm
+    that follows, which reads all of x anyway."""
+
+    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = settings
+        self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
+        self.attention = Attention(s, layer, dtype, device)
+        self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
+        self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
+
+    def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Context) -> tuple[Tensor, Tensor]:
+        delta = self.attention(self.attention_norm(x, delta), rotary, ctx)
+        x = ctx.wanted(self.attention.layer, x)
+        return x, self.mlp(self.mlp_norm(x, delta))
+
+
+class Llama(nn.Module):
+    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+
+    @staticmethod
+    def spec(config: dict[str, Any]) -> ModelSpec:
+        """What a memory needs to know. StartupError for a config that isn't supported."""
+        return LlamaSettings.read(config).spec()
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = LlamaSettings.read(config)
+        self.tied = s.tied
+        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.windows)))
+        self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
+        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+        self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
+
+    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        x, delta = self.embed(tokens), None
+        for layer in self.layers:
+            x, delta = layer(x, delta, self.rotary, ctx)
+        return self.norm(x, delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
+        return self.head(hidden)
+
+    def names(self) -> dict[str, Source]:
+        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        return expand(self, NAMES)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        return (r"(.*\.)?rotary_emb\.inv_freq", *((r"lm_head\.weight",) if self.tied else ()))
+
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.
+        `deterministic`: see quire.data.layers.prepare."""
+        self.rotary.prepare(self.embed.weight.device, max_len)
+        prepare_layers(self, deterministic)

@@ -1,0 +1,142 @@
+"""OPT (Zhang et al., 2022): learned positions, ReLU, biases everywhere; opt-350m normalises after each block and
+projects its smaller word embeddings in and out.
+
+The model knows tokens and a Context; it knows no batch, no cache, no sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire.data.layers.embedding import Embedding
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import MLP
+from quire.data.layers.norm import LayerNorm
+from quire.data.layers.prepare import prepare_layers
+from quire.data.models.context import Context
+from quire.data.models.names import Source, expand
+from quire.data.models.settings import OPTSettings
+from quire.vocabulary.specs import ModelSpec
+
+NORM_EPS = 1e-5
+POSITION_OFFSET = 2  # the first two rows of the position table are never used
+
+
+def _names() -> dict[str, str | tuple[str, ...]]:
+    names: dict[str, str | tuple[str, ...]] = {
+        "embed.weight": "embed_tokens.weight",
+        "positions.weight": "embed_positions.weight",
+        "project_in.weight": "project_in.weight",
+        "project_out.weight": "project_out.weight",
+        "head.weight": "lm_head.weight",
+    }
+    for kind in ("weight", "bias"):
+        names |= {
+            f"layers.*.attention_norm.{kind}": f"layers.*.self_attn_layer_norm.{kind}",
+            f"layers.*.attention.qkv.{kind}": tuple(f"layers.*.self_attn.{x}_proj.{kind}" for x in "qkv"),
+            f"layers.*.attention.out.{kind}": f"layers.*.self_attn.out_proj.{kind}",
+            f"layers.*.mlp_norm.{kind}": f"layers.*.final_layer_norm.{kind}",
+            f"layers.*.mlp.up.{kind}": f"layers.*.fc1.{kind}",
+            f"layers.*.mlp.down.{kind}": f"layers.*.fc2.{kind}",
+            f"norm.{kind}": f"final_layer_norm.{kind}",
+        }
+    return names
+
+
+NAMES = _names()
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one product; attention through the context; the output projection."""
+
+    def __init__(
+        self, hidden: int, heads: int, layer: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, hidden // heads
+        self.qkv = Linear(hidden, (hidden, hidden, hidden), bias, dtype, device)
+        self.out = Linear(hidden, hidden, bias, dtype, device)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        return self.out(ctx.attend(self.layer, qkv).flatten(1))
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward block, each added to x, with the norm before or after. Returns x, and what is
+    to be added to it by the norm that follows."""
+
+    def __init__(self, settings: OPTSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = settings
+        self.norm_before = s.norm_before
+        self.attention_norm = LayerNorm(s.hidden, NORM_EPS, dtype, device)
+        self.attention = Attention(s.hidden, s.heads, layer, s.bias, dtype, device)
+        self.mlp_norm = LayerNorm(s.hidden, NORM_EPS, dtype, device)
+        self.mlp = MLP(s.hidden, s.intermediate, s.activation, s.bias, dtype, device)
+
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor | None]:
+        if self.norm_before:
+            delta = self.attention(self.attention_norm(x, delta), ctx)
+            x = ctx.wanted(self.attention.layer, x)
+            return x, self.mlp(self.mlp_norm(x, delta))
+        delta = self.attention(x, ctx)
+        x = self.attention_norm(ctx.wanted(self.attention.layer, x), delta)
+        return self.mlp_norm(x, self.mlp(x)), None
+
+
+class OPT(nn.Module):
+    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("model.decoder.", "decoder.")
+
+    @staticmethod
+    def spec(config: dict[str, Any]) -> ModelSpec:
+        """What a memory needs to know. StartupError for a config that isn't supported."""
+        return OPTSettings.read(config).spec()
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = OPTSettings.read(config)
+        self.tied = s.tied
+        self.embed = Embedding(s.vocab_size, s.embed_dim, dtype, device)
+        self.positions = Embedding(s.max_len + POSITION_OFFSET, s.hidden, dtype, device)
+        projected = s.embed_dim != s.hidden
+        self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.norm = LayerNorm(s.hidden, NORM_EPS, dtype, device) if s.final_norm else None
+        self.project_out = Linear(s.hidden, s.embed_dim, False, dtype, device) if projected else None
+        self.head = Linear(s.embed_dim, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+
+    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm if any."""
+        x = self.embed(tokens)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        x.add_(self.positions(ctx.positions + POSITION_OFFSET))
+        delta: Tensor | None = None
+        for layer in self.layers:
+            x, delta = layer(x, delta, ctx)
+        if self.norm is not None:
+            return self.norm(x, delta)
+        return x if delta is None else x.add_(delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
+        return self.head(hidden if self.project_out is None else self.project_out(hidden))
+
+    def names(self) -> dict[str, Source]:
+        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        return expand(self, NAMES)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        return (r"lm_head\.weight",) if self.tied else ()
+
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.data.layers.prepare."""
+        prepare_layers(self, deterministic)

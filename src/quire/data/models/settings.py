@@ -1,0 +1,321 @@
+"""What a config.json says, a frozen dataclass a family, and the arithmetic on it (layers, lengths, parameters).
+
+No torch: memory plans and simulations read a model's spec without building it. Defaults are transformers'.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire.data.layers.rope import KINDS, Rope
+from quire.data.models.fields import Fields
+from quire.errors import StartupError
+from quire.vocabulary.specs import LayerSpec, ModelSpec
+
+MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaSettings:
+    """LLaMA and its relatives. `windows` has one entry a layer; `max_len` counts what a rope scaling adds."""
+
+    vocab_size: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    activation: str
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    rope: Rope
+    windows: tuple[int | None, ...]
+    max_len: int
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> Self:
+        """Raises StartupError for a value that is missing, wrong or not supported."""
+        fields = Fields(config)
+        _refuse_quantised(fields)
+        architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
+        qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+        hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        kv_heads = fields.size("num_key_value_heads", heads)
+        head_dim = fields.size("head_dim", 128 if qwen3 else hidden // heads)
+        if heads % kv_heads:
+            raise StartupError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if head_dim % 2 or not head_dim:
+            raise StartupError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        rope, max_len = read_rope(fields, fields.size("max_position_embeddings"))
+        bias = fields.flag("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+        return cls(
+            vocab_size=fields.size("vocab_size"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=fields.size("intermediate_size"),
+            activation=fields.text("hidden_act", "silu"),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            qkv_bias=bias or qwen2,
+            out_bias=bias,
+            mlp_bias=fields.flag("mlp_bias", False) and architecture == "LlamaForCausalLM",
+            qk_norm=qwen3,
+            tied=fields.flag("tie_word_embeddings", False),
+            rope=rope,
+            windows=read_windows(fields, architecture, fields.size("num_hidden_layers", most=MAX_LAYERS)),
+            max_len=max_len,
+            eos_ids=fields.ids("eos_token_id"),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, tied ones once."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
+        attention += self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.hidden
+        attention += self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
+        layer = attention + mlp + 2 * self.hidden
+        return len(self.windows) * layer + self.hidden + (1 if self.tied else 2) * self.vocab_size * self.hidden
+
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            family="llama",
+            layers=tuple(LayerSpec(self.kv_heads, self.head_dim, window) for window in self.windows),
+            vocab_size=self.vocab_size,
+            max_len=self.max_len,
+            hidden=self.hidden,
+            heads=self.heads,
+            intermediate=self.intermediate,
+            parameters=self.parameters,
+            eos_ids=self.eos_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OPTSettings:
+    """OPT. opt-350m has an `embed_dim` other than `hidden`, and normalises after each block (`norm_before` false)."""
+
+    vocab_size: int
+    embed_dim: int
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    activation: str
+    bias: bool
+    norm_before: bool
+    final_norm: bool
+    tied: bool
+    max_len: int
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> Self:
+        """Raises StartupError for a value that is missing, wrong or not supported."""
+        fields = Fields(config)
+        _refuse_quantised(fields)
+        fields.refuse("layer_norm_elementwise_affine", True)
+        hidden, norm_before = fields.size("hidden_size"), fields.flag("do_layer_norm_before", True)
+        return cls(
+            vocab_size=fields.size("vocab_size"),
+            embed_dim=fields.size("word_embed_proj_dim", hidden),
+            hidden=hidden,
+            layers=fields.size("num_hidden_layers", most=MAX_LAYERS),
+            heads=_divisor(fields, "num_attention_heads", hidden),
+            intermediate=fields.size("ffn_dim"),
+            activation=fields.text("activation_function", "relu"),
+            bias=fields.flag("enable_bias", True),
+            norm_before=norm_before,
+            final_norm=norm_before and not fields.flag("_remove_final_layer_norm", False),
+            tied=fields.flag("tie_word_embeddings", True),
+            max_len=fields.size("max_position_embeddings"),
+            eos_ids=fields.ids("eos_token_id"),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, tied ones once."""
+        h, ffn = self.hidden, self.intermediate
+        layer = 4 * h * h + 2 * h * ffn + self.bias * (5 * h + ffn) + 4 * h
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.embed_dim + (self.max_len + 2) * h
+        projections = 2 * h * self.embed_dim if self.embed_dim != h else 0
+        return self.layers * layer + embeddings + projections + self.final_norm * 2 * h
+
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            family="opt",
+            layers=(LayerSpec(self.heads, self.hidden // self.heads),) * self.layers,
+            vocab_size=self.vocab_size,
+            max_len=self.max_len,
+            hidden=self.hidden,
+            heads=self.heads,
+            intermediate=self.intermediate,
+            parameters=self.parameters,
+            eos_ids=self.eos_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPT2Settings:
+    """GPT-2, and GPT-3 by its dimensions."""
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    activation: str
+    norm_eps: float
+    tied: bool
+    max_len: int
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> Self:
+        """Raises StartupError for a value that is missing, wrong or not supported."""
+        fields = Fields(config)
+        _refuse_quantised(fields)
+        fields.refuse("scale_attn_weights", True)
+        fields.refuse("scale_attn_by_inverse_layer_idx", False)
+        fields.refuse("add_cross_attention", False)
+        hidden = fields.size("n_embd")
+        return cls(
+            vocab_size=fields.size("vocab_size"),
+            hidden=hidden,
+            layers=fields.size("n_layer", most=MAX_LAYERS),
+            heads=_divisor(fields, "n_head", hidden),
+            intermediate=fields.size("n_inner", 4 * hidden),
+            activation=fields.text("activation_function", "gelu_new"),
+            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+            tied=fields.flag("tie_word_embeddings", True),
+            max_len=fields.size("n_positions"),
+            eos_ids=fields.ids("eos_token_id"),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, tied ones once."""
+        h, ffn = self.hidden, self.intermediate
+        layer = 4 * h * h + 4 * h + 2 * h * ffn + ffn + h + 4 * h
+        embeddings = (1 if self.tied else 2) * self.vocab_size * h + self.max_len * h
+        return self.layers * layer + embeddings + 2 * h
+
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            family="gpt2",
+            layers=(LayerSpec(self.heads, self.hidden // self.heads),) * self.layers,
+            vocab_size=self.vocab_size,
+            max_len=self.max_len,
+            hidden=self.hidden,
+            heads=self.heads,
+            intermediate=self.intermediate,
+            parameters=self.parameters,
+            eos_ids=self.eos_ids,
+        )
+
+
+def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
+    """The rotary embedding and the length that it reaches.
+
+    Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`.
+    """
+    where = "rope_parameters" if fields.config.get("rope_parameters") else "rope_scaling"
+    section = fields.config.get(where) or {}
+    if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
+        raise StartupError(f"{where} must be one flat object, got {str(section)[:60]}", "One rope a model is supported")
+    rope = Fields(section, f"{where} of config.json")
+    for options in (fields, rope):
+        options.refuse("partial_rotary_factor", 1.0)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in KINDS:
+        raise StartupError(f"the rope_type {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    if kind == "default":
+        return Rope(kind=kind, theta=theta, original_len=max_position), max_position
+    if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
+        factor = rope.number("factor")
+        return Rope(kind=kind, theta=theta, original_len=max_position, factor=factor), int(max_position * factor)
+    original = fields.size(
+        "original_max_position_embeddings", rope.size("original_max_position_embeddings", max_position)
+    )
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if low == high:
+            raise StartupError(f"low_freq_factor and high_freq_factor of {where} must differ, both are {low}")
+        llama3 = Rope(
+            kind=kind,
+            theta=theta,
+            original_len=original,
+            factor=rope.number("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+        return llama3, max_position
+    factor = rope.number("factor", max_position / original)
+    yarn = Rope(
+        kind=kind,
+        theta=theta,
+        original_len=original,
+        factor=factor,
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+    )
+    return yarn, max(max_position, int(original * factor))
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """YaRN section 3.4 (there 1/sqrt(t)); DeepSeek's configs give two scales and mean their ratio."""
+
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, over = rope.config.get("mscale"), rope.config.get("mscale_all_dim")
+    if mscale and over:
+        return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
+    return scale(1.0)
+
+
+def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
+    """Each layer's sliding window: Mistral's is one for all; Qwen's `layer_types` or max_window_layers say which."""
+    if architecture == "MistralForCausalLM":
+        absent = "sliding_window" not in fields.config
+        return (fields.size("sliding_window", 4096 if absent else None),) * layers
+    if architecture == "LlamaForCausalLM":
+        return (None,) * layers
+    window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    types = fields.config.get("layer_types")
+    if types is None:
+        first = fields.config.get("max_window_layers", 28)
+        return tuple(window if isinstance(first, int) and layer >= first else None for layer in range(layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != layers:
+        raise StartupError(f"layer_types in {fields.where} must be a list of {layers} names, got {str(types)[:60]}")
+    for name in types:
+        if name not in known:
+            raise StartupError(f"the layer type {name!r} is not supported", f"Supported: {', '.join(known)}")
+    if "sliding_attention" in types and window is None:
+        raise StartupError("layer_types has sliding_attention, but use_sliding_window is false")
+    return tuple(known[name] for name in types)
+
+
+def _divisor(fields: Fields, name: str, hidden: int) -> int:
+    heads: int = fields.size(name)
+    if hidden % heads:
+        raise StartupError(f"the hidden size {hidden} is not a multiple of {name} {heads}")
+    return heads
+
+
+def _refuse_quantised(fields: Fields) -> None:
+    if fields.config.get("quantization_config"):
+        raise StartupError("quantization_config in config.json is not supported", "Use the unquantised checkpoint")

@@ -1,0 +1,54 @@
+"""A step's rows as the sampler takes them, and its samples on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.data.runner.logprobs import Width
+
+
+class Asked(NamedTuple):
+    """The rows of a step as arrays: of each row `slots`, `positions`, `draws`, and `first`, the number of its first
+    draw; of each draw `owner`, its row."""
+
+    slots: np.ndarray
+    positions: np.ndarray
+    draws: np.ndarray
+    first: np.ndarray
+    owner: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int]]) -> Asked:
+        numbers = np.fromiter(chain.from_iterable(rows), np.int64, 3 * len(rows)).reshape(-1, 3)
+        slots, positions, draws = numbers.T.copy()
+        return cls(slots, positions, draws, np.cumsum(draws) - draws, np.repeat(np.arange(len(rows)), draws))
+
+
+class Drawn(NamedTuple):
+    """A step's samples. `tokens` [sum of draws] int64, on the device, row by row; the rest is for `Sampler.finish`."""
+
+    tokens: Tensor
+    host: Tensor  # int64: the tokens, and a fault for each row
+    details: Tensor | None  # float64: the details of each width in rising order, draw by draw
+    ready: torch.cuda.Event | None  # after which `host` and `details` are there
+    draws: np.ndarray  # of each row
+    tops: np.ndarray  # of each row: Birth.top
+    widths: tuple[Width | None, ...] | None  # of each row; None if nobody asked for log-probabilities
+
+    def details_by_width(self) -> dict[Width, Iterator[list[float]]]:
+        """The rows of `details`, by their width."""
+        if self.details is None or self.widths is None:
+            return {}
+        details, end, numbers = {}, 0, self.details.numpy()
+        draws = self.draws.tolist()
+        for width in sorted({width for width in self.widths if width is not None}):
+            columns = 2 + 2 * width.alternatives
+            begin, end = end, end + columns * sum(n for n, other in zip(draws, self.widths) if other == width)
+            details[width] = iter(numbers[begin:end].reshape(-1, columns).tolist())
+        return details

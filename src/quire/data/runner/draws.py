@@ -1,0 +1,130 @@
+"""Draws in plain torch: noise, tokens' weights after temperature, min_p, top_k and top_p, and the drawn token.
+
+This is how a CPU samples, and the definition of what quire.data.kernels.triton.sampling does on a GPU: given the same
+likelihoods, the same tokens are kept and drawn, to the bit. Likelihoods themselves are those of each device's exp and
+differ in their last bits: between devices a draw can differ, where its noise falls within 1e-6 of a token's edge.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.control.decoding import split_mix
+from quire.data.kernels.batch import to_device
+
+SCALE = 2.0**32
+"""The weight of the most likely token. Weights are integers, and at most MAX_VOCAB of them: sums below 2**53."""
+
+MAX_VOCAB = 2**20
+BLOCK = 128  # tokens whose weights are summed before the search for the drawn one
+CANDIDATES = 1024  # tokens that top_p looks at before it sorts a whole row (on the CPU)
+
+
+def noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform float64 numbers in [0, 1), one for each (seed, position), by SplitMix64, twice."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    streams = split_mix(seeds.astype(np.uint64) + golden)
+    bits = split_mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * golden)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def token_weights(logits: Tensor, best: Tensor, shape: np.ndarray) -> Tensor:
+    """Integers [R, V], in float32, in proportion to the tokens' probabilities; tokens that are cut have zero.
+
+    `best` [R] is the greatest logit; shape [R, 4] temperature, min_p, top_k (0: off), top_p. The best token weighs
+    2**32. Sums of the weights in float64 are exact, so no order of summation can change what is drawn.
+    """
+    likelihood = logits - best[:, None]  # of each token beside the best one's: 1 or less, once exp is taken
+    if (shape[:, 0] != 1).any():
+        likelihood.div_(_column(shape[:, 0], likelihood))
+    likelihood.exp_()
+    cut = np.flatnonzero((shape[:, 1:] != (0, 0, 1)).any(1))
+    if len(cut) == len(shape):
+        truncate(likelihood, shape)
+    elif len(cut):
+        index = to_device(cut, logits.device)
+        part = truncate(likelihood.index_select(0, index), shape[cut])
+        likelihood.index_copy_(0, index, part)
+    return likelihood.mul_(SCALE).floor_()
+
+
+def truncate(likelihood: Tensor, shape: np.ndarray) -> Tensor:
+    """Zero, in place, what min_p, then top_k, then top_p cut from likelihoods [R, V]."""
+    vocab, on_cpu = likelihood.shape[1], likelihood.device.type == "cpu"
+    min_p, top_k, top_p = shape[:, 1], shape[:, 2].astype(np.int64), shape[:, 3]
+    if (min_p > 0).any():
+        likelihood.mul_(likelihood >= _column(min_p, likelihood))
+    unbounded = ((top_k == 0) & (top_p < 1)).any()
+    width = max(top_k.max(), (CANDIDATES if on_cpu else vocab) if unbounded else 0)
+    if width == 0:
+        return likelihood
+    border, settled = _border(likelihood, top_k, top_p, min(int(width), vocab))
+    if on_cpu and not settled.all():  # elsewhere to ask would be to wait, and all the tokens have been sorted
+        rows = (~settled).nonzero()[:, 0]
+        border[rows] = _border(likelihood[rows], top_k[rows.numpy()], top_p[rows.numpy()], vocab)[0]
+    return likelihood.mul_(likelihood >= border[:, None])
+
+
+def _border(likelihood: Tensor, top_k: np.ndarray, top_p: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+    """The least likelihood [R] that top_k and then top_p keep, and whether the `width` best tokens told it [R].
+
+    It is that of the first token, in falling order and among the first k, with which the sum reaches top_p of the sum
+    of the first k. The values of the best tokens don't depend on `width`, so neither does the answer, once settled.
+    """
+    device = likelihood.device
+    values = _likeliest(likelihood, width)
+    among = torch.arange(width, device=device) < to_device(np.where(top_k > 0, top_k, width), device)[:, None]
+    sums = ((values * SCALE).floor_() * among).cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1]
+    unbounded = (top_k == 0) & (top_p < 1)
+    if unbounded.any():
+        everything = (likelihood * SCALE).floor_().sum(-1, dtype=torch.float64)
+        total = torch.where(to_device(unbounded, device), everything, total)
+    goal = total * to_device(top_p.copy(), device)
+    place = (sums < goal[:, None]).sum(-1, keepdim=True).clamp_(max=width - 1)
+    border = values.gather(1, place)[:, 0]
+    off = (top_k == 0) & (top_p == 1)
+    if off.any():
+        border = torch.where(to_device(off, device), 0.0, border)
+    return border, sums[:, -1] >= goal
+
+
+def _likeliest(likelihood: Tensor, width: int) -> Tensor:
+    """The `width` greatest numbers of each row, in falling order."""
+    vocab = likelihood.shape[1]
+    if likelihood.device.type != "cpu":
+        return likelihood.topk(width).values if width < vocab else likelihood.sort(-1, descending=True).values
+    numbers = likelihood.numpy()  # NumPy's vectorised sort and selection take a tenth of the time of torch's
+    if width < vocab:
+        numbers = np.partition(numbers, vocab - width, axis=-1)[:, vocab - width :]
+    return torch.from_numpy(np.sort(numbers, axis=-1)[:, ::-1].copy())
+
+
+def draw(weights: Tensor, owner: np.ndarray, chance: np.ndarray) -> Tensor:
+    """One token for each draw [D]: the first, by id, at which the sum of its row's weights exceeds chance x total.
+
+    weights [R, V] are integers in float32; owner [D] is the row of each draw, chance [D] in [0, 1). The sum over blocks
+    finds the block, the sum within it the token. A token of zero weight can't be drawn, whatever the chance.
+    """
+    rows, vocab = weights.shape
+    if vocab % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocab % BLOCK))
+    blocks = weights.view(rows, -1, BLOCK)
+    parts = blocks.sum(-1, dtype=torch.float64)
+    sums = parts.cumsum(-1)
+    index = to_device(owner, weights.device)
+    if len(owner) > rows:
+        parts, sums = parts.index_select(0, index), sums.index_select(0, index)
+    # chance <= 1 - 2**-53, so that the rounded product is below the total; floor keeps it an integer
+    goal = (sums[:, -1:] * to_device(chance, weights.device)[:, None]).floor_()
+    block = torch.searchsorted(sums, goal, right=True).clamp_(max=sums.shape[1] - 1)
+    goal -= sums.gather(1, block) - parts.gather(1, block)
+    inside = blocks[index, block[:, 0]].cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(inside, goal, right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + place)[:, 0]
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    return to_device(values.astype(np.float32), like.device)[:, None]

@@ -1,0 +1,202 @@
+"""Decode steps as CUDA graphs: a step in which every sequence computes one token is two launches, whatever the model:
+the model up to its logits, and the tail that follows them.
+
+Graphs are captured for each size of batch, at start or when it is first needed; smaller batches are padded with rows
+of slot 0, which read and write scratch memory. All that changes between replays is on the device already (page tables,
+last samples) or is one small copy: each row's token, slot and position.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
+from quire.data.kernels.triton.launch import early
+from quire.data.kernels.triton.prompt import prompt
+from quire.data.kernels.triton.rope import rope_write
+from quire.data.layers.norm import RMSNorm
+from quire.data.layers.rotary import Rotary
+from quire.data.runner.staging import Staging
+from quire.data.runner.store import Store
+from quire.vocabulary.plan import LAST, Row
+
+Tail = Callable[[Tensor, Tensor], Any]
+
+
+def sizes(largest: int) -> list[int]:
+    """Batches that get a graph of their own, from 64 on those whose products take clearly less time than those of the
+    next: the library's tiles make others as slow, or slower (448 rows take 1.4 times as long as 512; all of
+    Llama-3-8B's products on an H200)."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 161, 16), 200, 256, 320, 352, 384, 432, 512, 576, 640, 704, 768, 864]
+    return [*(size for size in steps if size < largest), largest]
+
+
+class DecodeContext:
+    """A model's view of a step of one token a row, all of it on the device. See quire.data.models.context."""
+
+    def __init__(
+        self,
+        store: Store,
+        positions: Tensor,
+        slots: Tensor,
+        splits: dict[int, int],
+        scratch: Scratch,
+        deterministic: bool = False,
+    ) -> None:
+        self.positions, self.slots, self.lengths = positions, slots, positions + 1
+        self.tiles: Tensor | None = None  # of the kernel that computes prompts, if that is to compute these rows too
+        if deterministic:
+            places = torch.arange(len(slots), device=slots.device)
+            self.tiles = torch.stack((slots, places, torch.ones_like(slots), positions), 1).to(torch.int32)
+        self.caches, self.tables, self.splits, self.scratch = store.caches, store.tables, splits, scratch
+        self.pdl = positions.is_cuda and early(positions.device)
+
+    def attend(
+        self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
+    ) -> Tensor:
+        """See quire.data.models.context."""
+        cache = self.caches[layer]
+        tables = self.tables[cache.group]
+        q = qkv[:, : cache.heads]  # rotated in place
+        rope_write(
+            qkv, q, cache, tables, self.slots, self.positions, cache.heads, cache.kv_heads,
+            rotary=None if rotary is None else rotary.table,
+            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=self.pdl,
+        )  # fmt: skip
+        if self.tiles is not None:
+            return prompt(q, cache, tables, self.tiles, scale=cache.head_dim**-0.5, small=True)
+        return decode(
+            q, cache, tables, self.slots, self.lengths, scale=cache.head_dim**-0.5,
+            splits=self.splits[cache.kv_heads], scratch=self.scratch, pdl=self.pdl,
+        )  # fmt: skip
+
+    def wanted(self, layer: int, x: Tensor) -> Tensor:
+        """All: each row's one token is asked for."""
+        return x
+
+
+class Graph(NamedTuple):
+    """What was captured, and what it leaves on the device."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+
+class DecodeGraphs:
+    """Graphs for up to `largest` rows. `tails` say what follows the logits, by name: a function of the logits [B, V]
+    and the slots [B], captured for each size; what it returns is valid until the next replay."""
+
+    def __init__(
+        self,
+        model: Any,
+        store: Store,
+        last: Tensor,
+        staging: Staging,
+        largest: int,
+        tails: dict[str, Tail],
+        deterministic: bool = False,
+    ) -> None:
+        self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
+        self.sizes, self.deterministic = sizes(largest), deterministic
+        self.largest = largest
+        self.models: dict[int, torch.cuda.CUDAGraph] = {}  # by size
+        self.ends: dict[tuple[int, str], Graph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(last.device)
+        # Slot 0 and position 0: what padding is, until a step fills them in.
+        self.inputs = torch.zeros(3 * largest, dtype=torch.int64, device=last.device)
+        self.multiprocessors = torch.cuda.get_device_properties(last.device).multi_processor_count
+        self.scratch = self._scratch(store.caches)
+
+    def _scratch(self, caches: list[LayerCache]) -> Scratch:
+        """One that suffices for every size and layer: layers follow one another."""
+        kinds = {(c.heads, c.kv_heads, c.head_dim) for c in caches}
+        needs = [
+            (decode_scratch(size, heads, kv, dim, self._splits(size, kv), torch.device("meta")))
+            for heads, kv, dim in kinds for size in self.sizes
+        ]  # fmt: skip
+        most = [max(tensor.numel() for tensor in tensors) for tensors in zip(*needs)]
+        return Scratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
+
+    def _splits(self, size: int, kv_heads: int) -> int:
+        return choose_splits(size, kv_heads, self.multiprocessors)
+
+    def fits(self, rows: tuple[Row, ...]) -> bool:
+        """Every row computes one token and samples what follows it."""
+        return len(rows) <= self.largest and all(len(row.tokens) == 1 and row.sample and not row.score for row in rows)
+
+    def run(self, rows: tuple[Row, ...], tail: str) -> Any:
+        """Enqueue the step; what its tail leaves on the device, padding included."""
+        size = self.sizes[bisect_left(self.sizes, len(rows))]
+        if size not in self.models:
+            self.capture(size)
+        filled = np.zeros((3, size), dtype=np.int64)
+        filled[:, : len(rows)] = np.array([(row.tokens[0], row.slot, row.start) for row in rows], dtype=np.int64).T
+        self.staging.upload(filled, self._rows(size))
+        self.models[size].replay()
+        end = self.ends[size, tail]
+        end.graph.replay()
+        return end.result
+
+    def rehearse(self, size: int) -> None:
+        """Run a step of padding as it is, so that its kernels are compiled and loaded. From any thread, but not while
+        another one captures."""
+        logits, slots = self._logits(size), self._rows(size)[1]
+        for tail in self.tails.values():
+            tail(logits, slots)
+
+    def capture(self, size: int) -> None:
+        """Capture the graphs of a size. The largest one's come first: what they leave free in the pool is room for all
+        others. Logits are of no use to any graph but the size's own tails, so they are left free too."""
+        if size != self.largest and self.largest not in self.models:
+            self.capture(self.largest)
+        self.inputs.zero_()
+        self.rehearse(size)  # in this thread: libraries keep handles for each
+        slots = self._rows(size)[1]
+        model, logits = self._captured(lambda: self._logits(size))
+        ends = {(size, name): self._captured(partial(tail, logits, slots)) for name, tail in self.tails.items()}
+        self.models[size] = model
+        self.ends |= ends
+
+    def _rows(self, size: int) -> Tensor:
+        """Tokens, slots and positions [3, size]."""
+        return self.inputs[: 3 * size].view(3, size)
+
+    def _logits(self, size: int) -> Tensor:
+        tokens, slots, positions = self._rows(size)
+        tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
+        splits = {cache.kv_heads: self._splits(size, cache.kv_heads) for cache in self.store.caches}
+        context = DecodeContext(self.store, positions, slots, splits, self.scratch, self.deterministic)
+        return self.model.logits(self.model(tokens, context))
+
+    def _captured(self, step: Callable[[], Any]) -> Graph:
+        """What `step` enqueues as a graph, captured on a stream of its own."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.last.device)
+        self.stream.wait_stream(current)
+        collecting = gc.isenabled()
+        gc.disable()  # a tensor that is freed while a stream is captured would spoil the capture
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    result = step()
+                except BaseException:
+                    with suppress(RuntimeError):  # of a capture that failed: what failed is said instead
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(self.stream)
+        return Graph(graph, result)

@@ -1,0 +1,130 @@
+"""The host pool: pages of swapped sequences in host memory, and their way there and back (PagedAttention §4.5).
+
+Order. A journal means in-order replay before the step's rows; on a GPU that is kept with less waiting. Of two streams
+`main`, the current one, runs rows, copies and poison; `side` moves pages out and in, in the journal's order.
+- Earlier rows, then Out or In: nothing waits. The memory swaps out quiet sequences only and takes pages that no step in
+  flight names; whatever rows used them have been collected, so they have run. Swaps thus go on while the step before
+  computes (depth 2). It may read pages that are on their way out, where they are shared, but doesn't write them: a
+  shared page is copied before it is written.
+- Earlier copies and poison, of this journal or another, then Out or In: `side` waits for the last of them.
+- Out, then what writes the page: it is named first, by a table, a copy or poison. Whoever names it makes `main` wait
+  for its Out, so a page is used again while others still leave. An In after the Out is on the same stream.
+- In, then anything: `main` waits for it at once, behind the rows of the step before, which are enqueued already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.data.runner.staging import Staging
+
+CPU_BYTES = 2**18  # gathered at once on a CPU, so that its caches hold it; larger pages than an eighth go one by one
+OUT_BYTES = 2**25  # of pages that leave under one event: 0.6 ms over PCIe
+# Pages from here on are moved by the copy engines, one by one (5 us each for the host, 50 GB/s from 1 MiB on); smaller
+# ones by one kernel that addresses host memory itself (alone 50 GB/s from 16 KiB on, 45 GB/s at 4 KiB, where single
+# copies move 0.6). So few programs are enough, and leave the device to the rows. An H200 behind PCIe 5 (55 GB/s).
+ENGINE_BYTES = 2**20
+OUT_PROGRAMS, IN_PROGRAMS = 8, 16
+
+
+class HostPool:
+    """`host` [count, numbers] beside `pages` [pages, numbers]; pinned where a GPU moves them. With `debug` every move
+    is waited for and compared."""
+
+    def __init__(self, pages: Tensor, count: int, debug: bool = False) -> None:
+        self.pages, self.device, self.debug = pages, pages.device, debug
+        self.page_bytes = pages.shape[1] * pages.itemsize
+        if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
+            raw = torch.from_numpy(np.zeros(count * self.page_bytes, dtype=np.uint8))
+            self.host = raw.view(pages.dtype).view(count, -1)
+            return
+        self.host = torch.empty((count, pages.shape[1]), dtype=pages.dtype, pin_memory=True)
+        self.side = torch.cuda.Stream(self.device)
+        self.staging = Staging(self.device, size=2**18)  # the side stream's own
+        self.settled = torch.cuda.Event()  # behind the last copy or poison on `main`
+        self.leaving: list[tuple[frozenset[int], torch.cuda.Event]] = []  # pages on their way out, oldest first
+        self.settle()
+
+    def out(self, moves: Mapping[int, int]) -> None:
+        """Copy pages to rows of `host`: {row: page}."""
+        if self.device.type == "cpu":
+            _gather(self.host, self.pages, moves)
+        else:
+            with torch.cuda.stream(self.side):
+                self.side.wait_event(self.settled)
+                left = iter(moves.items())
+                while part := dict(islice(left, max(OUT_BYTES // self.page_bytes, 1))):
+                    self._move(self.host, self.pages, part, OUT_PROGRAMS)
+                    event = torch.cuda.Event()
+                    event.record(self.side)
+                    self.leaving.append((frozenset(part.values()), event))
+        if self.debug:
+            self._compare((page, host) for host, page in moves.items())
+
+    def back(self, moves: Mapping[int, int]) -> None:
+        """Copy rows of `host` to pages: {page: row}."""
+        if self.device.type == "cpu":
+            _gather(self.pages, self.host, moves)
+        else:
+            with torch.cuda.stream(self.side):
+                self.side.wait_event(self.settled)
+                self._move(self.pages, self.host, moves, IN_PROGRAMS)
+            torch.cuda.current_stream(self.device).wait_stream(self.side)
+        if self.debug:
+            self._compare(moves.items())
+
+    def settle(self) -> None:
+        """To be called when pages were copied or poisoned: later swaps wait for it."""
+        if self.device.type != "cpu":
+            self.settled.record(torch.cuda.current_stream(self.device))
+
+    def claim(self, pages: Iterable[int]) -> None:
+        """To be called before anything else writes these pages: it will wait until they have left."""
+        if self.device.type == "cpu":
+            return
+        while self.leaving and self.leaving[0][1].query():
+            del self.leaving[0]
+        wanted = frozenset(pages) if self.leaving else frozenset()
+        for i in reversed(range(len(self.leaving))):
+            some, event = self.leaving[i]
+            if not wanted.isdisjoint(some):
+                torch.cuda.current_stream(self.device).wait_event(event)
+                del self.leaving[: i + 1]  # the side stream is in order: those before have left too
+                return
+
+    def _move(self, target: Tensor, source: Tensor, moves: Mapping[int, int], programs: int) -> None:
+        """target[to] = source[from] for {to: from}, on the current stream."""
+        if self.page_bytes >= ENGINE_BYTES:
+            for to, come in moves.items():
+                target[to].copy_(source[come], non_blocking=True)
+        else:
+            from quire.data.kernels.triton.copy import copy_rows
+
+            dst, src = self.staging.upload_all([np.array(list(moves)), np.array(list(moves.values()))])
+            copy_rows(target, source, dst, src, programs)
+
+    def _compare(self, moved: Iterable[tuple[int, int]]) -> None:
+        """Debug: these (page, row of `host`) hold the same bits."""
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)
+        for page, host in moved:
+            same = torch.equal(self.pages[page].view(torch.uint8).cpu(), self.host[host].view(torch.uint8))
+            assert same, f"page {page} and row {host} of the host pages differ after a swap"
+
+
+def _gather(target: Tensor, source: Tensor, moves: Mapping[int, int]) -> None:
+    """target[to] = source[from] for {to: from} on a CPU: small pages many at a time, large ones one by one."""
+    most = CPU_BYTES // (target.shape[1] * target.itemsize)
+    if most < 8:
+        for to, come in moves.items():
+            target[to].copy_(source[come])
+        return
+    left = iter(moves.items())
+    while part := list(islice(left, most)):
+        places, sources = torch.tensor(part).unbind(1)
+        target.index_copy_(0, places, source.index_select(0, sources))

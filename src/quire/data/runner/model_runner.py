@@ -1,0 +1,191 @@
+"""The model runner: one step on one device. Replays births and journal, runs the model, draws the next tokens.
+
+`submit` only enqueues work; on a GPU it returns before the step has run, and `collect` waits for its samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.control.request import MAX_LOGPROBS
+from quire.data.kernels.batch import to_device
+from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
+from quire.data.kernels.reference import ReferenceBackend
+from quire.data.kernels.sdpa import SdpaBackend
+from quire.data.runner.batch import build_batch
+from quire.data.runner.context import StepContext
+from quire.data.runner.drawn import Drawn
+from quire.data.runner.logprobs import details_of, top_of
+from quire.data.runner.rehearsal import rehearse
+from quire.data.runner.sampler import Sampler
+from quire.data.runner.store import Store
+from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.specs import Geometry, ModelSpec
+
+BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
+
+
+class Model(Protocol):
+    """What the runner needs of a model (see quire.data.models)."""
+
+    def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def _backend(name: str, deterministic: bool) -> Any:
+    if name == "triton":
+        from quire.data.kernels.triton.backend import TritonBackend
+
+        return TritonBackend(deterministic=deterministic)
+    return BACKENDS[name]()
+
+
+class Ticket(NamedTuple):
+    """A step in flight."""
+
+    drawn: Drawn | None
+    scores: list[Tensor]
+    plan: StepPlan
+    began: float
+    done: torch.cuda.Event | None  # behind the step's rows, where no sample says that they have run
+
+
+class ModelRunner:
+    """Runs `model` in `dtype` on `device` with the attention backend of that name."""
+
+    def __init__(
+        self,
+        model: Model,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "sdpa",
+        eos_ids: tuple[int, ...] = (),
+        *,
+        graphs: bool = False,
+        deterministic: bool = False,
+        debug: bool = False,
+    ) -> None:
+        self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
+        self.attention, self.backend = attention, _backend(attention, deterministic)
+        self.replays, self.deterministic, self.debug = graphs, deterministic, debug
+        self.depth = 1 if device.type == "cpu" else 2
+        self.store: Store
+        self.sampler: Sampler
+        self.last: Tensor
+        self.graphs: Any = None
+
+    def bind(self, geometry: Geometry) -> None:
+        """Allocate pages, tables and sampling state for a memory of this geometry."""
+        self.store = Store(geometry, self.spec, self.dtype, self.device, self.debug)
+        self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
+        self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
+        if self.replays:
+            from quire.data.runner.graphs import DecodeGraphs
+
+            largest = min(geometry.slots - 1, MOST_GRAPH_ROWS)
+            tails = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
+            self.graphs = DecodeGraphs(
+                self.model, self.store, self.last, self.store.staging, largest, tails, self.deterministic
+            )
+
+    def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs."""
+        kept = torch.empty((largest, self.spec.vocab_size), dtype=self.dtype, device=self.device)
+
+        def tail(logits: Tensor, slots: Tensor) -> Tensor:
+            return kept[: len(logits)].copy_(logits)
+
+        return tail
+
+    def warm_up(self, tokens: int, max_len: int) -> None:
+        """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: then
+        no request waits for a kernel to be compiled or a graph to be captured. After `bind`, before the first step."""
+        if self.device.type == "cuda":
+            rehearse(self, tokens, max_len)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Ticket:
+        """Enqueue a step. Births and journal first, in order; then the rows as one batch."""
+        began = time.perf_counter()
+        for birth in plan.births:
+            self.sampler.birth(birth)
+        self.store.replay(plan.journal)
+        if not plan.rows:
+            return Ticket(None, [], plan, began, None)
+        if self.graphs is not None and self.graphs.fits(plan.rows):
+            return Ticket(self._replay(plan.rows), [], plan, began, None)
+        batch = build_batch(plan.rows, self.store, self.last)
+        scored = any(row.score for row in plan.rows)
+        narrow = not scored and len(batch.asked) < len(batch.tokens)
+        hidden = self.model(batch.tokens, StepContext(batch, self.store, self.backend, narrow))
+        scores = [self._score(row, int(offset), hidden) for row, offset in zip(plan.rows, batch.offsets) if row.score]
+        drawn = None
+        if len(batch.asked):
+            logits = self.model.logits(hidden if narrow else hidden.index_select(0, batch.ends))
+            drawn = self._draw([row for row in plan.rows if row.sample], logits)
+        done = None
+        if drawn is None and self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Ticket(drawn, scores, plan, began, done)
+
+    def _replay(self, rows: tuple[Row, ...]) -> Drawn:
+        """A step of one token a row, as one launch."""
+        tail = self.sampler.tail_of(rows)
+        if tail in ("random", "cut"):
+            self.sampler.fill(rows)
+        result = self.graphs.run(rows, tail)
+        if tail:
+            return self.sampler.from_graph(*result, rows)
+        return self._draw(rows, result[: len(rows)])
+
+    def _draw(self, sampling: Sequence[Row], logits: Tensor) -> Drawn:
+        """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
+        rows = [(row.slot, row.start + len(row.tokens), row.sample) for row in sampling]
+        return self.sampler.sample(logits, rows, self.last)
+
+    def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
+        """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
+        targets = to_device(np.array(row.score, dtype=np.int64), self.device)
+        width = min(MAX_LOGPROBS, self.spec.vocab_size) if self.sampler.params(row.slot).prompt_logprobs else 0
+        parts = [
+            details_of(self.model.logits(part).float(), wanted, width)
+            for part, wanted in zip(
+                hidden[offset : offset + len(row.score)].split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE)
+            )
+        ]
+        return torch.cat(parts)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a step: its rows have run when this returns, so their pages may be moved by others."""
+        if ticket.done is not None:
+            ticket.done.synchronize()
+        finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
+        if len(finished) == len(ticket.plan.rows) and not ticket.scores:
+            return StepResult(tuple(finished), time.perf_counter() - ticket.began)
+        drawn = iter(finished)
+        scores = iter(ticket.scores)
+        samples = []
+        for row in ticket.plan.rows:
+            sample = next(drawn) if row.sample else Sampled(())
+            if row.score:
+                most = self.sampler.params(row.slot).prompt_logprobs or 0
+                scored = zip(row.score, next(scores).tolist())
+                sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
+            samples.append(sample)
+        return StepResult(tuple(samples), time.perf_counter() - ticket.began)
+
+    def close(self) -> None:
+        """Let go of the pages, once nothing moves them any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for name in ("graphs", "store", "sampler", "last"):
+            if hasattr(self, name):
+                delattr(self, name)

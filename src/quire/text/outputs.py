@@ -1,0 +1,153 @@
+"""Results, with vLLM's names, and how they grow out of a request's Outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from quire.control.engine import Output
+from quire.control.request import Request, SamplingParams
+from quire.vocabulary.plan import Top
+
+Decode = Callable[[int], str | None] | None
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability, its rank in the vocabulary (1: most likely), and the token as text (None without a
+    tokenizer)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class RequestMetrics(NamedTuple):
+    """When things happened to a request, in seconds of the engine's clock. None: it never did."""
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation. `logprobs[i]` maps the i-th token, and the most likely alternatives, to their Logprob.
+
+    `finish_reason`: "stop", "length", "abort", "error". `stop_reason`: the stop string or stop token that ended it, or
+    what the error was; None at an end token."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Nothing will be added any more."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its continuations, in order of their index. `prompt_logprobs` begins with None: the first token has
+    no probability."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A beam, with vLLM's names: `tokens` and `text` begin with the prompt, `cum_logprob` is that of the rest.
+    `logprobs` has the most likely alternatives of each new token."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The beams of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def alternatives(top: Top, decode: Decode) -> dict[int, Logprob]:
+    """A Top as a mapping: the token itself first, then the most likely ones."""
+    text = decode if decode is not None else _no_text
+    ranked = zip(top.ids, top.logprobs, range(1, len(top.ids) + 1))
+    return {
+        top.token: Logprob(top.logprob, top.rank, text(top.token)),
+        **{token: Logprob(value, rank, text(token)) for token, value, rank in ranked if token != top.token},
+    }
+
+
+def _no_text(token: int) -> None:
+    return None
+
+
+class Assembly:
+    """Collects the Outputs of one request into its RequestOutput."""
+
+    def __init__(self, id: str, prompt: str | None, ids: list[int], params: SamplingParams, decode: Decode) -> None:
+        self.result = RequestOutput(id, prompt, ids)
+        self._wanted = params.logprobs is not None
+        self._decode = decode
+        self._texts: list[list[str]] = [[] for _ in range(params.n)]
+        self.result.outputs = [CompletionOutput(index) for index in range(params.n)]
+        if self._wanted:
+            for completion in self.result.outputs:
+                completion.logprobs = []
+        # Branches that are chosen by it have it, whether log-probabilities were asked for or not.
+        if self._wanted or params.ranked or params.beam_width is not None or params.method is not None:
+            for completion in self.result.outputs:
+                completion.cumulative_logprob = 0.0
+
+    def push(self, output: Output) -> None:
+        """Take in what a step brought."""
+        completion = self.result.outputs[output.branch]
+        completion.token_ids += output.tokens
+        self._texts[output.branch].append(output.text)
+        if completion.cumulative_logprob is not None:
+            completion.cumulative_logprob = output.cumulative_logprob
+        if completion.logprobs is not None:
+            completion.logprobs += [alternatives(top, self._decode) for top in output.tops]
+        completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
+        if output.prompt_tops is not None and output.branch == 0:  # the prompt was scored once, before its branches
+            scored = [alternatives(top, self._decode) for top in output.prompt_tops]
+            self.result.prompt_logprobs = [None, *scored]
+        self.result.num_cached_tokens = output.cached_tokens
+        self.result.finished = output.done
+
+    def snapshot(self) -> RequestOutput:
+        """All that came so far, in lists of its own."""
+        outputs = []
+        for completion, texts in zip(self.result.outputs, self._texts):
+            texts[:] = ["".join(texts)]
+            logprobs = None if completion.logprobs is None else list(completion.logprobs)
+            outputs.append(replace(completion, text=texts[0], token_ids=list(completion.token_ids), logprobs=logprobs))
+        return replace(self.result, outputs=outputs)
+
+    def finish(self, request: Request | None = None, now: float | None = None) -> RequestOutput:
+        """The result. Branches that never came to life (an abort before they were forked) end as aborted."""
+        for completion, texts in zip(self.result.outputs, self._texts):
+            completion.text = "".join(texts)
+            completion.finish_reason = completion.finish_reason or "abort"
+        self.result.finished = True
+        if request is not None:
+            self.result.metrics = RequestMetrics(request.arrival, request.scheduled, request.first_token, now)
+        return self.result

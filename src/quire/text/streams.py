@@ -1,0 +1,99 @@
+"""Streams: one request's outputs on their way from the engine's thread to the coroutine that reads them.
+
+A reader that is slow, or away, holds nothing up: what came meanwhile is merged, so a stream never holds more than one
+output a branch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from quire.control.engine import Output
+from quire.control.request import Request
+
+
+class Delta:
+    """What came for one branch since its reader last looked: any number of Outputs merged into one."""
+
+    __slots__ = ("last", "prompt_tops", "texts", "tokens", "tops")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.tops: list[Any] = []
+        self.prompt_tops: tuple[Any, ...] | None = None
+        self.last: Output | None = None
+
+    def add(self, output: Output) -> None:
+        """Merge one more."""
+        self.tokens += output.tokens
+        self.texts.append(output.text)
+        self.tops += output.tops
+        if output.prompt_tops is not None:
+            self.prompt_tops = output.prompt_tops
+        self.last = output
+
+    def output(self) -> Output:
+        """All of them as one Output."""
+        assert self.last is not None, "an empty delta is read"
+        return self.last._replace(
+            tokens=tuple(self.tokens), text="".join(self.texts), tops=tuple(self.tops), prompt_tops=self.prompt_tops
+        )
+
+
+class Stream:
+    """The outputs of one accepted request, as an async iterator on the loop that asked. A slow reader finds one merged
+    Output a branch; a `patient` one is woken at the end only. EngineDead is raised after the outputs before it."""
+
+    def __init__(self, id: str, accepted: asyncio.Future[None], patient: bool = False) -> None:
+        self.id, self.accepted, self.patient = id, accepted, patient
+        self.loop = accepted.get_loop()
+        self.request: Request | None = None
+        self.done = False
+        self._finished = False
+        self._ready = asyncio.Event()
+        self._deltas: dict[int, Delta] = {}
+        self._error: Exception | None = None
+
+    def put(self, output: Output) -> None:
+        """On the loop: one more output."""
+        self._deltas.setdefault(output.branch, Delta()).add(output)
+        self._finished = self._finished or output.done
+        if self._finished or not self.patient:
+            self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        """On the loop: nothing more will come."""
+        self._error = error
+        self._ready.set()
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+
+    def accept(self) -> None:
+        """On the loop: the engine took the request."""
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._deltas or (self.patient and not self._finished):
+            if self.done:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._ready.clear()
+            await self._ready.wait()
+        branch = next(iter(self._deltas))
+        output = self._deltas.pop(branch).output()
+        # `done` belongs to the last one read, whichever branch ended last.
+        self.done = self._finished and not self._deltas
+        return output._replace(done=self.done)
+
+
+def deliver(batch: list[tuple[Stream, Output]]) -> None:
+    """On the loop: a step's outputs, each to its stream."""
+    for stream, output in batch:
+        stream.put(output)

@@ -1,0 +1,72 @@
+"""The pages of registered prefixes are counted as prefixes come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from memories import MEMORIES, Build
+
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import Sequence
+
+
+def registered(memory: PagedMemory, name: str, tokens: list[int]) -> None:
+    seq = Sequence(1, [*tokens, 1])
+    reused = memory.admit(seq, 64)
+    assert reused is not None
+    assert memory.grow(seq, len(seq.tokens))
+    seq.planned = seq.computed = len(tokens)
+    memory.commit(seq)
+    assert memory.pin(name, seq)
+    memory.free(seq)
+    memory.check()
+
+
+def test_a_page_of_two_prefixes_is_counted_once_and_stays_until_both_are_gone() -> None:
+    memory = MEMORIES["paged-4"](Build(tokens=80, prefix_tokens=40))
+    registered(memory, "a", list(range(10)))
+    assert (memory.prefixes.pinned_pages, memory.sharing().prefix_tokens) == (3, 10)
+    registered(memory, "b", [*range(8), 50, 51, 52, 53])
+    assert sorted(memory.prefixes.pins.values()) == [1, 1, 2, 2]
+    assert memory.prefixes.pinned_pages == 4
+    assert memory.unpin("a")
+    memory.check()
+    assert sorted(memory.prefixes.pins.values()) == [1, 1, 1]
+    assert not memory.unpin("a")
+    assert memory.unpin("b")
+    memory.check()
+    assert memory.prefixes.pins == Counter()
+    assert memory.usage().used == 0
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_memory_counts_its_pins(name: str) -> None:
+    memory = MEMORIES[name](Build(prefix_tokens=64))
+    for i in range(3):
+        registered(memory, str(i), [5] * (3 + 5 * i))
+    for i in (1, 0, 2):
+        assert memory.unpin(str(i))
+        memory.check()
+    assert memory.prefixes.pinned_pages == 0
+
+
+def test_the_check_sees_a_lost_pin_and_a_lost_name() -> None:
+    memory = MEMORIES["paged-4"](Build(prefix_tokens=40))
+    registered(memory, "a", list(range(10)))
+    prefixes = memory.prefixes
+    page = next(iter(prefixes.pins))
+    prefixes.pins[page] += 1
+    with pytest.raises(AssertionError, match="pins"):
+        memory.check()
+    prefixes.pins[page] -= 1
+    memory.check()
+    stop = next(iter(prefixes.index.names))
+    names = prefixes.index.names.pop(stop)
+    with pytest.raises(AssertionError, match="index"):
+        memory.check()
+    prefixes.index.names[stop] = names
+    key = next(iter(prefixes.index.tails))
+    del prefixes.index.tails[key]
+    with pytest.raises(AssertionError, match="lost its way"):
+        memory.check()

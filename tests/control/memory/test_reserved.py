@@ -1,0 +1,377 @@
+"""Reserved memories: what they reserve, copy, waste and pad; and that the engine's tokens are the same over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memories import EVERY, MAX_LEN, VOCAB, Alone, Build, insides, spec, tell
+from traces import Asked, Trace, run_trace
+
+from quire.bench import main as bench
+from quire.build import build
+from quire.config import RESERVED, EngineConfig
+from quire.control.memory import Size, build_memory
+from quire.control.memory.buddy import Buddy
+from quire.control.memory.reserved import RULES, STATIC, Padding, ReservedMemory
+from quire.control.request import SamplingParams, Sequence
+from quire.errors import StartupError
+from quire.llm import LLM
+from quire.vocabulary.plan import Copy, Journal, Poison, Table
+from quire.vocabulary.specs import Layout
+
+
+def made(rule: str, tokens: int = 256, longest: int = 64, page: int = 4, seqs: int = 8) -> ReservedMemory:
+    config = EngineConfig(memory=rule, page_size=page, max_num_seqs=seqs)
+    memory = build_memory(config, spec((None,), longest), Size(tokens, longest, 2))
+    assert isinstance(memory, ReservedMemory)
+    return memory
+
+
+def begun(
+    memory: ReservedMemory, id: int, prompt: int, output: int, *, held: int = 0, branches: int = 0
+) -> Sequence | None:
+    """A sequence that is told to get `output` tokens and has computed `held`, if it is admitted."""
+    seq = Sequence(id, [1] * prompt)
+    seq.branches = branches
+    tell(memory, seq, prompt + output)
+    if memory.admit(seq, 64) is None:
+        return None
+    assert memory.grow(seq, held)
+    seq.tokens += [1] * (held - prompt)
+    seq.planned = seq.computed = held
+    return seq
+
+
+def tokens_of(memory: ReservedMemory) -> tuple[float, ...]:
+    """Usage in tokens: used, reserved, internal, external, free."""
+    usage, token = memory.usage(), memory.geometry.page_bytes * memory.groups / memory.page_tokens
+    assert usage.cached == 0
+    return tuple(part / token for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
+
+
+def test_the_rules_have_the_names_of_the_config() -> None:
+    assert tuple(RULES) == RESERVED
+    assert set(STATIC) <= set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reserved"),
+    [("orca-oracle", 125), ("orca-pow2", 132), ("orca-max", 2048), ("ft", 2048)],
+)
+def test_what_is_reserved_for_25_tokens_after_a_prompt_of_100(rule: str, reserved: int) -> None:
+    """§6.1: "if the true output length is 25, it reserves 32 positions for outputs"."""
+    assert RULES[rule](100, 25, 2048) == reserved
+
+
+@pytest.mark.parametrize("output", range(1, 300))
+def test_pow2_reserves_less_than_twice_the_output(output: int) -> None:
+    reserved = RULES["orca-pow2"](0, output, 2048)
+    assert output <= reserved < 2 * output or output == reserved == 1
+    assert reserved & (reserved - 1) == 0
+    assert RULES["orca-pow2"](2000, 40, 2048) == 2048
+
+
+def test_the_three_orcas_coincide_for_chat() -> None:
+    """Figure 17: with prompts of 1024 tokens the buddy allocator makes 2048 of whatever is reserved."""
+    for rule in RESERVED[:3]:
+        memory = made(rule, tokens=8192, longest=2048, page=16)
+        assert [begun(memory, id, 1024, 1 + 200 * id, held=1024) is not None for id in range(5)] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_is_contiguous_in_every_group_and_told_once(rule: str) -> None:
+    config = EngineConfig(memory=rule, page_size=4, max_num_seqs=4)
+    memory = build_memory(config, spec((None, 6, None), 32), Size(128, 32, 2))
+    assert isinstance(memory, ReservedMemory)
+    assert memory.geometry.layout is Layout.CONTIGUOUS
+    first, second = begun(memory, 1, 9, 11), begun(memory, 2, 5, 3)
+    assert first is not None
+    assert second is not None
+    assert len([entry for entry in memory.take_journal()[0] if isinstance(entry, Table)]) == 4
+    pages = [list(table) for seq in (first, second) for table in memory.place(seq).tables]
+    for table in pages:
+        assert table == list(range(table[0], table[0] + len(table)))
+    every = [page for table in pages for page in table]
+    assert len(set(every)) == len(every)
+    assert min(every) >= 1
+    assert max(every) < memory.geometry.pages
+    assert memory.grow(first, 20)
+    assert memory.take_journal() == ((), ())
+
+
+def test_nothing_grows_beyond_its_reservation() -> None:
+    memory = made("orca-oracle")
+    seq = begun(memory, 1, 5, 6)
+    assert seq is not None
+    before = insides(memory)
+    assert not memory.grow(seq, 12)
+    assert insides(memory) == before
+    assert memory.grow(seq, 11)
+
+
+def test_waste_by_category() -> None:
+    """Pages of 4 tokens, 64 in all. A: 5 + 6 tokens in 3 pages of a block of 4; B: 5 + 9, rounded to 5 + 16, in 6 pages
+    of a block of 8."""
+    oracle, pow2 = made("orca-oracle", tokens=64, longest=64), made("orca-pow2", tokens=64, longest=64)
+    assert tokens_of(oracle) == tokens_of(pow2) == (0, 0, 0, 0, 64)
+    assert begun(oracle, 1, 5, 6, held=7)
+    assert tokens_of(oracle) == (7, 4, 1, 4, 48)
+    assert begun(pow2, 1, 5, 9, held=7)
+    assert tokens_of(pow2) == (7, 7, 10, 8, 32)
+    # What is free, but in too small pieces, is waste while somebody waits who needs a larger one.
+    assert begun(oracle, 2, 30, 3) is None
+    assert tokens_of(oracle) == (7, 4, 1, 4 + 48, 0)
+    other = begun(oracle, 3, 30, 2, held=30)
+    assert other is not None
+    assert tokens_of(oracle) == (37, 6, 1, 4 + 16, 0)
+    oracle.free(other)
+    assert tokens_of(oracle) == (7, 4, 1, 4, 48)
+
+
+def test_a_maximum_wastes_what_is_never_used() -> None:
+    memory = made("orca-max", tokens=128, longest=64)
+    assert begun(memory, 1, 5, 6, held=7)
+    assert tokens_of(memory) == (7, 4, 53, 0, 64)
+
+
+def test_a_fork_copies_every_computed_page_into_a_run_of_its_own() -> None:
+    memory = made("orca-oracle")
+    parent = begun(memory, 1, 9, 7, held=9, branches=1)
+    assert parent is not None
+    assert tokens_of(memory) == (9, 7 + 16, 0, 0, 256 - 32)
+    memory.take_journal()
+    child = parent.fork(2, 1, 0)
+    assert memory.fork(parent, child)
+    (mine,), (yours,) = memory.place(parent).tables, memory.place(child).tables
+    assert not set(mine) & set(yours)
+    assert memory.take_journal()[0] == (
+        Table(memory.slot(child), 0, 0, yours),
+        *(Copy(0, old, new) for old, new in zip(mine[:3], yours)),
+    )
+    assert memory.sharing().copies == 3
+    assert memory.sharing().saved == 0
+    assert tokens_of(memory) == (18, 14, 0, 0, 256 - 32)
+
+
+def test_a_run_stays_with_its_request_until_the_last_branch_ends() -> None:
+    """Beams end and fork at each step: there is always a run for the next one, whoever waits."""
+    memory = made("orca-oracle", tokens=64)
+    first = begun(memory, 1, 9, 7, held=9, branches=3)
+    assert first is not None
+    others = [first.fork(id, id, 0) for id in (2, 3, 4)]
+    assert all(memory.fork(first, other) for other in others)
+    assert begun(memory, 5, 1, 1) is None
+    memory.free(others[0])
+    assert begun(memory, 6, 1, 1) is None
+    assert tokens_of(memory)[2] == 16  # nobody's
+    again = first.fork(7, 1, 0)
+    assert memory.fork(first, again)
+    assert not memory.fork(first, first.fork(8, 1, 0))
+    memory.check()
+    for seq in (first, *others[1:], again):
+        memory.free(seq)
+    assert tokens_of(memory) == (0, 0, 0, 0, 64)
+
+
+def test_debug_poisons_a_run_before_a_fork_is_copied_into_it() -> None:
+    memory = EVERY["orca-max"](Build())
+    parent = begun(memory, 1, 9, 7, held=9, branches=1)
+    assert parent is not None
+    memory.take_journal()
+    assert memory.fork(parent, parent.fork(2, 1, 0))
+    kinds = [type(entry) for entry in memory.take_journal()[0]]
+    assert kinds.index(Copy) > max(i for i, kind in enumerate(kinds) if kind is Poison)
+
+
+def test_prefixes_and_swapping_are_refused() -> None:
+    memory = made("orca-max")
+    seq = begun(memory, 1, 9, 7, held=9)
+    assert seq is not None
+    assert not memory.swap_out([seq])
+    assert not memory.swap_in([])
+    assert not memory.room_for_prefix(1)
+    assert not memory.pin("p", seq)
+    assert not memory.unpin("p")
+    assert memory.reset_prefix_cache() == 0
+    assert memory.held([seq]) == (16 * memory.geometry.page_bytes, 9)
+    with pytest.raises(AssertionError, match="swapped nothing"):
+        memory.drop_swapped(seq)
+    with pytest.raises(StartupError, match="shares no prefixes"):
+        EngineConfig(memory="orca-max", prefix_tokens=16)
+
+
+# FasterTransformer's static batches
+
+
+def test_padding_is_counted() -> None:
+    """Prompts of 3, 9 and 5 tokens: 6 + 0 + 4 of padding. One member ends and is computed on for two steps."""
+    memory = made("ft", tokens=256, longest=64)
+    seqs = [begun(memory, i, prompt, 5, held=prompt) for i, prompt in enumerate((3, 9, 5))]
+    assert memory.padding == Padding(members=3, longest=9, prompt=10, rows=0)
+    memory.take_journal()
+    assert seqs[0] is not None
+    memory.free(seqs[0])
+    for _ in range(2):
+        memory.take_journal()
+    assert memory.padding == Padding(members=3, longest=9, prompt=10, rows=2)
+    assert tokens_of(memory) == (14, 10, 2 * 64 - 24 + 64, 0, 64)  # its slot is still the batch's
+    for seq in seqs[1:]:
+        assert seq is not None
+        memory.free(seq)
+    assert memory.padding == Padding(members=0, longest=0, prompt=10, rows=2)
+    assert tokens_of(memory) == (0, 0, 0, 0, 256)
+    begun(memory, 9, 2, 5)
+    assert memory.padding == Padding(members=1, longest=2, prompt=10, rows=2)
+
+
+def test_equal_slots_leave_the_rest_of_the_pool_unused() -> None:
+    memory = made("ft", tokens=256, longest=60)
+    assert [begun(memory, i, 5, 5) is not None for i in range(5)] == [True] * 4 + [False]
+    assert tokens_of(memory)[3:] == (16, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_static_batches_run_to_their_slowest_member(depth: int) -> None:
+    """Those who fit come at once, whatever the budget; nobody joins before the last of them has ended."""
+    trace = Trace(EVERY["ft"](Build(tokens=3 * 48)), seed=0, depth=depth, budget=8, max_seqs=8)
+    for i in range(8):
+        params = SamplingParams(max_tokens=5 + 3 * i, ignore_eos=True, seed=i)
+        trace.add(Asked(str(i), tuple(range(1, 8)), params, ""))
+    batches: list[set[str]] = []
+    while trace.engine.unfinished:
+        trace.step()
+        running = {request.id for request in trace.scheduler.running}
+        if running and not (batches and running <= batches[-1]):
+            assert not batches or not running & batches[-1]
+            batches.append(running)
+    assert batches == [{"0", "1", "2"}, {"3", "4", "5"}, {"6", "7"}]
+    trace.drained()
+
+
+@pytest.mark.parametrize("name", [name for name, make in EVERY.items() if isinstance(make(Build()), Alone)])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nobody_is_preempted(name: str, depth: int) -> None:
+    """Whatever was admitted ends where it began: with branches, beams, and more to do than there is memory."""
+    trace = Trace(EVERY[name](Build(tokens=1024)), seed=0, depth=depth, budget=16, max_seqs=8)
+    kinds: tuple[dict[str, int], ...] = ({}, {"n": 3}, {"beam_width": 4}, {"best_of": 2})
+    for i in range(16):
+        prompt = tuple((5 * i + j) % (VOCAB - 1) + 1 for j in range(1 + i))
+        params = SamplingParams(seed=i, max_tokens=MAX_LEN - 2 * i - 10, **kinds[i % 4])  # type: ignore[arg-type]
+        trace.add(Asked(str(i), prompt, params, ""))
+    waited = False
+    while trace.engine.unfinished:
+        trace.step()
+        waited = waited or (bool(trace.scheduler.waiting) and bool(trace.scheduler.running))
+    assert trace.refused == 0
+    assert trace.scheduler.preemptions == 0
+    assert waited
+    trace.drained()
+
+
+# Bugs planted on purpose: the traces must catch them
+
+
+def lost_copy(patch: pytest.MonkeyPatch) -> None:
+    take = ReservedMemory.take_journal
+
+    def changed(memory: ReservedMemory) -> tuple[Journal, Journal]:
+        now, ahead = take(memory)
+        return tuple(entry for entry in now if not isinstance(entry, Copy)), ahead
+
+    patch.setattr(ReservedMemory, "take_journal", changed)
+
+
+def run_that_begins_a_page_late(patch: pytest.MonkeyPatch) -> None:
+    """Its last page is its neighbour's first one."""
+    pages = ReservedMemory._pages
+
+    def shifted(memory: ReservedMemory, resident: Any, group: int) -> range:
+        run = pages(memory, resident, group)
+        return range(run.start + 1, run.stop + 1)
+
+    patch.setattr(ReservedMemory, "_pages", shifted)
+
+
+def block_of_the_next_smaller_size(patch: pytest.MonkeyPatch) -> None:
+    take = Buddy.take
+    patch.setattr(Buddy, "take", lambda pool, units: take(pool, max(units // 2, 1)))
+
+
+def branches_not_counted(patch: pytest.MonkeyPatch) -> None:
+    admit = ReservedMemory.admit
+
+    def careless(memory: ReservedMemory, seq: Sequence, *more: Any) -> int | None:
+        branches, seq.branches = seq.branches, 0
+        reused = admit(memory, seq, *more)
+        seq.branches = branches
+        return reused
+
+    patch.setattr(ReservedMemory, "admit", careless)
+
+
+def run_traces(depth: int) -> None:
+    """Traces without faults other than aborts, in which nobody may be preempted."""
+    for seed, (name, tokens) in enumerate((("orca-oracle", 256), ("orca-pow2", 320), ("oracle-mixed", 512)) * 2):
+        told = run_trace(EVERY[name], seed=seed, depth=depth, tokens=tokens, requests=20)
+        assert told.preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_traces_pass_without_a_bug(depth: int) -> None:
+    run_traces(depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "plant", [lost_copy, run_that_begins_a_page_late, block_of_the_next_smaller_size, branches_not_counted]
+)
+def test_planted_bug_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        run_traces(depth)
+
+
+# The bundled model
+
+ASKED: tuple[dict[str, int], ...] = ({}, {"n": 2}, {"beam_width": 3}, {})
+PROMPTS = ["Once upon a time", "The little dog", "Lily wanted to", "At night"]
+
+
+@cache
+def answers(memory: str) -> tuple[list[list[tuple[int, ...]]], int]:
+    """Greedy and beam tokens of every branch, of requests that don't all fit at once; and requests preempted."""
+    llm = LLM(memory=memory, dtype="float32", max_model_len=128, kv_tokens=640, seed=3, max_num_batched_tokens=48)
+    params = [SamplingParams(temperature=0, max_tokens=40 + 5 * i, **kind) for i, kind in enumerate(ASKED)]  # type: ignore[arg-type]
+    results = llm.generate(PROMPTS * 2, params * 2)
+    preempted = llm.engine.scheduler.preemptions
+    llm.close()
+    return [[tuple(output.token_ids) for output in result.outputs] for result in results], preempted
+
+
+@pytest.mark.parametrize("memory", RESERVED)
+def test_tokens_are_those_of_paged_memory(memory: str) -> None:
+    got, preempted = answers(memory)
+    assert got == answers("paged")[0]
+    assert preempted == 0
+
+
+@pytest.mark.parametrize("memory", RESERVED)
+def test_bench_throughput_runs(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--memory", memory, "--kv-tokens", "1024", "--max-model-len", "128"]
+    assert (
+        bench(["throughput", *flags, "--workload", "fixed:9:5@6", "--repeat", "1", "--warmup", "0", "--out", str(out)])
+        == 0
+    )
+    assert "internal" in out.read_text()
+
+
+def test_a_memory_too_small_for_one_reservation_is_refused_at_start() -> None:
+    with pytest.raises(StartupError, match="finds no room for a sequence of 100 tokens in 112"):
+        build(EngineConfig(memory="orca-max", kv_tokens=100, max_model_len=100))

@@ -1,0 +1,219 @@
+"""SamplingParams refuse every bad value with an error that names field and limit; refused requests leave no trace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memories import MAX_LEN, MEMORIES, VOCAB, Build
+from traces import Asked, Trace
+
+from quire.control.request import SamplingParams, Sequence
+from quire.errors import InputError, Overloaded, PromptTooLong, QuireError
+
+NAN, INF = math.nan, math.inf
+NUMBERS = {  # field: (low, high)
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+INTEGERS = {
+    "n": (1, 128),
+    "top_k": (-1, 2**31 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "seed": (-(2**63), 2**63 - 1),
+}
+FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+LISTS: dict[str, list[Any]] = {
+    "stop": [5, b"x", [5], [""], ["x" * 257], ["x"] * 17, {"a": 1}, [None], "", 0, True],
+    "stop_token_ids": [5, "5", ["5"], [-1], [1.0], [True], [2**31], {1: 1}, 0, False, "", {}],
+    "bad_words": [5, [b"x"], [""], ["x" * 257], ["x"] * 129, {"a": 1}],
+    "allowed_token_ids": [[], 5, "5", [-1], [None], [2**40], {1: 1}, 0],
+    "logit_bias": [
+        [1],
+        "1",
+        {"x": 1.0},
+        {-1: 1.0},
+        {1: NAN},
+        {1: INF},
+        {1: 100.5},
+        {1: "1"},
+        {None: 1.0},
+        dict.fromkeys(range(1025), 0.0),
+        {"9" * 40: 1.0},
+    ],
+}
+
+
+def refused(field: str, value: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        SamplingParams(**{field: value})
+    assert field in str(caught.value)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(field)
+    assert len(str(caught.value)) < 300
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e308, -1e308, 10**400, -(10**400)], ids=str)
+@pytest.mark.parametrize("field", NUMBERS)
+def test_numbers_are_finite_and_within_limits(field: str, value: float) -> None:
+    assert f"between {NUMBERS[field][0]} and {NUMBERS[field][1]}" in refused(field, value)
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_numbers_just_outside_their_limits(field: str) -> None:
+    low, high = NUMBERS[field]
+    for value in (math.nextafter(low, -INF), math.nextafter(high, INF)):
+        refused(field, value)
+    if field != "top_p":
+        assert getattr(SamplingParams(**{field: low}), field) == low
+    assert getattr(SamplingParams(**{field: high}), field) == high
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+def test_integers_outside_their_limits(field: str) -> None:
+    low, high = INTEGERS[field]
+    for value in (low - 1, high + 1, 10**5000, -(10**5000)):
+        assert f"between {low} and {high}" in refused(field, value)
+    for value in (NAN, INF, 1.0, 1.5):
+        assert "must be an integer" in refused(field, value)
+
+
+@pytest.mark.parametrize("value", ["1", b"1", [1], (1,), {}, {"a": 1}, True, object(), 1j])
+@pytest.mark.parametrize("field", [*NUMBERS, *INTEGERS])
+def test_wrong_types_of_numbers(field: str, value: Any) -> None:
+    assert type(value).__name__ in refused(field, value)
+
+
+@pytest.mark.parametrize("field", [*NUMBERS, "n", "top_k", "min_tokens", *FLAGS])
+def test_none_is_not_a_number(field: str) -> None:
+    assert "NoneType" in refused(field, None)
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", None, [], NAN])
+@pytest.mark.parametrize("field", FLAGS)
+def test_flags_are_true_or_false(field: str, value: Any) -> None:
+    refused(field, value)
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in LISTS.items() for v in values], ids=str)
+def test_lists(field: str, value: Any) -> None:
+    refused(field, value)
+
+
+def test_top_p_is_above_zero() -> None:
+    assert "above 0" in refused("top_p", 0.0)
+
+
+def test_min_tokens_is_at_most_max_tokens() -> None:
+    with pytest.raises(InputError, match=r"min_tokens must be at most max_tokens \(5\), got 6"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(InputError, match="detokenize"):
+        SamplingParams(stop=["x"], detokenize=False)
+
+
+@given(
+    field=st.sampled_from([*NUMBERS, *INTEGERS, *FLAGS, *LISTS]),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=2)
+        ),
+        max_leaves=4,
+    ),
+)
+def test_any_value_is_taken_or_refused_by_name(field: str, value: Any) -> None:
+    """Nothing but InputError comes out, and what is taken is finite."""
+    refusal, taken = field, 0.0
+    try:
+        taken = getattr(SamplingParams(**{field: value}), field)
+    except InputError as error:
+        refusal = str(error)
+    assert field in refusal
+    assert not isinstance(taken, float) or math.isfinite(taken)
+
+
+def test_values_are_normalised() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[3, 4], top_k=-1, logit_bias={"7": 1}, temperature=1)
+    assert (params.stop, params.stop_token_ids, params.top_k) == (("END",), (3, 4), 0)
+    assert params.logit_bias == {7: 1.0}
+    assert isinstance(params.temperature, float)
+    assert SamplingParams(stop=None, bad_words=None, stop_token_ids=None).stop == ()
+
+
+def test_token_ids_beyond_the_vocabulary() -> None:
+    for field, value in (("stop_token_ids", [64]), ("allowed_token_ids", [1, 64]), ("logit_bias", {64: 1.0})):
+        with pytest.raises(InputError, match=f"{field} holds token 64, but the vocabulary has 64"):
+            SamplingParams(**{field: value}).check_vocabulary(64)
+        SamplingParams(**{field: value}).check_vocabulary(65)
+
+
+def test_a_sequence_is_quiet_when_no_step_names_it() -> None:
+    seq = Sequence(1, [1, 2, 3])
+    assert seq.quiet
+    seq.planned = 3
+    assert not seq.quiet
+    with pytest.raises(AssertionError, match="in flight"):
+        seq.fork(2, 1, 0)
+    seq.computed = 3
+    assert seq.fork(2, 1, 0).tokens == [1, 2, 3]
+
+
+OK = SamplingParams(seed=5, max_tokens=6)
+REFUSALS: dict[str, tuple[Any, SamplingParams, type[QuireError], str]] = {
+    "empty": ((), OK, InputError, "empty"),
+    "negative token": ((1, -1), OK, InputError, f"from 0 to {VOCAB - 1}"),
+    "token beyond the vocabulary": ((1, VOCAB), OK, InputError, f"token 1 is {VOCAB}"),
+    "float token": ((1.0,), OK, InputError, "integers"),
+    "boolean token": ((True,), OK, InputError, "integers"),
+    "text": ("abc", OK, InputError, "integers"),
+    "huge token": ((10**300,), OK, InputError, "prompt token 0"),
+    "too long for the model": ((1,) * MAX_LEN, OK, PromptTooLong, f"{MAX_LEN} tokens"),
+    "too long for the memory": ((1,) * 4, SamplingParams(n=3, max_tokens=40), PromptTooLong, "KV memory"),
+    "more branches than sequences": ((1,), SamplingParams(n=9), InputError, "at most 8"),
+    "stop token": ((1,), SamplingParams(stop_token_ids=[VOCAB]), InputError, "stop_token_ids"),
+    "bias": ((1,), SamplingParams(logit_bias={VOCAB: 1.0}), InputError, "logit_bias"),
+    "id in use": ((1,), OK, InputError, "in use"),
+    "queue full": ((1,), OK, Overloaded, "queue is full"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_request_leaves_the_engine_undisturbed(name: str) -> None:
+    """A canary decodes beside it, and another comes after it: their outputs and the pages are as ever."""
+    prompt, params, error, message = REFUSALS[name]
+    trace = Trace(MEMORIES["paged-4"](Build(tokens=64)), seed=0, depth=2, budget=64, max_seqs=8)
+    trace.add(Asked("canary", (1, 2, 3), SamplingParams(seed=1, max_tokens=20, ignore_eos=True), ""))
+    trace.step()
+    if name == "queue full":
+        trace.engine.limits = trace.engine.limits._replace(max_queued=0)
+    before = (trace.engine.added, trace.scheduler.next_seq, len(trace.scheduler.waiting), set(trace.engine.requests))
+    with pytest.raises(error, match=message):
+        trace.engine.add("canary" if name == "id in use" else "bad", prompt, params)
+    after = (trace.engine.added, trace.scheduler.next_seq, len(trace.scheduler.waiting), set(trace.engine.requests))
+    assert before == after
+    trace.engine.limits = trace.engine.limits._replace(max_queued=10)
+    trace.add(Asked("late", (1, 2, 3, 4, 5), OK, ""))
+    while trace.engine.unfinished:
+        trace.step()
+    trace.drained()
+
+
+def test_the_abort_of_an_unknown_request_passes() -> None:
+    trace = Trace(MEMORIES["paged-4"](Build(tokens=64)), seed=0, depth=2, budget=64, max_seqs=8)
+    trace.engine.abort("nobody")
+    assert not trace.engine.unfinished

@@ -1,0 +1,360 @@
+"""The scheduler: first come first served, one iteration at a time, within a budget; preemption; what a plan costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from memories import MAX_LEN, MEMORIES, VOCAB, Build
+from traces import Asked, Trace
+
+from quire.control.request import Request, SamplingParams, Sequence, Status
+from quire.control.scheduler import Scheduler
+from quire.sim.echo import EchoRunner, expected
+from quire.vocabulary.plan import LAST, StepPlan
+
+DEPTHS = (1, 2, 3)
+
+
+def opened(*, tokens: int = 256, budget: int = 64, depth: int = 1, max_seqs: int = 8, name: str = "paged-4") -> Trace:
+    memory = MEMORIES[name](Build(tokens, budget, max_seqs))
+    return Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=max_seqs)
+
+
+def ask(trace: Trace, id: str, length: int, *, n: int = 1, max_tokens: int = 12, stop: tuple[int, ...] = ()) -> None:
+    prompt = tuple(random.Random(id).choices(range(1, VOCAB), k=length))
+    params = SamplingParams(n=n, seed=hash(prompt) % 1000, max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=True)
+    trace.add(Asked(id, prompt, params, ""))
+
+
+def drain(trace: Trace) -> None:
+    while trace.engine.unfinished:
+        trace.step()
+    trace.drained()
+
+
+class Recorded(Scheduler):
+    """A scheduler that writes down what each call of `schedule` did."""
+
+    log: list[tuple[StepPlan | None, list[str], list[str], int]]  # plan, admitted, preempted, steps in flight
+
+    def schedule(self) -> StepPlan | None:
+        before, flight = [request.id for request in self.running], self.flight
+        self.victims: list[str] = []
+        plan = super().schedule()
+        stayed = set(before) - set(self.victims)
+        admitted = [request.id for request in self.running if request.id not in stayed]
+        if not hasattr(self, "log"):
+            self.log = []
+        self.log.append((plan, admitted, self.victims, flight))
+        return plan
+
+    def _preempt(self, victim: Request) -> None:
+        self.victims.append(victim.id)
+        super()._preempt(victim)
+
+
+def recorded(trace: Trace) -> Recorded:
+    scheduler = trace.scheduler
+    scheduler.__class__ = Recorded
+    assert isinstance(scheduler, Recorded)
+    scheduler.log = []
+    return scheduler
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("seed", range(6))
+def test_first_come_first_served(seed: int, depth: int) -> None:
+    """In every step those who run are the earliest; victims are the latest; who preempts admits nobody; all end."""
+    rng = random.Random(seed)
+    trace = opened(tokens=56, budget=rng.choice((8, 16, 64)), depth=depth)
+    scheduler = recorded(trace)
+    for i in range(10):
+        ask(trace, f"{i:02}", rng.randint(1, 20), n=rng.choice((1, 1, 2)), max_tokens=rng.randint(8, 20))
+    while trace.engine.unfinished:
+        trace.step()
+        running = [request.id for request in scheduler.running]
+        waiting = [request.id for request in scheduler.waiting]
+        assert running + waiting == sorted(running + waiting)
+    trace.drained()
+    for plan, admitted, victims, flight in scheduler.log:
+        assert victims == sorted(victims, reverse=True)
+        if victims:
+            assert not admitted
+            assert flight == 0
+        assert admitted == sorted(admitted)
+        if plan is not None:
+            assert sum(len(row.tokens) for row in plan.rows) <= scheduler.budget
+    assert any(victims for _, _, victims, _ in scheduler.log)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_new_request_joins_within_one_step(depth: int) -> None:
+    trace = opened(depth=depth)
+    ask(trace, "old", 8, max_tokens=30)
+    for _ in range(4):
+        trace.step()
+    scheduler = recorded(trace)
+    ask(trace, "new", 8)
+    trace.step()
+    plan, admitted, _, _ = scheduler.log[0]
+    assert admitted == ["new"]
+    assert plan is not None
+    assert sorted(len(row.tokens) for row in plan.rows) == [1, 8]
+    drain(trace)
+
+
+def test_the_oldest_gets_the_budget_first() -> None:
+    trace = opened(budget=6)
+    for id in ("a", "b", "c"):
+        ask(trace, id, 10, max_tokens=4)
+    scheduler = recorded(trace)
+    shares = []
+    while trace.engine.unfinished:
+        trace.step()
+        plan = scheduler.log[-1][0]
+        shares.append([] if plan is None else [len(row.tokens) for row in plan.rows])
+    trace.drained()
+    assert shares[:6] == [[6], [4, 2], [1, 5], [1, 3, 2], [1, 1, 4], [1, 4]]
+
+
+def test_all_branches_or_none_are_preempted() -> None:
+    trace = opened(tokens=72)
+    ask(trace, "a", 10, max_tokens=25)
+    ask(trace, "b", 10, n=3, max_tokens=12)
+    scheduler = recorded(trace)
+    hurt = False
+    while trace.engine.unfinished:
+        trace.step()
+        for request in [*scheduler.running, *scheduler.waiting]:
+            resident = [seq.id in trace.memory.memory.residents for seq in request.live]
+            assert all(resident) if request.status is Status.RUNNING else not any(resident)
+            hurt |= request.preemptions > 0 and len(request.live) > 1
+    assert hurt
+    trace.drained()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_late_stop_wastes_at_most_the_other_steps_in_flight(depth: int) -> None:
+    trace = opened(depth=depth)
+    prompt = (1, 2, 3)
+    free = expected(prompt, SamplingParams(max_tokens=20, ignore_eos=True), 7, vocab_size=VOCAB, max_len=MAX_LEN)
+    end = next(i for i in range(6, 20) if free[i] not in free[:i])
+    params = SamplingParams(seed=7, max_tokens=20, ignore_eos=True, stop_token_ids=[free[end]])
+    trace.add(Asked("a", prompt, params, ""))
+    drain(trace)
+    assert trace.runner.rows == end + 1 + (depth - 1)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_stop_by_length_wastes_nothing(depth: int) -> None:
+    trace = opened(depth=depth)
+    ask(trace, "a", 5, max_tokens=9)
+    drain(trace)
+    assert trace.runner.rows == 9
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+    """Short of memory, `schedule` returns None, changes no request, and preempts when nothing is awaited any more."""
+    trace = opened(tokens=40, depth=2)
+    for id in ("a", "b"):
+        ask(trace, id, 12, max_tokens=20)
+    scheduler, plans = recorded(trace), []
+    while (plan := scheduler.schedule()) is not None:
+        plans.append(plan)
+        trace.runner.runner.depth = len(plans) + 1
+        trace.runner.submit(plan)
+    assert scheduler.flight == len(plans) > 1
+    assert not scheduler.preemptions
+    places = {seq.id: trace.memory.place(seq) for seq in trace.memory.residents.values()}
+    assert scheduler.schedule() is None
+    assert {seq.id: trace.memory.place(seq) for seq in trace.memory.residents.values()} == places
+    for ticket, plan in enumerate(plans, 1):
+        assert not scheduler.preemptions
+        scheduler.update(plan, trace.runner.collect(ticket))
+    assert scheduler.schedule() is not None
+    assert [request.id for request in scheduler.running] == ["a"]
+    assert [request.id for request in scheduler.waiting] == ["b"]
+
+
+def test_rows_decode_from_the_last_sample_while_it_is_unseen() -> None:
+    trace = opened(depth=2)
+    ask(trace, "a", 5)
+    first, second = trace.scheduler.schedule(), trace.scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    assert (first.rows[0].start, len(first.rows[0].tokens), first.rows[0].sample) == (0, 5, 1)
+    assert (second.rows[0].start, second.rows[0].tokens, second.rows[0].sample) == (5, (LAST,), 1)
+    assert second.births == ()
+
+
+def test_prompt_scores_cover_each_prompt_token_but_the_first_once() -> None:
+    trace = opened(budget=4)
+    params = SamplingParams(seed=1, max_tokens=3, prompt_logprobs=0)
+    trace.add(Asked("a", tuple(range(1, 11)), params, ""))
+    scheduler = recorded(trace)
+    drain(trace)
+    rows = [plan.rows[0] for plan, *_ in scheduler.log if plan is not None]
+    assert [row.score for row in rows[:3]] == [(2, 3, 4, 5), (6, 7, 8, 9), (10,)]
+    assert all(row.score == () for row in rows[3:])
+
+
+def plan_size(context: int) -> tuple[int, int, int]:
+    """Journal entries, births and row tokens of 16 steps of 256 sequences decoding after `context` tokens."""
+    count, steps = 256, 16
+    memory = MEMORIES["paged-16"](Build(count * (context + 32), count * (context + 32), count, context + 64))
+    scheduler = Scheduler(memory, budget=count * context, max_seqs=count, max_len=context + 64)
+    runner = EchoRunner(blind=True)
+    for i in range(count):
+        seq = Sequence(i, [1 + i, *([3] * (context - 1))])
+        scheduler.add(Request(str(i), seq, SamplingParams(max_tokens=40), arrival=0.0, max_tokens=40))
+    sizes = []
+    for _ in range(steps + 1):
+        plan = scheduler.schedule()
+        assert plan is not None
+        sizes.append((len(plan.journal), len(plan.births), sum(len(row.tokens) for row in plan.rows)))
+        scheduler.update(plan, runner.collect(runner.submit(plan)))
+    return sum(s[0] for s in sizes[1:]), sum(s[1] for s in sizes[1:]), sum(s[2] for s in sizes[1:])
+
+
+def test_a_plan_costs_the_same_for_long_contexts() -> None:
+    assert plan_size(16) == plan_size(1024) == (256, 0, 256 * 16)
+
+
+def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
+    trace = opened()
+    ask(trace, "a", 5, n=3, max_tokens=4)
+    trace.engine.runner = EchoRunner(blind=True)
+    trace.memory.placed.clear()
+    while trace.engine.unfinished:
+        trace.step()
+    tokens = {token for output in trace.outputs["a"] for token in output.tokens}
+    assert len(tokens) == 1
+    assert sum(len(output.tokens) for output in trace.outputs["a"]) == 12
+
+
+def test_blocked_branches_are_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of a request's branches fit and some don't: they are tried again only after something left memory."""
+    trace = opened(tokens=72, name="uncached")
+    ask(trace, "a", 10, max_tokens=30)
+    ask(trace, "b", 10, n=3, max_tokens=12)
+    b = trace.scheduler.waiting[1]
+    while not b.preemptions:
+        trace.step()
+    tried: list[int] = []
+    admit = trace.memory.admit
+    monkeypatch.setattr(trace.memory, "admit", lambda seq, *more: (tried.append(seq.id), admit(seq, *more))[1])
+    steps = 0
+    while b.status is Status.WAITING and "a" in trace.engine.requests:
+        trace.step()
+        steps += 1
+    assert steps > 8
+    assert len(tried) <= len(b.live)
+    drain(trace)
+
+
+def test_blocked_branches_are_tried_again_when_others_were_swapped_out() -> None:
+    """What blocked a request was swapped out and aborted there: its pages came back without a sequence being freed."""
+    memory = MEMORIES["uncached"](Build(tokens=72, chunk=64, host=100))
+    trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8)
+    ask(trace, "a", 10, max_tokens=30)
+    ask(trace, "b", 10, n=3, max_tokens=12)
+    a, b = trace.scheduler.waiting
+    while trace.scheduler.blocked is None:
+        trace.step()
+    assert (a.status, b.status) == (Status.RUNNING, Status.WAITING)
+    trace.scheduler.preemption = "swap"
+    trace.scheduler._preempt(a)
+    assert a.status is Status.SWAPPED
+    trace.abort("a")
+    drain(trace)
+
+
+def test_a_victim_finds_what_it_had_generated_in_the_prefix_cache() -> None:
+    """Recomputation starts behind the last full page that is still cached, outputs included."""
+    trace = opened()
+    ask(trace, "a", 6, max_tokens=20)
+    (request,) = trace.scheduler.waiting
+    for _ in range(12):
+        trace.step()
+    (seq,) = request.live
+    assert seq.computed == 17
+    scheduler = recorded(trace)
+    scheduler.victims = []
+    scheduler._preempt(request)
+    trace.step()
+    plan = scheduler.log[0][0]
+    assert plan is not None
+    assert (plan.rows[0].start, len(plan.rows[0].tokens)) == (16, 2)
+    drain(trace)
+
+
+@pytest.mark.parametrize("budget", [2, 4, 64])
+def test_a_branch_waits_for_all_that_it_shares(budget: int) -> None:
+    """A preempted group comes back: the third branch shares with the second what that one shares with the first."""
+    trace = opened(budget=budget, name="uncached")
+    common = list(range(1, 9))
+    branches = [Sequence(trace.scheduler.new_id(), common + tail) for tail in ([50, 51], [60, 61], [60, 62])]
+    request = Request("a", branches[0], SamplingParams(n=3, max_tokens=30), arrival=0.0, max_tokens=30)
+    request.live = branches
+    trace.scheduler.add(request)
+    computed = 0
+    for _ in range(25):
+        plan = trace.scheduler.schedule()
+        assert plan is not None
+        slots = {trace.memory.slot(seq): seq for seq in request.live}
+        for row in plan.rows:
+            assert slots[row.slot] is branches[0] or computed >= len(common), "a branch is computed too early"
+        computed = branches[0].planned
+        trace.scheduler.update(plan, trace.runner.collect(trace.runner.submit(plan)))
+        if all(len(seq.tokens) > len(common) + 2 for seq in branches):
+            break
+    first, second, third = (trace.memory.place(seq).tables[0][:2] for seq in branches)
+    assert first == second == third
+
+
+def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
+    memory = MEMORIES["paged-4"](Build(tokens=40, chunk=64, host=100))
+    trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8, preemption="swap")
+    for id in ("a", "b"):
+        ask(trace, id, 12, max_tokens=20)
+    while not trace.scheduler.swapped:
+        trace.step()
+    ask(trace, "c", 1, max_tokens=1)  # there would be room for it
+    while trace.scheduler.swapped:
+        trace.step()
+        assert "c" not in [request.id for request in trace.scheduler.running] or not trace.scheduler.swapped
+    drain(trace)
+    assert trace.scheduler.preempted == {"swap": 1, "recompute": 0}
+
+
+def test_a_sequence_may_leave_again_before_its_birth_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is swapped in while the only others wait for a result, finds no room to compute, and is the next victim."""
+    memory = MEMORIES["paged-4"](Build(tokens=36, chunk=12, host=100))
+    trace = Trace(memory, seed=0, depth=2, budget=12, max_seqs=8, preemption="swap")
+    beams = SamplingParams(beam_width=2, seed=1, max_tokens=16, ignore_eos=True)
+    trace.add(Asked("a", (1, 2, 3, 4), beams, ""))
+    ask(trace, "b", 28, max_tokens=4)
+    gone: list[int] = []  # sequences that are not in memory when the runner is told of them
+
+    def submit(plan: StepPlan, send: Callable[[StepPlan], int] = trace.runner.submit) -> int:
+        gone.extend(birth.seq for birth in plan.births if birth.seq not in trace.memory.residents)
+        return send(plan)
+
+    monkeypatch.setattr(trace.runner, "submit", submit)
+    drain(trace)
+    assert gone
+    assert trace.engine.stats.prompt_tokens == 4 + 28
+
+
+def test_auto_takes_the_cheaper_way_for_each_victim() -> None:
+    """In these traces recomputing costs as much as swapping six pages."""
+    for length, way in ((8, "swap"), (32, "recompute")):
+        memory = MEMORIES["paged-4"](Build(tokens=128, chunk=64, host=100))
+        trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8, preemption="auto")
+        ask(trace, "a", length, max_tokens=6)
+        trace.step()
+        trace.scheduler._preempt(next(iter(trace.scheduler.running)))
+        assert trace.scheduler.preempted[way] == 1
+        drain(trace)

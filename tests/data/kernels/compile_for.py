@@ -1,0 +1,140 @@
+"""Compile the kernels for a GPU that isn't here, in bf16: `compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS`
+prints, for each launch that the wrappers would make, the kernel's name, its bytes of shared memory, and how many times
+one thread of it tells others that a group of warps is done before that is sure, as JSON.
+
+Triton is given a driver that knows a target and no device, and every launch only compiles. A process of its own: the
+tests beside this one use the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.triton import activation, attention, copy, linear, norm, prompt, prompt_hopper, rope, sampling
+
+CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
+PDL = CAPABILITY >= 90
+DTYPE = torch.bfloat16
+HEADS = {  # query heads, key/value heads, their size, window
+    "Llama-3-8B": (32, 8, 128, None), "windows": (32, 8, 128, 4096), "OPT-13B": (40, 40, 128, None),
+    "Gemma-2-9B": (16, 8, 256, None), "many queries": (64, 1, 64, None),
+}  # fmt: skip
+
+
+class Driver:
+    """As much of Triton's as compiling asks for."""
+
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": SHARED})
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def hasty(ptx: str) -> int:
+    """Arrivals of one thread at a barrier in memory with no barrier of its group since the group's last wait."""
+    count, waited = 0, False
+    waits = r"mbarrier\.try_wait|wgmma\.wait_group|cp\.async\.wait_group"
+    for match in re.finditer(rf"({waits})|bar\.sync|(mbarrier\.arrive)\.", ptx):
+        count += bool(match[2]) and waited
+        waited = bool(match[1]) or (waited and bool(match[2]))
+    return count
+
+
+def watch() -> list[tuple[str, int, int]]:
+    """From now on launches only compile; what they compiled."""
+    seen: list[tuple[str, int, int]] = []
+    run = JITFunction.run
+
+    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        seen.append((self.fn.__name__, kernel.metadata.shared, hasty(kernel.asm["ptx"])))
+        return kernel
+
+    JITFunction.run = compiled  # type: ignore[method-assign]
+    return seen
+
+
+def zeros(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*shape: int) -> Tensor:
+    return zeros(*shape, dtype=torch.int64)
+
+
+def attend() -> None:
+    """Decode in all its shapes, prompts, rotation."""
+    for heads, kv, dim, window in HEADS.values():
+        cache = LayerCache(zeros(64 * 2 * kv, 16 * dim), 2 * kv, 0, kv, heads, kv, dim, 16, 0, window)
+        tables = ints(3, 8)
+        every = (heads, kv, dim, window) == HEADS["Llama-3-8B"]
+        for batch in attention.representatives(1024, cache, torch.device("cpu")) if every else (1, 1024):
+            splits = attention.choose_splits(batch, kv, COUNT)
+            attention.decode(
+                zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), scale=1.0, splits=splits, pdl=PDL
+            )
+        for small in (False, True):
+            tiles = zeros(3, 4, dtype=torch.int32)
+            prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, scale=1.0, small=small)
+        if CAPABILITY == 90 and dim == 128 and window is None:
+            prompt_hopper.prompt(zeros(4, heads, dim), cache, tables, tiles, scale=1.0)
+        qkv = zeros(4, heads + 2 * kv, dim)
+        turns = torch.zeros(64, 2, dim // 2)
+        rope.rope_write(qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), heads, kv, rotary=turns, pdl=PDL)
+
+
+def layers() -> None:
+    """Norms, activations, products."""
+    for rows in (1, 32, 256):
+        x = zeros(rows, 4096)
+        norm.rms_norm(x, zeros(4096), 1e-5, delta=zeros(rows, 4096), pdl=PDL)
+        activation.gate(zeros(rows, 2 * 14336), "silu", pdl=PDL)
+    norm.layer_norm(zeros(4, 5120), zeros(5120), zeros(5120), 1e-5, delta=zeros(4, 5120), pdl=PDL)
+    activation.act(zeros(4, 20480), "relu", zeros(20480), pdl=PDL)
+    if SHARED < linear.SHARED:
+        return
+    for rows in (1, 2, 9, 32):
+        for size, depth in ((6144, 4096), (4096, 4096), (4096, 14336)):
+            linear.linear(zeros(rows, depth), zeros(size, depth), pdl=PDL)
+        linear.gated(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
+
+
+def samples() -> None:
+    vocab, last = 128_256, ints(4)
+    for rows in (1, 64):
+        scratch = sampling.Scratch.of(rows, vocab, torch.device("cpu"))
+        logits, shapes, chances = zeros(rows, vocab), *torch.zeros(5, rows, dtype=torch.float64).split((4, 1))
+        tokens, faults, slots = ints(rows), ints(rows), ints(rows)
+        sampling.greedy(logits, slots, last, tokens, faults, scratch, PDL)
+        shapes, owners = shapes.view(rows, 4), ints(rows)
+        sampling.sample(logits, shapes, owners, chances[0], slots, last, tokens, faults, scratch, cut=True, pdl=PDL)
+    copy.copy_pages(zeros(8, 4096), ints(2), ints(2))
+    copy.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
+
+
+if __name__ == "__main__":
+    driver.set_active(Driver())
+    attention.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
+    attention.shared_memory = lambda device: SHARED  # type: ignore[assignment]
+    launches = watch()
+    attend()
+    layers()
+    samples()
+    print(json.dumps(launches))

@@ -1,0 +1,112 @@
+"""Every attention backend equals dense attention on one grid of batches, and Equation 4 holds for all page sizes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from quire.data.kernels.reference import ReferenceBackend, paged_attention
+from quire.data.kernels.sdpa import SdpaBackend
+from quire.data.runner.batch import build_batch
+from quire.data.runner.store import Store
+from quire.vocabulary.plan import Row, Table
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
+BATCHES = {  # (tokens before, tokens of this step) a sequence
+    "decode": [(0, 1), (5, 1), (16, 1), (33, 1)],
+    "prompts": [(0, 1), (0, 16), (0, 29)],
+    "chunk": [(8, 9), (31, 7)],
+    "mixed": [(12, 1), (0, 20), (4, 6), (40, 1), (3, 1)],
+    "long": [(0, 300), (260, 40), (10, 290)],
+}
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None) -> torch.Tensor:
+    """q [n, heads, dim] at positions start ..; k, v [start + n, kv_heads, dim]; fp64."""
+    q, k, v = q.double(), k.double(), v.double()
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    at = torch.arange(len(k))
+    query_at = at[start:, None]
+    hidden = at[None] > query_at
+    if window is not None:
+        hidden |= at[None] <= query_at - window
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def run(
+    backend: str, sizes: list[tuple[int, int]], heads: int, kv_heads: int, page: int, window: int | None,
+    dtype: torch.dtype = torch.float32, layers: int = 2,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One step's attention in the second of `layers` layers over poisoned pages in random order -> (got, expected)."""
+    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    dim = 8
+    layer = LayerSpec(kv_heads, dim, window)
+    spec = ModelSpec("test", (layer,) * layers, 10, 4096, 16, heads, 16, 0)
+    width = max(-(-(a + b) // page) for a, b in sizes)
+    page_bytes = layers * layer.token_bytes(dtype.itemsize) * page
+    pages = len(sizes) * width + 1
+    group = Group(tuple(range(layers)), page, page_bytes, window)
+    store = Store(
+        Geometry(Layout.PAGED, pages, page_bytes, len(sizes) + 1, width, (group,), dtype.itemsize),
+        spec, dtype, DEVICE,
+    )  # fmt: skip
+    store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
+    free = (rng.permutation(pages - 1) + 1).tolist()
+    attention, cache = BACKENDS[backend](), store.caches[1]
+    histories = [torch.randn(2, a + b, kv_heads, dim, generator=generator).to(dtype) for a, b in sizes]
+    for slot, (before, now) in enumerate(sizes, 1):
+        store.replay((Table(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // page)))),))
+    earlier = [(slot, 0, before) for slot, (before, _) in enumerate(sizes, 1) if before]
+    present = [(slot, before, now) for slot, (before, now) in enumerate(sizes, 1)]
+    last = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=DEVICE)
+    for rows in filter(None, (earlier, present)):
+        batch = build_batch(tuple(Row(slot, (1,) * count, start, 0) for slot, start, count in rows), store, last)
+        k, v = (torch.cat([histories[s - 1][i, a : a + n] for s, a, n in rows]) for i in (0, 1))
+        q = torch.randn(len(k), heads, dim, generator=generator).to(dtype)
+        plan = attention.plan(batch, 0)
+        got = attention.attend(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cache, plan, dim**-0.5).cpu()
+    bounds = np.cumsum([0] + [n for _, n in sizes]).tolist()
+    expected = torch.cat(
+        [dense(q[a:b], *histories[i], sizes[i][0], window) for i, (a, b) in enumerate(pairwise(bounds))]
+    )
+    return got, expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 5, 24])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (14, 2)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_backends_equal_dense_attention(backend, window, heads, kv_heads, batch) -> None:
+    if backend == "reference" and batch == "long" and heads != 4:
+        heads, kv_heads = 4, 2
+    got, expected = run(backend, BATCHES[batch], heads, kv_heads, 16, window)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_every_page_size_equals_dense_attention(backend, page) -> None:
+    got, expected = run(backend, BATCHES["mixed"], 4, 2, page, None)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close(dtype) -> None:
+    got, expected = run("sdpa", BATCHES["mixed"], 4, 2, 16, None, dtype)
+    torch.testing.assert_close(got.double(), expected, atol=0.04, rtol=0.04)
+
+
+def test_reference_soft_caps_scores() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 8), torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4, 8)
+    got = paged_attention(q, k, v, torch.tensor([2, 0]), 6, scale=1.0, softcap=2.0)
+    keys, values = (x[[2, 0]].transpose(1, 2).reshape(8, 2, 8)[:7] for x in (k, v))
+    scores = torch.tanh(torch.einsum("hd,khd->hk", q, keys) / 2) * 2
+    torch.testing.assert_close(got, torch.einsum("hk,khd->hd", scores.softmax(-1), values))

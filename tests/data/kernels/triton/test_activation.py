@@ -1,0 +1,84 @@
+"""Activations equal torch's in fp64 within one rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.data.kernels.triton.activation import ACTIVATIONS, act, gate
+from quire.data.layers import mlp
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
+NAMES = sorted(mlp.ACTIVATIONS)
+# exp(-x) of a far value is infinite, and 1 / (1 + that) is the 0 wanted; NumPy warns of it in the interpreter.
+FAR = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Mostly in [-6, 6], where activations bend."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(2).to(dtype).to(DEVICE)
+
+
+def assert_rounded(got: Tensor, want: Tensor) -> None:
+    """got is want (fp64) rounded to got's dtype, but for fp32's own errors on the way."""
+    half_ulp = 0.5 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=2e-6)
+
+
+def test_every_activation_of_the_layers_is_here() -> None:
+    assert set(mlp.ACTIVATIONS) <= set(ACTIVATIONS)
+
+
+@FAR
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 100, 1376, 14336])
+@pytest.mark.parametrize("name", NAMES)
+def test_gate(name: str, size: int, dtype: torch.dtype, pdl: bool) -> None:
+    for rows in (1, 3):
+        x = random(rows, 2 * size, dtype=dtype)
+        before = x.clone()
+        low, high = x.double().chunk(2, dim=-1)
+        assert_rounded(gate(x, name, pdl=pdl), mlp.activation(name)(low) * high)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_of_many_rows(dtype: torch.dtype) -> None:
+    """Rows with gaps into rows with gaps; the gaps stay."""
+    x, out = random(70, 1500, dtype=dtype)[:, :1400], random(70, 800, dtype=dtype, seed=1)
+    gap = out[:, 700:].clone()
+    assert gate(x, "silu", out=out[:, :700]).data_ptr() == out.data_ptr()
+    low, high = x.double().chunk(2, dim=-1)
+    assert_rounded(out[:, :700], mlp.activation("silu")(low) * high)
+    assert torch.equal(out[:, 700:], gap)
+
+
+@FAR
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_act_in_place(name: str, biased: bool, dtype: torch.dtype, pdl: bool) -> None:
+    for rows, size in ((1, 20480), (70, 600)):
+        x = random(rows, size, dtype=dtype)
+        bias = random(size, dtype=dtype, seed=1) if biased else None
+        total = x.double() if bias is None else x.double() + bias.double()
+        assert act(x, name, bias, pdl=pdl) is x
+        assert_rounded(x, mlp.activation(name)(total))
+
+
+@FAR
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_far_values(name: str, dtype: torch.dtype) -> None:
+    """No overflow on the way, and NaN is not hidden."""
+    x = torch.tensor([[-3e4, -100.0, -0.0, 0.0, 100.0, 3e4, torch.nan]], dtype=dtype, device=DEVICE)
+    want = mlp.activation(name)(x.double())
+    assert want.isnan().sum() == 1
+    torch.testing.assert_close(act(x.clone(), name).double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)

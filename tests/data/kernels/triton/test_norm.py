@@ -1,0 +1,104 @@
+"""The fused norms equal torch's in fp64, within one rounding, for all sizes and strides; the residual sum is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.data.kernels.triton.norm import layer_norm, rms_norm
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
+EPS = 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def assert_rounded(got: Tensor, want: Tensor) -> None:
+    """got is want (fp64) rounded to got's dtype, but for fp32's own errors on the way."""
+    half_ulp = 0.5 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=2e-6)
+
+
+def check(norm: str, x: Tensor, delta: Tensor | None, out: Tensor | None, pdl: bool) -> None:
+    size = x.shape[-1]
+    weight, bias = (random(size, dtype=x.dtype, seed=seed) + 1 for seed in (5, 6))
+    total = x.clone() if delta is None else x + delta
+    if norm == "rms":
+        want = F.rms_norm(total.double(), (size,), weight.double(), EPS)
+        got = rms_norm(x, weight, EPS, delta=delta, out=out, pdl=pdl)
+    else:
+        want = F.layer_norm(total.double(), (size,), weight.double(), bias.double(), EPS)
+        got = layer_norm(x, weight, bias, EPS, delta=delta, out=out, pdl=pdl)
+    assert torch.equal(x, total), "x itself changes by delta, and by nothing else"
+    assert out is None or got is out
+    assert_rounded(got, want)
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("size", [16, 48, 768, 4096, 5120, 16384])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_equal_to_torch(norm: str, size: int, add: bool, dtype: torch.dtype, pdl: bool) -> None:
+    for rows in (1, 5):
+        delta = random(rows, size, dtype=dtype, seed=1) if add else None
+        check(norm, random(rows, size, dtype=dtype), delta, None, pdl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 100, 512])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_many_rows_share_programs(norm: str, size: int, dtype: torch.dtype) -> None:
+    """Enough rows for several a program, and the last program isn't full."""
+    check(norm, random(515, size, dtype=dtype), random(515, size, dtype=dtype, seed=1), None, False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_rows_may_have_strides(norm: str, dtype: torch.dtype) -> None:
+    """x, delta and out are columns of wider tensors, whose other columns stay as they were."""
+    wide = [random(3, 300 + 16 * seed, dtype=dtype, seed=seed) for seed in range(3)]
+    before = [tensor.clone() for tensor in wide]
+    check(norm, *(tensor[:, 50:150] for tensor in wide), pdl=False)
+    for old, new in zip(before, wide):
+        assert torch.equal(old[:, :50], new[:, :50])
+        assert torch.equal(old[:, 150:], new[:, 150:])
+    assert torch.equal(before[1], wide[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_a_product(dtype: torch.dtype) -> None:
+    """[T, heads, size], a view with gaps."""
+    check("rms", random(3, 9, 64, dtype=dtype)[:, 2:6], None, None, False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_of_values_far_from_zero(dtype: torch.dtype) -> None:
+    """The variance is that of the differences from the mean: no cancellation."""
+    x = (random(2, 256, dtype=torch.float32) + 100).to(dtype)
+    weight, bias = torch.ones(256, dtype=dtype, device=DEVICE), torch.zeros(256, dtype=dtype, device=DEVICE)
+    want = F.layer_norm(x.double(), (256,), weight.double(), bias.double(), EPS)
+    half_ulp = 0.5 * torch.finfo(dtype).eps
+    torch.testing.assert_close(layer_norm(x, weight, bias, EPS).double(), want, rtol=1.01 * half_ulp, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+def test_rows_do_not_mix() -> None:
+    """A row's result has the same bits whatever is beside it, NaN included."""
+    x = random(4, 512, dtype=torch.float32)
+    weight = random(512, dtype=torch.float32, seed=1)
+    alone = rms_norm(x[1:2].clone(), weight, EPS)
+    x[0], x[2] = torch.nan, torch.inf
+    assert torch.equal(rms_norm(x, weight, EPS)[1:2], alone)
+
+
+def test_no_rows() -> None:
+    assert rms_norm(torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE), EPS).shape == (0, 64)

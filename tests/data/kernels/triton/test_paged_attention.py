@@ -1,0 +1,371 @@
+"""Triton's attention over pages equals dense attention in fp64: decode, prompts, and the backend that mixes them."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.reference import paged_attention
+from quire.data.kernels.triton import attention
+from quire.data.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
+from quire.data.kernels.triton.backend import TritonBackend
+from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
+from quire.data.layers.norm import RMSNorm
+from quire.data.layers.rope import Rope
+from quire.data.layers.rotary import Rotary, queries_keys_values
+from quire.data.runner.batch import build_batch
+from quire.data.runner.store import Store
+from quire.vocabulary.plan import Row, Table
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
+LAYERS, LAYER = 3, 1
+LENGTHS = (1, 5, 0, 16, 33, 150)  # 0: padding
+
+
+class Shape(NamedTuple):
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    page: int = 16
+    window: int | None = None
+
+
+class Memory(NamedTuple):
+    """Sequences in poisoned pages: sequence i has slot i + 1, its keys and values are histories[i] [2, n, kv, dim]."""
+
+    cache: LayerCache
+    tables: Tensor
+    histories: list[Tensor]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def ints(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def filled(shape: Shape, lengths: tuple[int, ...], dtype: torch.dtype, contiguous: bool = False) -> Memory:
+    """The second layer of three. Pages are in random order (or one after another), table entries past a sequence's end
+    name a poisoned page."""
+    heads, kv, dim, size, window = shape
+    width = max(-(-n // size) for n in lengths) + 1
+    order = torch.arange(len(lengths) * width) if contiguous else torch.randperm(len(lengths) * width)
+    tables = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(-1, width) + 1)).to(DEVICE)
+    stride, row = LAYERS * 2 * kv, LAYER * 2 * kv
+    rows = torch.full(((tables.numel() + 1) * stride, size * dim), torch.nan, dtype=dtype, device=DEVICE)
+    rows[:stride] = 0
+    cache = LayerCache(rows, stride, row, row + kv, heads, kv, dim, size, 0, window)
+    keys, values = cache.views()
+    histories = []
+    for i, n in enumerate(lengths):
+        both = random(2, n, kv, dim, dtype=dtype, seed=i)
+        at = torch.arange(n, device=DEVICE)
+        pages = tables[i + 1, at // size]
+        keys[pages, :, at % size], values[pages, :, at % size] = both
+        histories.append(both)
+    return Memory(cache, tables, histories)
+
+
+def dense(q: Tensor, both: Tensor, start: int, window: int | None, softcap: float | None = None) -> Tensor:
+    """q [n, heads, dim] at positions start ..; both [2, start + n, kv_heads, dim]; fp64."""
+    k, v = both.double().repeat_interleave(q.shape[1] // both.shape[2], 2)
+    at = torch.arange(len(k), device=q.device)
+    query_at = at[start:, None]
+    hidden = at[None] > query_at
+    if window is not None:
+        hidden |= at[None] <= query_at - window
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
+
+
+def slots_of(lengths: tuple[int, ...]) -> Tensor:
+    return ints([i + 1 if n else 0 for i, n in enumerate(lengths)])
+
+
+def check_decode(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, **options: object) -> None:
+    memory = filled(shape, lengths, dtype)
+    q = random(len(lengths), shape.heads, shape.dim, dtype=dtype, seed=99)
+    slots, options = slots_of(lengths), {"splits": 2, **options}
+    got = decode(
+        q, memory.cache, memory.tables, slots, ints(lengths), scale=shape.dim**-0.5, **options
+    )  # fmt: skip
+    for i, n in enumerate(lengths):
+        if n == 0:
+            assert not got[i].any(), "padding gets zeros"
+        else:
+            want = dense(q[i : i + 1], memory.histories[i], n - 1, shape.window, options.get("softcap"))
+            assert_close(got[i : i + 1], want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 5, 24, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (14, 2), (5, 1)])
+def test_decode_equals_dense_attention(heads, kv_heads, window, dtype) -> None:
+    check_decode(Shape(heads, kv_heads, window=window), dtype)
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2, 5, 32])
+def test_any_number_of_splits(splits, dtype, pdl) -> None:
+    check_decode(Shape(window=None), dtype, (300, 0, 64, 1, 129), splits=splits, pdl=pdl)
+    check_decode(Shape(window=70), dtype, (300, 0, 64, 1, 129), splits=splits, pdl=pdl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page", [1, 2, 3, 4, 8, 16, 32, 64, 128, 256])
+def test_every_page_size(page, dtype) -> None:
+    check_decode(Shape(page=page), dtype, (300, 17))
+    check_prompt(Shape(page=page), dtype, ((12, 9), (0, 70), (100, 40)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 16, 64, 80, 96, 128, 256])
+def test_every_head_size(dim, dtype) -> None:
+    check_decode(Shape(dim=dim), dtype, (70, 3))
+    check_prompt(Shape(dim=dim), dtype, ((12, 9), (0, 70)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_are_soft_capped(dtype) -> None:
+    check_decode(Shape(), dtype, softcap=0.7)
+    check_prompt(Shape(), dtype, softcap=0.7)
+
+
+def test_decode_equals_the_reference_page_by_page() -> None:
+    shape = Shape(6, 2, 16, 4, window=9)
+    memory = filled(shape, (31,), torch.float32)
+    q = random(1, 6, 16, dtype=torch.float32)
+    got = decode(q, memory.cache, memory.tables, ints([1]), ints([31]), scale=0.25, splits=1)
+    want = paged_attention(q[0], *memory.cache.views(), memory.tables[1], 30, scale=0.25, window=9)
+    torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_may_be_a_view_of_the_projections(dtype) -> None:
+    shape, lengths = Shape(4, 2), (40, 7, 200)
+    memory = filled(shape, lengths, dtype)
+    qkv = random(3, 4 + 2 * 2, 16, dtype=dtype)
+    arguments = (memory.cache, memory.tables, ints([1, 2, 3]), ints(lengths))
+    got = decode(qkv[:, :4], *arguments, scale=0.25, splits=2)
+    assert torch.equal(got, decode(qkv[:, :4].contiguous(), *arguments, scale=0.25, splits=2))
+
+
+def test_rows_name_queries_and_outputs() -> None:
+    shape, lengths = Shape(), (40, 7)
+    memory = filled(shape, lengths, torch.float32)
+    q = random(6, 4, 16, dtype=torch.float32)
+    arguments = (memory.cache, memory.tables, ints([1, 2]), ints(lengths))
+    out = torch.full_like(q, 3.0)
+    assert decode(q, *arguments, out, scale=0.25, splits=1, rows=ints([4, 1])) is out
+    assert torch.equal(out[[4, 1]], decode(q[[4, 1]], *arguments, scale=0.25, splits=1))
+    assert (out[[0, 2, 3, 5]] == 3.0).all()
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_contiguous_twin_reads_one_table_entry(page, splits) -> None:
+    shape, lengths = Shape(page=page, window=150), (300, 0, 33)
+    memory = filled(shape, lengths, torch.float32, contiguous=True)
+    q = random(3, 4, 16, dtype=torch.float32)
+    options = {"scale": 0.25, "splits": splits}
+    want = decode(q, memory.cache, memory.tables, slots_of(lengths), ints(lengths), **options)
+    tables = memory.tables.clone()
+    tables[:, 1:] = 0
+    assert torch.equal(
+        decode(q, memory.cache, tables, slots_of(lengths), ints(lengths), contiguous=True, **options), want
+    )
+
+
+def test_scratch_is_used_again_whatever_is_in_it() -> None:
+    shape, lengths = Shape(), (300, 40, 0, 130)
+    memory = filled(shape, lengths, torch.float32)
+    q = random(4, 4, 16, dtype=torch.float32)
+    scratch = Scratch(*(x.fill_(torch.nan) for x in decode_scratch(4, 4, 2, 16, 4, DEVICE)))
+    arguments = (q, memory.cache, memory.tables, slots_of(lengths), ints(lengths))
+    want = decode(*arguments, scale=0.25, splits=1)
+    for splits in (4, 2, 4):
+        got = decode(*arguments, scale=0.25, splits=splits, scratch=scratch)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_split_does_not_depend_on_the_other_rows(dtype) -> None:
+    shape, lengths = Shape(), (300, 40, 33, 150)
+    memory = filled(shape, lengths, dtype)
+    q = random(4, 4, 16, dtype=dtype)
+    options = {"scale": 0.25, "splits": 1}
+    together = decode(q, memory.cache, memory.tables, slots_of(lengths), ints(lengths), **options)
+    for i, n in enumerate(lengths):
+        alone = decode(q[i : i + 1], memory.cache, memory.tables, ints([i + 1]), ints([n]), **options)
+        assert torch.equal(alone[0], together[i])
+
+
+def test_splits_fill_a_gpu_and_shrink_as_the_batch_grows() -> None:
+    splits = [choose_splits(batch, 8, 132) for batch in (1, 2, 4, 8, 32, 128, 256, 1024)]
+    assert splits[0] == 32
+    assert splits[-2:] == [1, 1]
+    assert splits == sorted(splits, reverse=True)
+    assert choose_splits(24, 8, 132) == 2, "192 programs would leave a quarter of the places empty"
+    assert choose_splits(1, 1, 132) == 32
+    assert choose_splits(1, 1, 1) in (1, 2)
+
+
+CHUNKS = ((12, 9), (0, 20), (40, 6), (0, 2), (130, 70))  # (tokens before, tokens of this step)
+
+
+def tiled(shape: Shape, chunks: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
+    starts, lengths = np.array(chunks, dtype=np.int64).T
+    queries = tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize)
+    offsets = np.cumsum(lengths) - lengths
+    tiles = make_tiles(np.arange(len(chunks)) + 1, starts, lengths, offsets, queries)
+    assert tiles.dtype == np.int32
+    return torch.from_numpy(tiles).to(DEVICE)
+
+
+def check_prompt(
+    shape: Shape, dtype: torch.dtype, chunks: tuple[tuple[int, int], ...] = CHUNKS, softcap: float | None = None
+) -> None:
+    memory = filled(shape, tuple(map(sum, chunks)), dtype)
+    if shape.window is not None:  # pages that all queries have left behind may hold anything
+        for slot, (start, _) in enumerate(chunks, 1):
+            left = max(start - shape.window + 1, 0) // shape.page
+            memory.tables[slot, :left] = memory.tables[slot, -1]
+    q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
+    tiles = tiled(shape, chunks, dtype)
+    got = prompt(q, memory.cache, memory.tables, tiles, scale=shape.dim**-0.5, softcap=softcap)
+    bounds = np.cumsum([0] + [n for _, n in chunks]).tolist()
+    for (a, b), (start, _), both in zip(pairwise(bounds), chunks, memory.histories):
+        assert_close(got[a:b], dense(q[a:b], both, start, shape.window, softcap))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 5, 24, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (5, 1)])
+def test_prompts_equal_dense_attention(heads, kv_heads, window, dtype) -> None:
+    check_prompt(Shape(heads, kv_heads, window=window), dtype)
+
+
+@pytest.mark.parametrize("room", [101_376, 166_912, 232_448])  # of an L4, an A100, an H200
+def test_programs_fit_the_shared_memory_of_smaller_gpus(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "shared_memory", lambda device: room)
+    for group, dim, programs in product((1, 4, 16, 64), (64, 128, 256), (1, 4, 2000)):
+        padded = attention._padded(group, dim)
+        block, _, stages = attention._shape(*padded, 2, programs, DEVICE)
+        assert attention.program_bytes(*padded, 2, block, stages) <= room
+        assert stages >= 3 or room == 101_376
+    # What the compiler gave these for Hopper, in bytes.
+    assert attention.program_bytes(16, 128, 2, 64, 4) == 104_448
+    assert attention.program_bytes(64, 256, 2, 32, 4) == 135_168
+
+
+def test_tiles_cover_every_query_once_and_the_longest_context_comes_first() -> None:
+    chunks = np.array(CHUNKS, dtype=np.int64)
+    lengths = chunks[:, 1]
+    tiles = make_tiles(np.arange(5) + 1, chunks[:, 0], lengths, np.cumsum(lengths) - lengths, 8)
+    covered = np.concatenate([np.arange(token, token + many) for _, token, many, _ in tiles])
+    assert sorted(covered.tolist()) == list(range(int(lengths.sum())))
+    ends = (tiles[:, 2] + tiles[:, 3]).tolist()
+    assert ends == sorted(ends, reverse=True)
+    assert tiles[:, 2].max() == 8
+
+
+BATCHES = {
+    "decode": [(0, 1), (5, 1), (16, 1), (33, 1)],
+    "prompts": [(0, 1), (0, 16), (0, 29)],
+    "chunk": [(8, 9), (31, 7)],
+    "mixed": [(12, 1), (0, 20), (4, 6), (40, 1), (3, 1)],
+    "long": [(0, 100), (60, 40), (10, 90)],
+}
+
+
+def stored(sizes: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> Store:
+    """A store with a table for each sequence, all other pages poisoned."""
+    layer = LayerSpec(shape.kv_heads, shape.dim, shape.window)
+    spec = ModelSpec("test", (layer,) * LAYERS, 10, 4096, 16, shape.heads, 16, 0)
+    width = max(-(-(a + b) // shape.page) for a, b in sizes)
+    page_bytes = LAYERS * layer.token_bytes(dtype.itemsize) * shape.page
+    pages = len(sizes) * width + 1
+    group = Group(tuple(range(LAYERS)), shape.page, page_bytes, shape.window)
+    geometry = Geometry(Layout.PAGED, pages, page_bytes, len(sizes) + 1, width, (group,), dtype.itemsize)
+    store = Store(geometry, spec, dtype, DEVICE)
+    store.pages[1:].fill_(torch.nan)
+    free = (np.random.default_rng(0).permutation(pages - 1) + 1).tolist()
+    for slot, (before, now) in enumerate(sizes, 1):
+        store.replay((Table(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // shape.page)))),))
+    return store
+
+
+def run_backend(
+    backend: TritonBackend, sizes: list[tuple[int, int]], shape: Shape, dtype: torch.dtype,
+    rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None, fused: bool = False,
+) -> None:  # fmt: skip
+    """A first step for the tokens before, a second for those of now, which is compared with dense attention."""
+    store = stored(sizes, shape, dtype)
+    cache, heads, kv = store.caches[LAYER], shape.heads, shape.kv_heads
+    raw = [random(a + b, heads + 2 * kv, shape.dim, dtype=dtype, seed=i) for i, (a, b) in enumerate(sizes)]
+    turned = []
+    for x in raw:
+        angles = None if rotary is None else rotary.at(torch.arange(len(x), device=DEVICE), dtype)
+        turned.append(queries_keys_values(x, heads, angles, norms))
+    last = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=DEVICE)
+    earlier = [(i, 0, before) for i, (before, _) in enumerate(sizes) if before]
+    present = [(i, before, now) for i, (before, now) in enumerate(sizes)]
+    for rows in filter(None, (earlier, present)):
+        batch = build_batch(tuple(Row(i + 1, (1,) * n, start, 0) for i, start, n in rows), store, last)
+        plan = backend.plan(batch, 0)
+        if fused:
+            qkv = torch.cat([raw[i][a : a + n] for i, a, n in rows])
+            got = backend.rotate_and_attend(qkv, rotary, norms, cache, plan, shape.dim**-0.5)
+        else:
+            q, k, v = (torch.cat([turned[i][j][a : a + n] for i, a, n in rows]) for j in range(3))
+            got = backend.attend(q, k, v, cache, plan, shape.dim**-0.5)
+    bounds = np.cumsum([0] + [n for _, n in sizes]).tolist()
+    for (a, b), (start, _), (q, k, v) in zip(pairwise(bounds), sizes, turned):
+        assert_close(got[a:b], dense(q[start:], torch.stack((k, v)), start, shape.window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (7, 1)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_backend_equals_dense_attention(batch, heads, kv_heads, window, dtype) -> None:
+    run_backend(TritonBackend(), BATCHES[batch], Shape(heads, kv_heads, 8, window=window), dtype)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_backend_rotates_and_writes_in_one_pass(normalised, batch) -> None:
+    rotary = Rotary(Rope(kind="default", theta=10000.0, original_len=256), 16, 256)
+    rotary.prepare(DEVICE)
+    norms = None
+    if normalised:
+        norms = tuple(RMSNorm(16, 1e-6, torch.float32, DEVICE) for _ in range(2))
+        for i, norm in enumerate(norms):
+            norm.weight.data = random(16, dtype=torch.float32, seed=i)
+    run_backend(TritonBackend(), BATCHES[batch], Shape(), torch.float32, rotary, norms, fused=True)
+
+
+def test_without_rotation_the_fused_pass_is_only_a_write() -> None:
+    run_backend(TritonBackend(deterministic=True), BATCHES["prompts"], Shape(), torch.float32, fused=True)

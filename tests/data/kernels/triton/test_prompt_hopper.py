@@ -1,0 +1,178 @@
+"""Attention of long prompts on Hopper is that of `prompt`, to the bit, and dense attention in fp64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from test_paged_attention import BATCHES, CHUNKS, Memory, Shape, assert_close, dense, filled, random, run_backend
+from torch import Tensor
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.triton import backend, launch, prompt, prompt_hopper
+from quire.data.kernels.triton.backend import TritonBackend
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU: Gluon isn't interpreted")
+HALVES = (torch.float16, torch.bfloat16)
+Chunks = tuple[tuple[int, int], ...]
+LONG: Chunks = ((0, 64), (63, 1), (64, 65), (0, 129), (1, 700), (1000, 3), (511, 513), (0, 1))
+
+
+def cache_of(dim: int = 128, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> LayerCache:
+    return LayerCache(torch.zeros(8, 16 * dim, dtype=dtype), 8, 0, 4, 16, 4, dim, 16, 0, window)
+
+
+def test_what_it_takes() -> None:
+    assert prompt_hopper.takes(cache_of())
+    assert prompt_hopper.takes(cache_of(dtype=torch.float16))
+    assert not prompt_hopper.takes(cache_of(dtype=torch.float32))
+    assert not prompt_hopper.takes(cache_of(dim=64))
+    assert not prompt_hopper.takes(cache_of(window=4096))
+    assert [prompt_hopper.tile_queries(group) for group in (1, 4, 7, 192)] == [192, 48, 27, 1]
+
+
+def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(made: TritonBackend, *chunks: tuple[int, int], dim: int = 128) -> bool:
+        starts, lengths = np.array(chunks, dtype=np.int64).reshape(-1, 2).T
+        return made._kernel(cache_of(dim), lengths, starts + lengths)[0] is prompt_hopper.prompt
+
+    assert not chosen(TritonBackend(), (0, 8192)), "no such GPU"
+    monkeypatch.setattr(backend, "hopper", lambda device: True)
+    assert chosen(TritonBackend(), (0, 4096))
+    assert chosen(TritonBackend(), (0, 64), (7000, 512))
+    assert not chosen(TritonBackend())
+    assert not chosen(TritonBackend(), (0, 4095))
+    assert not chosen(TritonBackend(), (4094, 2), *((0, 64),) * 127), "nearly all of the work is in short ones"
+    assert not chosen(TritonBackend(deterministic=True), (0, 8192))
+    assert not chosen(TritonBackend(softcap=30.0), (0, 8192))
+    assert not chosen(TritonBackend(), (0, 8192), dim=64)
+
+
+def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, gpu = launch.hopper.__wrapped__, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    versions = (("3.9.0", False), ("3.60.0", False), ("3.6.0+git1.2", True), ("3.7.1", True))
+    for version, known in versions:
+        monkeypatch.setattr(triton, "__version__", version)
+        assert hopper(gpu) == known
+        notice = launch.left_out(gpu)
+        assert notice is None if known else f"Triton {version} isn't one of 3.6, 3.7" in str(notice)
+    assert not hopper(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        assert not hopper(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not hopper(gpu)
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert launch.left_out(gpu) is None, "it has no such kernel in any version"
+
+
+def tiles_of(chunks: Chunks, queries: int) -> Tensor:
+    starts, lengths = np.array(chunks, dtype=np.int64).T
+    slots = np.arange(len(chunks)) + 1
+    return torch.from_numpy(prompt.make_tiles(slots, starts, lengths, np.cumsum(lengths) - lengths, queries)).cuda()
+
+
+def both(shape: Shape, chunks: Chunks, dtype: torch.dtype) -> tuple[Memory, Tensor, Tensor, Tensor]:
+    """The memory, the queries, and their results by `prompt` and by this kernel."""
+    memory = filled(shape, tuple(map(sum, chunks)), dtype)
+    q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
+    queries = prompt.tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize)
+    scale, where = shape.dim**-0.5, (memory.cache, memory.tables)
+    want = prompt.prompt(q, *where, tiles_of(chunks, queries), scale=scale)
+    tiles = tiles_of(chunks, prompt_hopper.tile_queries(shape.heads // shape.kv_heads))
+    return memory, q, want, prompt_hopper.prompt(q, *where, tiles, scale=scale)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1), (14, 2), (5, 1), (71, 1)])
+@pytest.mark.parametrize("chunks", [CHUNKS, LONG])
+def test_it_equals_the_other_and_dense_attention(heads, kv_heads, chunks, dtype) -> None:
+    memory, q, want, got = both(Shape(heads, kv_heads, 128), chunks, dtype)
+    assert torch.equal(got, want), "to the bit"
+    bounds = np.cumsum([0] + [n for _, n in chunks]).tolist()
+    for (a, b), (start, _), history in zip(pairwise(bounds), chunks, memory.histories):
+        assert_close(got[a:b], dense(q[a:b], history, start, None))
+
+
+@on_hopper
+@pytest.mark.parametrize("page", [1, 2, 3, 16, 48, 64, 256])
+def test_every_page_size(page) -> None:
+    _, _, want, got = both(Shape(8, 2, 128, page), LONG, torch.bfloat16)
+    assert torch.equal(got, want)
+
+
+@on_hopper
+def test_the_same_every_time() -> None:
+    """Waiting for the wrong block would show as a difference now and then."""
+    chunks = tuple((1000 * i, 2000 - 100 * i) for i in range(8))
+    memory, q, want, first = both(Shape(8, 2, 128), chunks, torch.bfloat16)
+    assert torch.equal(first, want)
+    tiles, out = tiles_of(chunks, 48), torch.empty_like(q)
+    for _ in range(50):
+        prompt_hopper.prompt(q, memory.cache, memory.tables, tiles, out.fill_(torch.nan), scale=128**-0.5)
+        assert torch.equal(out, want)
+
+
+@on_hopper
+def test_rows_that_no_tile_names_stay() -> None:
+    memory = filled(Shape(8, 2, 128), (70, 70), torch.bfloat16)
+    q = random(140, 8, 128, dtype=torch.bfloat16)
+    out = torch.full_like(q, 7.0)
+    prompt_hopper.prompt(q, memory.cache, memory.tables, tiles_of(((0, 70),), 48), out, scale=1.0)
+    assert (out[70:] == 7.0).all()
+    assert not (out[:70] == 7.0).all()
+
+
+CHOICES = pytest.mark.parametrize(
+    ("longest", "window", "deterministic", "chosen"),
+    [(50, None, False, True), (101, None, False, False), (50, 24, False, False), (50, None, True, False)],
+)
+
+
+def check_choice(shape: Shape, dtype: torch.dtype, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Dense attention by the backend for long contexts, then for short ones; how often `prompt_hopper` took part."""
+    calls, attend, counts = [0], prompt_hopper.prompt, []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        calls[0] += 1
+        return attend(*args, **options)
+
+    monkeypatch.setattr(prompt_hopper, "prompt", noted)
+    for batch in ("long", "mixed"):
+        run_backend(TritonBackend(deterministic=deterministic), BATCHES[batch], shape, dtype)
+        counts.append(calls[0])
+    return counts
+
+
+@on_hopper
+@CHOICES
+def test_the_backend_chooses_it_for_long_contexts(
+    longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_hopper, "LONG", longest)
+    first, both = check_choice(Shape(8, 2, 128, window=window), torch.bfloat16, deterministic, monkeypatch)
+    assert bool(first) == chosen
+    assert both == first, "the contexts of the second are short"
+
+
+@CHOICES
+def test_what_is_chosen_gets_tiles_of_its_own(
+    longest: int, window: int | None, deterministic: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any device: `prompt` in its place, in tiles of 7 queries."""
+    monkeypatch.setattr(backend, "hopper", lambda device: True)
+    monkeypatch.setattr(prompt_hopper, "takes", lambda cache: cache.window is None)
+    monkeypatch.setattr(prompt_hopper, "tile_queries", lambda group: 7)
+    monkeypatch.setattr(prompt_hopper, "prompt", prompt.prompt)
+    monkeypatch.setattr(prompt_hopper, "LONG", longest)
+    first, both = check_choice(Shape(4, 2, 16, window=window), torch.float32, deterministic, monkeypatch)
+    assert bool(first) == chosen
+    assert both == first

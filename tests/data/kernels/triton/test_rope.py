@@ -1,0 +1,180 @@
+"""Rotation and KV writes equal the plain composition in fp64, and nothing but the tokens' own places is written."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.triton.rope import rope_write
+from quire.data.layers.rope import Rope
+from quire.data.layers.rotary import cos_sin, rotate
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
+LAYERS, LAYER, SLOTS, LENGTH, EPS = 3, 1, 4, 513, 1e-6
+
+
+class Case(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    page_tokens: int
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def assert_rounded(got: Tensor, want: Tensor) -> None:
+    """got is want (fp64) rounded to got's dtype, but for fp32's own errors on the way."""
+    half_ulp = 0.5 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=2e-6, equal_nan=True)
+
+
+def poisoned(case: Case, dtype: torch.dtype) -> tuple[LayerCache, Tensor]:
+    """The second layer's cache in pages full of NaN (but for page 0), and tables in random order. Slot 0: page 0."""
+    width = -(-LENGTH // case.page_tokens)
+    order = torch.randperm((SLOTS - 1) * width, generator=torch.Generator().manual_seed(1)) + 1
+    tables = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(SLOTS - 1, width))).to(DEVICE)
+    stride, row = LAYERS * 2 * case.kv_heads, LAYER * 2 * case.kv_heads
+    pages = (SLOTS - 1) * width + 1
+    rows = torch.full((pages * stride, case.page_tokens * case.dim), torch.nan, dtype=dtype, device=DEVICE)
+    rows[:stride] = 0
+    cache = LayerCache(
+        rows, stride, row, row + case.kv_heads, case.heads, case.kv_heads, case.dim, case.page_tokens, 0, None
+    )
+    return cache, tables
+
+
+def places(case: Case) -> tuple[Tensor, Tensor]:
+    """(slots, positions): both sides of page borders, a chunk, a token alone, padding."""
+    size = case.page_tokens
+    at = [(1, p) for p in (0, size - 1, size, 2 * size - 1, 2 * size, LENGTH - 1)]
+    at += [(2, p) for p in range(250, 260)] + [(3, 400), (0, 0)]
+    slots, positions = torch.tensor(sorted(set(at), reverse=True), device=DEVICE).unbind(1)
+    return slots.contiguous(), positions.contiguous()
+
+
+def expected(
+    qkv: Tensor, case: Case, positions: Tensor, rotary: Tensor | None, norms: tuple[Tensor, Tensor, float] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in fp64."""
+    q, k, v = qkv.double().split((case.heads, case.kv_heads, case.kv_heads), dim=1)
+    if norms is not None:
+        q = F.rms_norm(q, (case.dim,), norms[0].double(), norms[2])
+        k = F.rms_norm(k, (case.dim,), norms[1].double(), norms[2])
+    if rotary is not None:
+        cos, sin = rotary.double()[positions].unsqueeze(1).unbind(2)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return q, k, v
+
+
+def check(
+    case: Case, dtype: torch.dtype, *, rotated: bool = True, normed: bool = False, in_place: bool = False,
+    pdl: bool = False, gap: int = 0,
+) -> None:  # fmt: skip
+    cache, tables = poisoned(case, dtype)
+    slots, positions = places(case)
+    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), case.dim, LENGTH).to(DEVICE)
+    rotary = rotary if rotated else None
+    norms = None
+    if normed:
+        norms = (random(case.dim, dtype=dtype, seed=3) + 1, random(case.dim, dtype=dtype, seed=4) + 1, EPS)
+    heads = case.heads + 2 * case.kv_heads
+    wide = random(len(slots), heads + gap, case.dim, dtype=dtype)
+    qkv = wide[:, :heads]
+    elsewhere = torch.empty(len(slots), case.heads + gap, case.dim, dtype=dtype, device=DEVICE)
+    q_out = qkv[:, : case.heads] if in_place else elsewhere[:, gap:]
+    q, k, v = expected(qkv, case, positions, rotary, norms)
+    before, rest = cache.rows.clone(), wide[:, case.heads :].clone()
+    rope_write(
+        qkv, q_out, cache, tables, slots, positions, case.heads, case.kv_heads, rotary=rotary, norms=norms, pdl=pdl
+    )
+    assert_rounded(q_out, q)
+    assert torch.equal(wide[:, case.heads :], rest), "keys and values of qkv itself stay"
+    pages, offsets = tables[slots, positions // case.page_tokens], positions % case.page_tokens
+    keys, values = cache.views()
+    assert_rounded(keys[pages, :, offsets], k)
+    assert torch.equal(values[pages, :, offsets], v.to(dtype)), "values are copied, bit for bit"
+    for view, old in zip(cache.views(), cache._replace(rows=before).views()):
+        view[pages, :, offsets] = old[pages, :, offsets]
+    assert torch.equal(cache.rows.nan_to_num(7.0), before.nan_to_num(7.0)), "nothing else is written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_tokens", [1, 4, 16, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2)])
+def test_pages_and_groups(heads: int, kv_heads: int, page_tokens: int, dtype: torch.dtype) -> None:
+    check(Case(heads, kv_heads, 32, page_tokens), dtype)
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 80, 96, 128, 256])
+@pytest.mark.parametrize("normed", [False, True])
+def test_head_sizes(normed: bool, dim: int, dtype: torch.dtype, pdl: bool) -> None:
+    check(Case(5, 1, dim, 16), dtype, normed=normed, pdl=pdl)
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_in_place(normed: bool, rotated: bool, dtype: torch.dtype, pdl: bool) -> None:
+    check(Case(6, 3, 64, 16), dtype, rotated=rotated, normed=normed, in_place=True, pdl=pdl)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [False, True])
+def test_many_heads_and_strides(rotated: bool, dtype: torch.dtype) -> None:
+    """More heads than a program takes, rows of qkv and q_out with gaps; without rotation, queries are copied."""
+    check(Case(20, 20, 128, 16), dtype, rotated=rotated, gap=2)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bad_values_stay_theirs(dtype: torch.dtype) -> None:
+    """A NaN value is copied as it is and touches nothing else; an infinite value stays infinite beside rotated keys."""
+    case = Case(2, 2, 16, 4)
+    cache, tables = poisoned(case, dtype)
+    slots, positions = torch.tensor([1, 2], device=DEVICE), torch.tensor([3, 4], device=DEVICE)
+    qkv = random(2, 6, 16, dtype=dtype)
+    qkv[0, 4] = torch.nan
+    qkv[1, 5] = torch.inf
+    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), 16, LENGTH).to(DEVICE)
+    q_out = torch.empty_like(qkv[:, :2])
+    rope_write(qkv, q_out, cache, tables, slots, positions, 2, 2, rotary=rotary)
+    keys, values = cache.views()
+    pages = tables[slots, positions // 4]
+    assert q_out.isfinite().all()
+    assert keys[pages, :, positions % 4].isfinite().all()
+    written = values[pages, :, positions % 4]
+    assert written[0, 0].isnan().all()
+    assert (written[1, 1] == torch.inf).all()
+    assert torch.equal(written[[0, 1], [1, 0]], qkv[[0, 1], [5, 4]])
+
+
+@pytest.mark.skipif(not CUDA, reason="a buffer of more than 2^31 numbers needs a GPU's memory")
+def test_addresses_beyond_32_bits() -> None:
+    case = Case(8, 8, 128, 16)
+    stride = 2 * case.kv_heads
+    pages = (1 << 31) // (stride * 16 * 128) + 8
+    rows = torch.zeros(pages * stride, 16 * 128, dtype=torch.bfloat16, device=DEVICE)
+    cache = LayerCache(rows, stride, 0, 8, 8, 8, 128, 16, 0, None)
+    tables = torch.tensor([[0, 0], [3, pages - 1]], device=DEVICE)
+    slots, positions = torch.tensor([1, 1], device=DEVICE), torch.tensor([2, 21], device=DEVICE)
+    qkv = random(2, 24, 128, dtype=torch.bfloat16)
+    rope_write(qkv, qkv[:, :8], cache, tables, slots, positions, 8, 8)
+    keys, values = cache.views()
+    assert torch.equal(torch.stack((keys[3, :, 2], keys[pages - 1, :, 5])), qkv[:, 8:16])
+    assert torch.equal(torch.stack((values[3, :, 2], values[pages - 1, :, 5])), qkv[:, 16:])
+    assert int(rows.count_nonzero()) == int(qkv[:, 8:].count_nonzero())

@@ -1,0 +1,347 @@
+"""Sampling kernels: given the same likelihoods, the very tokens that quire.data.runner.draws keeps and draws.
+
+Also the sampler with these kernels against the sampler without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.control.request import SamplingParams
+from quire.data.kernels.triton import sampling
+from quire.data.kernels.triton.sampling import Scratch
+from quire.data.runner.draws import SCALE, draw, truncate
+from quire.data.runner.fused import FusedSampling
+from quire.data.runner.sampler import Sampler
+from quire.vocabulary.plan import Birth, Row, Sampled
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
+SOME = settings(
+    max_examples=200 if CUDA else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+
+
+def some_logits(rows: int, vocab: int, seed: int = 0, spread: float = 2.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@triton.jit
+def likelihood_kernel(logits, best, temperatures, out, vocab, SIZE: tl.constexpr):
+    ids, row = tl.arange(0, SIZE), tl.program_id(0)
+    x = tl.load(logits + row * vocab + ids, mask=ids < vocab, other=0.0).to(tl.float32)
+    value = sampling._likelihood(x, tl.load(best + row), tl.load(temperatures + row).to(tl.float32))
+    tl.store(out + row * vocab + ids, value, mask=ids < vocab)
+
+
+def likelihoods_of(logits: Tensor, shape: np.ndarray) -> Tensor:
+    """[R, V] on the host, by the kernels' own exp."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, vocab, device=DEVICE)
+    temperatures = torch.from_numpy(np.where(shape[:, 0] > 0, shape[:, 0], 1)).to(DEVICE)
+    best = logits.float().amax(-1)
+    likelihood_kernel[(rows,)](logits, best, temperatures, out, vocab, SIZE=triton.next_power_of_2(vocab))
+    return out.cpu()
+
+
+class Outcome:
+    """What the kernels make of logits [R, V] and shape [R, 4], with one draw for each of `owner`."""
+
+    def __init__(
+        self, logits: Tensor, shape: Any, owner: Any = None, chance: Any = None, pdl: bool = False, cut: bool = True
+    ) -> None:
+        self.logits, self.shape = logits.to(DEVICE), np.array(shape, dtype=np.float64)
+        rows, vocab = logits.shape
+        self.owner = np.arange(rows) if owner is None else np.array(owner)
+        generator = np.random.default_rng(3)
+        self.chance = generator.random(len(self.owner)) if chance is None else np.array(chance)
+        self.tokens = torch.full((len(self.owner),), -1, device=DEVICE)
+        self.faults = torch.full((rows,), -1, device=DEVICE)
+        self.last = torch.full((rows + 5,), -1, device=DEVICE)
+        self.scratch = Scratch.of(rows, vocab, DEVICE, cut=cut)
+        shapes, owners, chances, slots = (
+            torch.from_numpy(array).to(DEVICE) for array in (self.shape, self.owner, self.chance, np.arange(rows) + 5)
+        )
+        sampling.sample(
+            self.logits, shapes, owners, chances, slots, self.last, self.tokens, self.faults, self.scratch, cut, pdl
+        )
+
+    def check(self) -> None:
+        """Sets, sums and draws are those of runner.draws; no fault; a row's first token is in `last`."""
+        random = self.shape[:, 0] > 0
+        shape = np.where(random[:, None], self.shape, (1, 0, 0, 1))
+        likelihood = likelihoods_of(self.logits, shape)
+        weights = truncate(likelihood.clone(), shape).mul_(SCALE).floor_()
+        borders, cut = self.scratch.borders.cpu(), (shape[:, 2] > 0) | (shape[:, 3] < 1)
+        for row in np.flatnonzero(cut & random):
+            kept = (likelihood[row].view(torch.int32) >= borders[row]) & (likelihood[row] >= np.float32(shape[row, 1]))
+            assert torch.equal(kept & (likelihood[row] >= 2.0**-32), weights[row] > 0), shape[row]
+        sums = self.scratch.masses.sum(-1).cpu()
+        assert torch.equal(sums[random].double(), weights[random].double().sum(-1))
+        expected = draw(weights, self.owner, self.chance)
+        greedy = self.logits.float().cpu().argmax(-1)[self.owner]
+        expected = torch.where(torch.from_numpy(random[self.owner]), expected, greedy)
+        assert self.tokens.tolist() == expected.tolist()
+        assert not self.faults.any()
+        firsts = np.unique(self.owner, return_index=True)[1]
+        assert self.last[5:].tolist() == expected[firsts].tolist()
+
+
+MIXED = [
+    (1, 0, 0, 1),
+    (0.7, 0, 0, 0.9),
+    (1.3, 0.03, 0, 1),
+    (0, 0, 0, 1),
+    (1, 0, 20, 1),
+    (0.9, 0.01, 45, 0.8),
+    (2, 0, 3, 0.999),
+    (1, 0.2, 30, 0.5),
+]
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [50, 2048, 3000])
+def test_sets_sums_and_draws_equal_the_definition(vocab: int, dtype: torch.dtype, pdl: bool) -> None:
+    for seed in range(8 if CUDA else 1):
+        logits = some_logits(8, vocab, seed).to(dtype)
+        Outcome(logits, np.roll(MIXED, seed, 0), pdl=pdl).check()
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Tensor, list[tuple[float, float, int, float]]]:
+    """Rows with many equal logits, and settings at and beyond all edges."""
+    vocab = draw(st.sampled_from([1, 3, 50, 130, 2049]))
+    rows, seed = draw(st.integers(1, 3)), draw(st.integers(0, 999))
+    logits = some_logits(rows, vocab, seed, draw(st.sampled_from([0.0, 0.01, 1.0, 3.0, 30.0])))
+    grain = draw(st.sampled_from([None, 0.25, 1.0, 5.0]))
+    logits = logits if grain is None else (logits / grain).round() * grain
+    if draw(st.booleans()):
+        hidden = torch.rand(rows, vocab, generator=torch.Generator().manual_seed(seed)) < draw(st.floats(0, 1))
+        hidden[:, vocab // 2] = False
+        logits[hidden] = -torch.inf
+    shape = st.tuples(
+        st.sampled_from([1.0, 1.0, 0.3, 1e-5, 4.0, 1e30]),
+        st.sampled_from([0.0, 0.0, 0.05, 1e-12, 1.0]),
+        st.sampled_from([0, 0, 1, 2, 7, 40, vocab - 1]),
+        st.one_of(st.sampled_from([1.0, 1.0, 0.5, 0.9, 1e-300, 1 - 2**-53, 2**-33]), st.floats(1e-6, 1)),
+    )
+    return logits, [draw(shape) for _ in range(rows)]
+
+
+@SOME
+@given(cases())
+def test_ties_and_edges_equal_the_definition(case: tuple[Tensor, list[tuple[float, float, int, float]]]) -> None:
+    Outcome(*case).check()
+
+
+def test_extreme_chances_and_several_draws_of_a_row() -> None:
+    edges = [0.0, 5e-324, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-52, 1 - 2.0**-53]
+    shape = [(1, 0, 0, 1), (0.5, 0, 9, 0.9), (0, 0, 0, 1)]
+    logits = some_logits(3, 2500, 4)
+    logits[:, 2000:] = -torch.inf
+    Outcome(logits, shape, np.repeat(np.arange(3), len(edges)), edges * 3).check()
+
+
+def test_rows_are_drawn_without_the_search_if_nothing_cuts() -> None:
+    Outcome(some_logits(3, 2100, 5), [(1, 0, 0, 1), (0, 0, 0, 1), (0.4, 0.1, 0, 1)], cut=False).check()
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    logits, draws = some_logits(1, 40, 6, 1.0), 20_000 if CUDA else 1000
+    outcome = Outcome(logits, [(0.8, 0, 30, 0.95)], np.zeros(draws, dtype=np.int64))
+    weights = truncate(likelihoods_of(outcome.logits, outcome.shape), outcome.shape).double()[0]
+    expected = (weights / weights.sum()).numpy() * draws
+    observed = np.bincount(outcome.tokens.cpu().numpy(), minlength=40)
+    assert not observed[expected == 0].any()
+    kept = expected > 0
+    chi_square = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
+    assert 3 < chi_square < 60, chi_square  # some 25 degrees of freedom
+
+
+def test_a_row_is_the_same_in_every_batch_and_slot() -> None:
+    """9 rows are split into other chunks than 8; a row's neighbours have faults."""
+    logits, chance = some_logits(9, 1500, 7), np.random.default_rng(8).random(9)
+    shape = np.array([*MIXED, (1, 0, 0, 0.7)], dtype=np.float64)
+    whole = Outcome(logits, shape, chance=chance).tokens
+    order = np.array([4, 1, 7, 8])
+    part = Outcome(logits[order], shape[order], chance=chance[order])
+    assert part.tokens.tolist() == whole[order].tolist()
+    spoilt = logits.clone()
+    spoilt[3, 5], spoilt[4, 1400], spoilt[7, 700], spoilt[8] = torch.nan, torch.inf, torch.nan, -torch.inf
+    outcome = Outcome(spoilt, shape, chance=chance)
+    bad = [3, 4, 7, 8]
+    assert outcome.faults.tolist() == [int(row in bad) for row in range(9)]
+    assert outcome.tokens.tolist() == [0 if row in bad else token for row, token in enumerate(whole.tolist())]
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_greedy_takes_the_lowest_of_equals_and_names_faults(rows: int, dtype: torch.dtype, pdl: bool) -> None:
+    vocab = 4500
+    padded = torch.full((rows, vocab + 20), 1e4)  # the stride is not the vocabulary
+    padded[:, :vocab] = some_logits(rows, vocab, 9)
+    padded[:, [1023, 1024, 4499]] = 90.0
+    logits = padded.to(DEVICE, dtype)[:, :vocab]
+    slots, last = torch.arange(rows, device=DEVICE), torch.full((rows,), -1, device=DEVICE)
+    tokens, faults = torch.full((2, rows), -1, device=DEVICE)
+    scratch = Scratch.of(12, vocab, DEVICE, random=False)
+    sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
+    assert tokens.tolist() == last.tolist() == [1023] * rows
+    assert not faults.any()
+    for bad in (torch.nan, torch.inf):
+        logits[-1, 4400] = bad
+        sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
+        assert tokens.tolist() == last.tolist() == [1023] * (rows - 1) + [0]
+        assert faults.tolist() == [0] * (rows - 1) + [1]
+    logits[-1] = -torch.inf
+    sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
+    assert (tokens[-1], faults[-1]) == (0, 1)
+    logits[-1, 4300] = -5.0
+    sampling.greedy(logits, slots, last, tokens, faults, scratch, pdl)
+    assert (tokens[-1], faults[-1]) == (4300, 0)
+
+
+# The sampler
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "logprobs": 3},
+    {"top_k": 20},
+    {"top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.4, "temperature": 0.0, "logprobs": 0},
+    {"frequency_penalty": 0.5, "top_p": 0.8},
+    {"min_tokens": 3, "stop_token_ids": [40]},
+    {"allowed_token_ids": [1, 5, 77, 300], "temperature": 1.5},
+    {"allowed_token_ids": [1], "bad_word_ids": ((1,),)},
+    {"n": 3, "temperature": 1.2},
+    {"n": 2, "temperature": 0.0},
+    {"n": 2, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 1, "repetition_penalty": 1.1},
+    {"beam_width": 2, "logit_bias": {5: 4.0, 17: -100.0}, "allowed_token_ids": [1, 2, 5, 17]},
+    {"beam_width": 3},
+)
+
+
+def run(sampler: Sampler, logits: Tensor, kinds: list[int], last: Tensor) -> list[Sampled]:
+    """Two steps of rows of the given kinds; the slot of a kind is its number + 1."""
+    for kind in kinds:
+        params = SamplingParams(**KINDS[kind])
+        top = -1 if params.logprobs is None else params.logprobs
+        history = tuple(range(20 + kind))
+        top = 30 if params.beam_width is not None else top
+        sampler.birth(Birth(kind + 1, kind, -1, params, kind * 99, 10 + kind, history, len(history), top))
+    samples = []
+    for step in range(2):
+        rows = [(kind + 1, 11 + kind + step * 4, KINDS[kind].get("n", 1)) for kind in kinds]
+        samples += sampler.finish(sampler.sample(logits[step][kinds].to(sampler.device), rows, last))
+        assert last[[kind + 1 for kind in kinds]].tolist() == [sampled.tokens[0] for sampled in samples[-len(kinds) :]]
+    return samples
+
+
+def test_the_sampler_with_kernels_equals_the_sampler_without() -> None:
+    logits = some_logits(2 * len(KINDS), 500, 12).view(2, len(KINDS), 500)
+    logits[0, 3, 7] = torch.nan
+    logits[1, 6, 7] = torch.inf
+    batches: list[list[int]] = [list(range(len(KINDS))), [1, 11], [9], [14, 1, 4]]
+    for kinds in batches:
+        plain, fused = (Sampler(20, 500, device, (2, 7)) for device in (torch.device("cpu"), DEVICE))
+        fused._fused = FusedSampling(500, DEVICE)  # as on a GPU
+        want = run(plain, logits, kinds, torch.zeros(20, dtype=torch.int64))
+        got = run(fused, logits, kinds, torch.zeros(20, dtype=torch.int64, device=DEVICE))
+        assert [(one.tokens, one.error) for one in got] == [(one.tokens, one.error) for one in want]
+        for one, other in zip(got, want):
+            assert [(top.token, top.rank, top.ids) for top in one.tops] == [
+                (top.token, top.rank, top.ids) for top in other.tops
+            ]
+            for top, expected in zip(one.tops, other.tops):
+                assert [top.logprob, *top.logprobs] == pytest.approx([expected.logprob, *expected.logprobs], abs=1e-5)
+
+
+def rows_of(slots: list[int], position: int) -> list[Row]:
+    return [Row(slot, (1,), position - 1, 1) for slot in slots]
+
+
+def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
+    """Padded, with a fault, and with other parameters and noise at each replay."""
+    sampler = Sampler(9, 300, DEVICE, ())
+    sampler._fused = FusedSampling(300, DEVICE)  # as on a GPU
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_p": 0.8}, {"top_k": 4, "min_p": 0.1}]
+    for slot, values in enumerate(kinds, 1):
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values), slot * 7, 1, (1,), 1))
+    last = torch.full((9,), -1, device=DEVICE)
+    tails = sampler.tails(last, 6)
+    logits = some_logits(6, 300, 13).to(DEVICE)
+    logits[1, 3] = torch.nan
+    for step, (name, slots) in enumerate([("cut", [3, 1, 4, 2]), ("random", [2, 1, 1]), ("greedy", [1, 1])], 5):
+        rows = rows_of(slots, step)
+        assert sampler.tail_of(rows) == name
+        if name != "greedy":
+            sampler.fill(rows)
+        padded = torch.tensor(slots + [0] * (6 - len(slots)), device=DEVICE)
+        samples = sampler.finish(sampler.from_graph(*tails[name](logits, padded), rows))
+        expected = sampler.finish(sampler.sample(logits[: len(slots)], [(slot, step, 1) for slot in slots]))
+        assert samples == expected
+        assert ["not finite" in sampled.error for sampled in samples] == [row == 1 for row in range(len(slots))]
+        for slot, sampled in zip(slots, samples):
+            assert last[slot] == sampled.tokens[0] or slots.count(slot) > 1
+    assert last[5:].tolist() == [-1] * 4
+
+
+@pytest.mark.skipif(not CUDA, reason="captures a CUDA graph")
+@pytest.mark.parametrize("pdl", PDL)
+def test_both_paths_are_captured_in_a_graph(pdl: bool) -> None:
+    rows, vocab = 8, 5000
+    logits, scratch = torch.empty(rows, vocab, device=DEVICE), Scratch.of(rows, vocab, DEVICE)
+    shapes = torch.tensor(MIXED, dtype=torch.float64, device=DEVICE)
+    chances, order = torch.rand(rows, dtype=torch.float64, device=DEVICE), torch.arange(rows, device=DEVICE)
+    slots, last = order + 1, torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)
+    out = torch.empty((4, rows), dtype=torch.int64, device=DEVICE)
+
+    def step() -> None:
+        sampling.sample(logits, shapes, order, chances, slots, last, out[0], out[1], scratch, True, pdl)
+        sampling.greedy(logits, slots, last, out[2], out[3], scratch, pdl)
+
+    logits.copy_(some_logits(rows, vocab, 14))
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(15, 20):
+        logits.copy_(some_logits(rows, vocab, seed))
+        out.fill_(-1)
+        graph.replay()
+        replayed = out.tolist()
+        step()
+        assert replayed == out.tolist()
+        assert replayed[2] == logits.argmax(-1).tolist() == last[1:].tolist()
+
+
+def test_representatives_need_all_kernels_that_any_number_of_rows_needs() -> None:
+    assert {sampling.way(rows) for rows in sampling.REPRESENTATIVES} == {sampling.way(rows) for rows in range(1, 2000)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rehearsal_leaves_nothing_out(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, samples, ways = FusedSampling(300, DEVICE), sampling.sample, []
+
+    def sample(*args: Any) -> None:
+        samples(*args)
+        ways.append((args[0].dtype, len(args[0]), args[9], args[6].tolist(), args[7].tolist()))
+
+    monkeypatch.setattr(sampling, "sample", sample)
+    fused.rehearse(9, dtype)
+    assert ways == [(dtype, 9, cut, [0] * 9, [0] * 9) for cut in (False, True)]

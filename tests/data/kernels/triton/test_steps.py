@@ -1,0 +1,118 @@
+"""Whole steps through the kernels equal the reference: eager steps of prompts and decode rows, and the step that a CUDA
+graph captures, padding included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.control.request import SamplingParams
+from quire.data.models import resolve
+from quire.data.models.configs import named_config
+from quire.data.runner.batch import build_batch
+from quire.data.runner.context import StepContext
+from quire.data.runner.model_runner import ModelRunner
+from quire.data.weights.dummy import fill_dummy
+from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
+from quire.vocabulary.specs import Geometry, Group, Layout
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE, SLOTS, WIDTH = 4, 5, 8
+SMALL = {
+    "llama-125m": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                   "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64},
+    "opt-125m": {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                 "ffn_dim": 48, "vocab_size": 64, "max_position_embeddings": 64},
+}  # fmt: skip
+
+
+def a_model(name: str) -> tuple[Any, Any]:
+    config = {**named_config(name), **SMALL[name]}
+    kind = resolve(config)
+    model = kind(config, torch.float32, DEVICE)
+    fill_dummy(model, 3)
+    for parameter in model.parameters():
+        parameter.mul_(8)  # logits that differ
+    model.prepare(64)
+    return model, kind.spec(config)
+
+
+def a_runner(model: Any, spec: Any, attention: str) -> ModelRunner:
+    runner = ModelRunner(model, spec, torch.float32, DEVICE, attention)
+    page_bytes = sum(layer.token_bytes(4) for layer in spec.layers) * PAGE
+    group = Group(tuple(range(len(spec.layers))), PAGE, page_bytes, None)
+    runner.bind(Geometry(Layout.PAGED, SLOTS * WIDTH + 1, page_bytes, SLOTS, WIDTH, (group,), 4))
+    runner.store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
+    return runner
+
+
+def plans() -> list[StepPlan]:
+    """Two prompts, then one of them beside a third prompt's chunks, then all decoding."""
+    params = SamplingParams(temperature=0, max_tokens=20)
+    births = [Birth(slot, slot, -1, params, 0, 5) for slot in (1, 2, 3)]
+    tables = tuple(Table(slot, 0, 0, tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH))) for slot in (1, 2, 3))
+    return [
+        StepPlan(tuple(births), tables, (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(2, (11, 12, 13), 0, 1)), ()),
+        StepPlan((), (), (Row(1, (LAST,), 5, 1), Row(3, tuple(range(20, 29)), 0, 0)), ()),
+        StepPlan((), (), (Row(1, (LAST,), 6, 1), Row(2, (LAST,), 3, 1), Row(3, (30, 31, 32), 9, 1)), ()),
+        StepPlan((), (), (Row(3, (LAST,), 12, 1), Row(1, (LAST,), 7, 1), Row(2, (17,), 4, 1)), ()),
+    ]
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def runners(request) -> tuple[ModelRunner, ModelRunner]:
+    """Having run the same steps: by the reference, and by the kernels."""
+    model, spec = a_model(request.param)
+    both = a_runner(model, spec, "reference"), a_runner(model, spec, "triton")
+    for plan in plans():
+        expected, got = ([sample.tokens for sample in r.collect(r.submit(plan)).samples] for r in both)
+        assert got == expected
+    return both
+
+
+def logits(runner: ModelRunner, rows: tuple[Row, ...]) -> torch.Tensor:
+    batch = build_batch(rows, runner.store, runner.last)
+    with torch.inference_mode():
+        return runner.model.logits(runner.model(batch.tokens, StepContext(batch, runner.store, runner.backend)))
+
+
+def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    rows = (Row(2, (40,), 5, 1), Row(3, (41, 42, 43, 44), 13, 1), Row(1, (LAST,), 8, 1))
+    expected, got = (logits(runner, rows) for runner in runners)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    from quire.data.kernels.triton.attention import decode_scratch
+    from quire.data.runner.graphs import DecodeContext
+
+    reference, runner = runners
+    rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
+    expected = logits(reference, rows)
+    cache = runner.store.caches[0]
+    tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 13), (42, 2, 5), (0, 0, 0)], device=DEVICE).T
+    for splits, deterministic in ((1, False), (4, False), (1, True)):
+        scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
+        context = DecodeContext(
+            runner.store, positions.contiguous(), slots.contiguous(), {cache.kv_heads: splits}, scratch, deterministic
+        )
+        with torch.inference_mode():
+            got = runner.model.logits(runner.model(tokens.contiguous(), context))
+        assert got.isfinite().all(), "padding is finite"
+        torch.testing.assert_close(got[:3], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_deterministic_steps(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """One kernel computes prompts and single tokens; it equals the reference too."""
+    from quire.data.kernels.triton.backend import TritonBackend
+
+    reference, runner = runners
+    rows = (Row(2, (40,), 5, 1), Row(3, (41, 42, 43, 44), 13, 1), Row(1, (LAST,), 8, 1))
+    batch = build_batch(rows, runner.store, runner.last)
+    context = StepContext(batch, runner.store, TritonBackend(deterministic=True))
+    with torch.inference_mode():
+        got = runner.model.logits(runner.model(batch.tokens, context))
+    torch.testing.assert_close(got, logits(reference, rows), atol=2e-4, rtol=2e-4)

@@ -1,0 +1,134 @@
+"""Named shapes, parameter counts, and refusals of what isn't implemented."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.data.models import ARCHITECTURES, read_spec, resolve
+from quire.data.models.configs import CONFIGS, named_config
+from quire.errors import StartupError
+
+# Counted from the published checkpoints (tied weights once).
+PUBLISHED = {
+    "opt-125m": 125_239_296,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str) -> None:
+    config = named_config(name)
+    parameters = read_spec(config).parameters
+    model = resolve(config)(config, torch.bfloat16, torch.device("meta"))
+    assert parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert parameters == PUBLISHED.get(name, parameters)
+    options = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(config["model_type"], **options)
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+def test_the_papers_kv_bytes() -> None:
+    assert read_spec(named_config("opt-13b")).token_bytes(2) == 819_200  # PagedAttention, section 3: 800 KB a token
+    assert read_spec(named_config("llama3-8b")).token_bytes(2) == 131_072
+    assert {layer.window for layer in read_spec(named_config("mistral-7b")).layers} == {4096}
+    assert len(read_spec(named_config("llama-125m")).layers) == 12
+
+
+def test_a_named_config_is_a_fresh_copy() -> None:
+    named_config("llama3.1-8b")["rope_scaling"]["factor"] = 1.0
+    assert named_config("llama3.1-8b")["rope_scaling"]["factor"] == 8.0
+    with pytest.raises(StartupError, match=r"no model config 'opt-1t'.*opt-13b"):
+        named_config("opt-1t")
+
+
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "LlamaForCausalLM", [7]])
+def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architectures: Any) -> None:
+    with pytest.raises(StartupError, match=", ".join(ARCHITECTURES)) as failure:
+        resolve({"architectures": architectures})
+    if architectures == ["MambaForCausalLM"]:
+        assert "'MambaForCausalLM'" in failure.value.cause
+
+
+LLAMA_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+    ({"rope_scaling": {"type": "linear"}}, "no factor"),
+    ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor in rope_scaling"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters must be one flat object"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"hidden_size": "768"}, "hidden_size in config.json must be an integer from 1 to .*, got '768'"),
+    ({"hidden_size": None}, "has no hidden_size"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers in config.json must be an integer from 1 to 4096"),
+    ({"num_attention_heads": True}, "num_attention_heads"),
+    ({"num_attention_heads": 10, "num_key_value_heads": 4}, "not a multiple of num_key_value_heads 4"),
+    ({"head_dim": 7}, "head_dim must be even"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ({"eos_token_id": [1, "x"]}, "eos_token_id"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps"),
+    ({"hidden_act": "xielu"}, "activation 'xielu'"),
+]
+QWEN_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["chunked_attention"] * 28}, "layer type 'chunked_attention'"),
+    ({"layer_types": ["full_attention"]}, "a list of 28 names"),
+    ({"layer_types": ["sliding_attention"] * 28}, "use_sliding_window is false"),
+]
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("gpt2", {"n_head": 7}, "not a multiple of n_head 7"),
+    ("opt-125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [("llama-125m", *row) for row in LLAMA_OPTIONS] + [("qwen2-7b", *row) for row in QWEN_OPTIONS] + OTHERS,
+)
+def test_options_that_are_not_implemented_are_refused_by_name(name: str, change: dict[str, Any], words: str) -> None:
+    config = {**named_config(name), **change}
+    with pytest.raises(StartupError, match=words):
+        resolve(config)(config, torch.float32, torch.device("meta"))
+
+
+def test_end_tokens() -> None:
+    for value, ids in ((None, ()), (5, (5,)), ([5, 6], (5, 6))):
+        assert read_spec({**named_config("gpt2"), "eos_token_id": value}).eos_ids == ids
+
+
+def test_specs_need_no_torch_and_models_no_transformers() -> None:
+    code = (
+        "import sys; from quire.data.models import read_spec, resolve\n"
+        "from quire.data.models.configs import named_config\n"
+        "import quire.data.weights.checkpoint; read_spec(named_config('llama3.1-8b'))\n"
+        "assert 'torch' not in sys.modules\n"
+        "[resolve(named_config(name)) for name in ('gpt2', 'opt-125m', 'llama-7b')]; import quire.data.weights.loader\n"
+        "assert 'torch' in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("first", [0, 11, 28, None])
+def test_qwen_windows_without_layer_types_equal_transformers(first: int | None) -> None:
+    change = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": first}
+    change = {name: value for name, value in change.items() if value is not None}
+    types = transformers.Qwen2Config(num_hidden_layers=28, **change).layer_types
+    assert types is not None
+    windows = [layer.window for layer in read_spec({**named_config("qwen2-7b"), **change}).layers]
+    assert windows == [512 if kind == "sliding_attention" else None for kind in types]

@@ -1,0 +1,149 @@
+"""Layers beside what torch and transformers compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire.data.layers.linear import Linear, pack
+from quire.data.layers.norm import LayerNorm, RMSNorm
+from quire.data.layers.rotary import Rotary, apply, inverse_frequencies
+from quire.data.models.configs import named_config
+from quire.data.models.settings import LlamaSettings
+
+CPU = torch.device("cpu")
+
+
+def linear(rows: int | tuple[int, ...], columns: int, bias: bool, dtype: torch.dtype) -> Linear:
+    layer = Linear(columns, rows, bias, dtype, CPU)
+    for parameter in layer.parameters():
+        parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(columns))
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_packed_equals_plain(bias: bool, dtype: torch.dtype, tolerance: float) -> None:
+    for rows, columns in (((96, 32, 32), 64), (7, 33), (513, 100)):
+        layer = linear(rows, columns, bias, dtype)
+        assert layer.weight is not None
+        weight, offset = layer.weight.clone(), layer.bias
+        layer.prepare()
+        assert layer.packed is not None, "this torch build should have the packed operators"
+        assert layer.weight is None, "the plain weight should be gone"
+        for count in (0, 1, 4, 31, 200):
+            x = torch.randn(count, 2 * columns).to(dtype)
+            for view in (x[:, :columns], x[:, columns:], x[:, :columns].contiguous()):
+                expected = F.linear(view.float(), weight.float(), None if offset is None else offset.float())
+                got = layer(view)
+                assert got.dtype == dtype
+                torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_packing_is_given_up_where_it_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(8, 8).bfloat16()
+    assert pack(weight, None) is not None
+    assert pack(weight * torch.nan, None) is None  # nothing to check the operator by
+    real = torch.ops.mkldnn
+
+    class Wrong:
+        _reorder_linear_weight = real._reorder_linear_weight
+
+        class _linear_pointwise:
+            @staticmethod
+            def default(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+                return real._linear_pointwise(x, *rest) * 1.1
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Wrong)
+    assert pack(weight, None) is None
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    layer = linear(8, 8, True, torch.bfloat16)
+    x = torch.randn(3, 8).bfloat16()
+    before = layer(x)
+    layer.prepare()
+    assert layer.packed is None
+    assert torch.equal(layer(x), before)
+
+
+def test_other_dtypes_stay_plain() -> None:
+    layer = linear(8, 8, False, torch.float16)
+    layer.prepare()
+    assert layer.packed is None
+    assert layer.weight is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_equal_transformers_and_torch(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 48).to(dtype) * 3
+    theirs = transformers.models.llama.modeling_llama.LlamaRMSNorm(48, 1e-3).to(dtype)
+    rms, layer = RMSNorm(48, 1e-3, dtype, CPU), LayerNorm(48, 1e-5, dtype, CPU)
+    rms.weight.normal_()
+    layer.weight.normal_()
+    layer.bias.normal_()
+    theirs.weight.data.copy_(rms.weight)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(rms(x), theirs(x).detach(), atol=tolerance, rtol=tolerance)
+    plain = (x.double() - x.double().mean(-1, keepdim=True)) / (
+        x.double().var(-1, keepdim=True, correction=0) + 1e-5
+    ) ** 0.5
+    expected = plain * layer.weight.double() + layer.bias.double()
+    torch.testing.assert_close(layer(x).double(), expected, atol=tolerance * 2, rtol=tolerance)
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 3.0},
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.8,
+        "mscale_all_dim": 1.1,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False},
+    {**named_config("llama3.1-8b")["rope_scaling"]},
+]
+
+
+def theirs_and_ours(scaling: dict[str, Any]) -> tuple[transformers.LlamaConfig, LlamaSettings]:
+    options = {**named_config("llama3-8b"), "rope_theta": 500000.0}
+    settings = LlamaSettings.read({**options, "rope_scaling": scaling})
+    parameters = {**scaling, "rope_theta": 500000.0}
+    options = {key: value for key, value in options.items() if key not in ("architectures", "model_type", "rope_theta")}
+    return transformers.LlamaConfig(**options, rope_parameters=parameters), settings
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
+def test_frequencies_of_a_real_shape_equal_transformers(scaling: dict[str, Any]) -> None:
+    config, settings = theirs_and_ours(scaling)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, CPU)
+    torch.testing.assert_close(inverse_frequencies(settings.rope, 128), expected, atol=0, rtol=2e-6)
+    assert settings.rope.attention_factor == pytest.approx(attention_factor)
+
+
+def test_dynamic_frequencies_equal_transformers_at_any_length() -> None:
+    config, settings = theirs_and_ours({"rope_type": "dynamic", "factor": 2.0})
+    assert settings.max_len == 16384
+    lengths = [1, 8192, 8193, 12000, 16384]
+    got = inverse_frequencies(settings.rope, 128, torch.tensor(lengths, dtype=torch.float32).unsqueeze(1))
+    for row, length in zip(got, lengths, strict=True):
+        expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, CPU, seq_len=length)
+        torch.testing.assert_close(row, expected, atol=0, rtol=1e-5)
+
+
+def test_rotation_equals_transformers_in_bf16() -> None:
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=512)
+    module = transformers.models.llama.modeling_llama
+    positions = torch.tensor([0, 1, 7, 300, 511])
+    q, k = torch.randn(5, 4, 16).bfloat16(), torch.randn(5, 2, 16).bfloat16()
+    cos, sin = module.LlamaRotaryEmbedding(config)(q, positions[None])
+    expected = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    rotary = Rotary(LlamaSettings.read({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope, 16, 512)
+    rotary.prepare(CPU)
+    for got, want in zip(apply(q, k, *rotary.at(positions, torch.bfloat16)), expected, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, want[0].transpose(0, 1), atol=2e-2, rtol=2e-2)

@@ -1,0 +1,105 @@
+"""The inputs of a step against a plain loop over its tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.data.runner.batch import build_batch
+from quire.data.runner.store import Store
+from quire.vocabulary.plan import LAST, Row, Table
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+
+SLOTS, WIDTH, SIZE = 6, 4, 4
+SPEC = ModelSpec(
+    "test", (LayerSpec(1, 2), LayerSpec(1, 2, 3)), vocab_size=50, max_len=16, hidden=4, heads=2, intermediate=4,
+    parameters=1,
+)  # fmt: skip
+GROUPS = (Group((0,), SIZE, 64), Group((1,), SIZE, 64, 3))
+GEOMETRY = Geometry(Layout.PAGED, 60, 64, SLOTS, WIDTH, GROUPS, itemsize=4)
+
+
+def a_store() -> Store:
+    """Each slot, group and logical page has a page of its own."""
+    store = Store(GEOMETRY, SPEC, torch.float32, torch.device("cpu"))
+    for slot in range(1, SLOTS):
+        for g in range(len(GROUPS)):
+            first = 1 + (slot * len(GROUPS) + g) * WIDTH
+            store.replay((Table(slot, g, 0, tuple(range(first, first + WIDTH))),))
+    return store
+
+
+@st.composite
+def row_of(draw: st.DrawFn, slot: int) -> Row:
+    start = draw(st.integers(0, WIDTH * SIZE - 1))
+    count = draw(st.integers(1, WIDTH * SIZE - start))
+    tokens = draw(st.lists(st.integers(0, 49), min_size=count, max_size=count))
+    if draw(st.booleans()):
+        tokens[0] = LAST
+    return Row(slot, tuple(tokens), start, draw(st.integers(0, 3)))
+
+
+ROWS = st.permutations(range(1, SLOTS)).flatmap(
+    lambda slots: st.integers(1, len(slots)).flatmap(lambda n: st.tuples(*[row_of(slot) for slot in slots[:n]]))
+)
+
+
+@given(ROWS)
+def test_a_batch_is_its_rows_one_token_after_another(rows: tuple[Row, ...]) -> None:
+    store, last = a_store(), torch.arange(SLOTS) + 100
+    batch = build_batch(rows, store, last)
+    tokens, positions, slots, ends = [], [], [], []
+    pages, offsets = [[] for _ in GROUPS], []
+    for row in rows:
+        for i, token in enumerate(row.tokens):
+            tokens.append(100 + row.slot if token == LAST else token)
+            positions.append(row.start + i)
+            slots.append(row.slot)
+            offsets.append((row.start + i) % SIZE)
+            for g, found in enumerate(pages):
+                found.append(int(store.host_tables[g, row.slot, (row.start + i) // SIZE]))
+        if row.sample:
+            ends.append(len(tokens) - 1)
+    assert batch.tokens.tolist() == tokens
+    assert batch.positions.tolist() == positions
+    assert batch.token_slots.tolist() == slots
+    assert batch.write_pages.tolist() == pages
+    assert batch.write_offsets.tolist() == offsets
+    assert batch.ends.tolist() == ends
+    assert batch.slots.tolist() == [row.slot for row in rows]
+    assert batch.starts.tolist() == [row.start for row in rows]
+    assert batch.lengths.tolist() == [len(row.tokens) for row in rows]
+    assert [tokens[at] for at in batch.offsets] == [100 + r.slot if r.tokens[0] == LAST else r.tokens[0] for r in rows]
+    assert batch.tables is store.tables
+    assert batch.host_tables is store.host_tables
+    assert all(array.dtype == np.int64 for array in (batch.slots, batch.starts, batch.lengths, batch.offsets))
+
+
+def test_nothing_of_a_batch_changes_with_the_tables_afterwards() -> None:
+    """The next journal may be replayed while a step's writes are under way."""
+    store = a_store()
+    batch = build_batch((Row(1, (3, 4, 5), 2, 1),), store, torch.zeros(SLOTS, dtype=torch.int64))
+    before = batch.write_pages.clone()
+    store.replay((Table(1, 0, 0, (50, 51)), Table(1, 1, 0, (52, 53))))
+    assert torch.equal(batch.write_pages, before)
+
+
+def test_what_the_last_layer_is_asked_for() -> None:
+    """The last token of each row that samples, as a row of its own; the first row's where none samples."""
+    store, last = a_store(), torch.arange(100, 100 + SLOTS)
+    rows = (Row(1, (3, 4, 5), 2, 1), Row(3, (6, 7), 0, 0), Row(2, (LAST,), 9, 1))
+    asked = build_batch(rows, store, last).narrowed()
+    assert asked.tokens.tolist() == [5, 102]
+    assert asked.positions.tolist() == asked.starts.tolist() == [4, 9]
+    assert asked.token_slots.tolist() == asked.slots.tolist() == [1, 2]
+    assert asked.ends.tolist() == [2, 5]
+    assert (asked.lengths.tolist(), asked.offsets.tolist(), asked.asked.tolist()) == ([1, 1], [0, 1], [0, 1])
+    chunk = build_batch((Row(3, (6, 7), 4, 0), Row(1, (8,), 0, 0)), store, last).narrowed()
+    assert (chunk.tokens.tolist(), chunk.ends.tolist(), chunk.starts.tolist(), chunk.slots.tolist()) == (
+        [7],
+        [1],
+        [5],
+        [3],
+    )

@@ -1,0 +1,144 @@
+"""The rehearsal leaves no trace: what is served afterwards is what would have been served without it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.build import build
+from quire.config import EngineConfig
+from quire.control.request import SamplingParams
+from quire.data.runner import rehearsal
+from quire.data.runner.model_runner import ModelRunner
+from quire.data.runner.rehearsal import _plans
+from quire.errors import StartupError
+from quire.vocabulary.plan import StepPlan
+
+
+def steps(tokens: int, max_len: int, slots: int = 8) -> list[StepPlan]:
+    return list(_plans(tokens, max_len, slots))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_len", "slots"),
+    [(2048, 512, 8), (2048, 512, 256), (100, 512, 3), (1, 1, 1), (513, 512, 2), (9, 3, 4)],
+)
+def test_the_largest_step_has_all_tokens_in_sequences_that_may_be(tokens: int, max_len: int, slots: int) -> None:
+    plans = steps(tokens, max_len, slots)
+    for plan in plans:
+        assert 1 <= sum(len(row.tokens) for row in plan.rows) <= tokens
+        assert 1 <= len(plan.rows) <= slots
+        assert all(1 <= len(row.tokens) <= max_len and row.slot == 0 for row in plan.rows)
+        assert all(0 <= row.start <= max_len - len(row.tokens) for row in plan.rows)
+    ends = [row.start + len(row.tokens) for plan in plans for row in plan.rows if row.score]
+    assert max(ends) == max_len, "the end of the longest prompt, in all layers"
+    many, long = plans[-2:]
+    assert len(many.rows) == min(slots, tokens)
+    for plan in (many, long):
+        assert sum(len(row.tokens) for row in plan.rows) == min(tokens, slots * max_len)
+
+
+def test_every_number_of_tokens_and_rows_with_kernels_of_its_own() -> None:
+    plans = steps(2048, 512, 256)
+    alone = {len(plan.rows[0].tokens) for plan in plans if len(plan.rows) == 1}
+    scored = {len(row.score) for plan in plans for row in plan.rows}
+    singles = {len(plan.rows) for plan in plans if all(len(row.tokens) == 1 for row in plan.rows)}
+    assert {1, 2, 9, 17, 33, 65} <= alone & singles & scored
+
+
+def test_what_follows_is_the_same() -> None:
+    """Steps of padding go through the runner; afterwards a request gets the tokens that it gets without them."""
+    params = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(temperature=1, seed=3, max_tokens=12)]
+    tokens = []
+    for rehearsed in (False, True):
+        made = build(EngineConfig(device="cpu", kv_tokens=2048, max_num_batched_tokens=64))
+        runner = made.engine.runner
+        if rehearsed:
+            for plan in steps(64, made.plan.max_len):
+                assert not any(sample.error for sample in runner.collect(runner.submit(plan)).samples)
+            assert 0 not in runner.sampler._statistics, "no penalties are kept"
+            pages = runner.store.pages.clone()
+            assert not pages[1:].any(), "only the scratch page was written"
+            assert pages[0].isfinite().all()
+        for i, own in enumerate(params):
+            made.engine.add(str(i), [11, 12, 13, 14 + i], own)
+        served: dict[str, list[int]] = {"0": [], "1": []}
+        while made.engine.unfinished:
+            for output in made.engine.step():
+                served[output.request] += output.tokens
+        tokens.append(served)
+        made.engine.close()
+    assert tokens[0] == tokens[1]
+    assert all(len(own) >= 5 for own in tokens[0].values())
+
+
+def test_a_cpu_needs_none() -> None:
+    made = build(EngineConfig(device="cpu", kv_tokens=512))
+    made.engine.runner.warm_up(64, 512)
+    assert not torch.any(made.engine.runner.store.pages[0]), "nothing ran"
+    made.engine.close()
+
+
+def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel that two threads load at once."""
+    seen: list[str] = []
+
+    def once() -> None:
+        seen.append("once")
+        if seen.count("once") == 1:
+            raise TypeError("not loaded yet")
+
+    def never() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
+    runner: Any = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [once, lambda: seen.append("other")])
+    rehearsal._compile(runner)
+    assert sorted(seen) == ["once", "once", "other"]
+    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [never])
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        rehearsal._compile(runner)
+
+
+def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def too_large() -> None:
+        raise OutOfResources(104448, 101376, "shared memory")
+
+    monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
+    monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [too_large])
+    with pytest.raises(StartupError, match=r"more than this GPU has: .*104448.*101376.*--attention sdpa"):
+        rehearsal._compile(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMuch more follows"),
+        RuntimeError("CUDA error: out of memory\nMuch more follows"),
+    ],
+)
+def test_too_little_memory_at_start_is_explained(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def none_left(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ModelRunner, "warm_up", none_left)
+    with pytest.raises(StartupError, match=r"out of memory on cpu at start: (Tried to allocate 2 GiB|CUDA)") as refused:
+        build(EngineConfig(device="cpu", kv_tokens=512))
+    assert "--kv-gib" in str(refused.value)
+    assert "--swap-gib" in str(refused.value)
+    assert "Much more" not in str(refused.value)
+
+
+def test_other_errors_at_start_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(ModelRunner, "warm_up", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        build(EngineConfig(device="cpu", kv_tokens=512))

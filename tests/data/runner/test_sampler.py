@@ -1,0 +1,619 @@
+"""The sampler against transformers' logits processors, brute force and statistics; a row against its batch mates."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from quire.control.decoding import branch_seed
+from quire.control.request import SamplingParams
+from quire.data.runner import penalties
+from quire.data.runner.draws import SCALE, draw, noise, token_weights
+from quire.data.runner.sampler import Drawn, Sampler
+from quire.vocabulary.plan import Birth, Row, Sampled, Top
+
+VOCAB = 500  # not a multiple of the block that draws are searched in
+EOS = (2, 7)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def some_logits(rows: int, seed: int = 0, vocab: int = VOCAB, spread: float = 1.5) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def history_of(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
+
+
+class OnDevice:
+    """A sampler on the GPU if there is one, for logits on the host."""
+
+    def __init__(self, slots: int, vocab: int) -> None:
+        self.inner = Sampler(slots, vocab, DEVICE, EOS)
+        self.birth, self.finish = self.inner.birth, self.inner.finish
+        self.tail_of = self.inner.tail_of
+
+    def sample(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Drawn:
+        return self.inner.sample(logits.to(DEVICE), rows)
+
+    def process(self, logits: Tensor, rows: list[tuple[int, int, int]]) -> Tensor:
+        there = logits.to(DEVICE)
+        before = there.clone()
+        result = self.inner.process(there, rows).cpu()
+        assert torch.equal(there, before), "the caller's logits were changed"
+        return result
+
+    def score(self, logits: Tensor, targets: Tensor, k: int) -> list[Top]:
+        return self.inner.score(logits.to(DEVICE), targets.to(DEVICE), k)
+
+
+def a_sampler(slots: int = 40, vocab: int = VOCAB) -> OnDevice:
+    return OnDevice(slots, vocab)
+
+
+def born(
+    sampler: OnDevice, slot: int, params: SamplingParams, history: tuple[int, ...], prompt: int, seed: int
+) -> None:
+    top = -1 if params.logprobs is None else params.logprobs
+    if params.beam_width is not None:
+        top = 30 * params.beam_width
+    sampler.birth(Birth(slot, slot, -1, params, seed, prompt, history, len(history), top))
+
+
+def weights_of(logits: Tensor, **kinds: float) -> Tensor:
+    settings = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | kinds
+    shape = np.array([list(settings.values())] * len(logits), dtype=np.float64)
+    return token_weights(logits.clone(), logits.amax(-1), shape)
+
+
+def processed(params: SamplingParams, logits: Tensor, history: tuple[int, ...], prompt: int) -> Tensor:
+    sampler = a_sampler()
+    born(sampler, 3, params, history, prompt, 0)
+    return sampler.process(logits, [(3, len(history), 1)])
+
+
+# Distributions
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"top_k": 1},
+        {"top_k": 17},
+        {"top_k": VOCAB},
+        {"top_p": 0.9},
+        {"top_p": 0.3},
+        {"top_p": 1e-6},
+        {"top_p": 0.9999},
+        {"min_p": 0.08},
+        {"min_p": 1.0},
+        {"top_k": 40, "top_p": 0.8},
+        {"top_k": 300, "top_p": 0.97},
+        {"temperature": 0.8, "min_p": 0.01, "top_k": 50, "top_p": 0.9},
+        {"temperature": 1.3, "min_p": 0.02, "top_p": 0.7},
+    ],
+)
+def test_kept_tokens_and_their_probabilities_equal_transformers(kinds: dict[str, Any]) -> None:
+    logits = some_logits(16, seed=1)
+    expected = TemperatureLogitsWarper(kinds.get("temperature", 1.0))(None, logits)
+    if "min_p" in kinds:
+        expected = MinPLogitsWarper(kinds["min_p"])(None, expected)
+    if "top_k" in kinds:
+        expected = TopKLogitsWarper(kinds["top_k"])(None, expected)
+    if "top_p" in kinds:
+        expected = TopPLogitsWarper(kinds["top_p"])(None, expected)
+    weights = weights_of(logits, **kinds)
+    assert torch.equal(weights > 0, expected > -torch.inf)
+    probabilities = weights.double() / weights.double().sum(-1, keepdim=True)
+    torch.testing.assert_close(probabilities, expected.double().softmax(-1), atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [3, 128, 257, 5000])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+def test_top_p_finds_its_border_beyond_the_first_candidates(vocab: int, spread: float) -> None:
+    logits = some_logits(4, seed=2, vocab=vocab, spread=spread)
+    for top_p in (0.1, 0.5, 0.95):
+        kept = weights_of(logits, top_p=top_p) > 0
+        for row, probabilities in zip(kept, logits.double().softmax(-1)):
+            order = probabilities.argsort(descending=True)
+            count = int((probabilities[order].cumsum(0) < top_p).sum()) + 1
+            assert set(row.nonzero()[:, 0].tolist()) == set(order[:count].tolist())
+
+
+def test_equally_likely_tokens_stand_or_fall_together() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
+    together = [False, True, True, True, True, False]
+    assert (weights_of(logits, top_k=2) > 0).tolist() == [together]
+    assert (weights_of(logits, top_p=0.6) > 0).tolist() == [together]
+    assert (weights_of(logits, top_k=2, top_p=0.99) > 0).tolist() == [together]
+
+
+def test_weights_are_integers_whose_sums_are_exact() -> None:
+    weights = weights_of(some_logits(8, spread=6), temperature=0.9)
+    assert weights.dtype == torch.float32
+    assert torch.equal(weights, weights.floor())
+    assert (weights.amax(-1) == SCALE).all()
+    assert weights.double().sum(-1).tolist() == [sum(map(int, row)) for row in weights.tolist()]
+
+
+# Draws
+
+
+@pytest.mark.parametrize("across", ["positions", "seeds", "branches"])
+def test_drawn_frequencies_follow_the_distribution(across: str) -> None:
+    logits, params = some_logits(1, seed=3, vocab=40, spread=1.0), SamplingParams(temperature=0.8)
+    expected = (logits[0] / 0.8).double().softmax(-1).numpy()
+    sampler, slots, rounds = a_sampler(vocab=40), range(32), 200
+    observed = np.zeros(40)
+    for step in range(rounds):
+        for slot in slots:
+            if step == 0 or across != "positions":
+                born(sampler, slot, params, (1,), 1, seed=step * 32 + slot)
+        position = 1 + (step if across == "positions" else 0)
+        rows = [(0, 1, 32)] if across == "branches" else [(slot, position, 1) for slot in slots]
+        drawn = sampler.sample(logits.expand(len(rows), -1), rows)
+        observed += np.bincount(drawn.tokens.cpu().numpy(), minlength=40)
+    total = rounds * len(slots)
+    chi_square = ((observed - expected * total) ** 2 / (expected * total)).sum()
+    assert 15 < chi_square < 75, chi_square  # 39 degrees of freedom: beyond either end with probability 0.0005
+
+
+def test_noise_is_uniform_and_independent_of_neighbours() -> None:
+    seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300), indexing="ij")
+    chance = noise(seeds, positions)
+    assert chance.min() >= 0
+    assert chance.max() < 1
+    assert len(np.unique(chance)) == chance.size
+    assert abs(chance.mean() - 0.5) < 0.005
+    for shift in ((1, 0), (0, 1), (1, 1), (1, -1)):
+        assert abs(np.corrcoef(chance.ravel(), np.roll(chance, shift, (0, 1)).ravel())[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300])
+def test_extreme_chances_never_draw_a_token_of_zero_weight(vocab: int) -> None:
+    edges = np.array([0.0, 5e-324, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-52, 1 - 2.0**-53])
+    generator = torch.Generator().manual_seed(4)
+    for density in (0.01, 0.3, 0.9):
+        weights = torch.where(torch.rand(60, vocab, generator=generator) < density, SCALE, 0.0)
+        weights[:, vocab // 2] = 1.0
+        owner = np.repeat(np.arange(60), len(edges))
+        chance = np.tile(edges, 60)
+        tokens = draw(weights, owner, chance)
+        for row, u, token in zip(owner, chance, tokens.tolist()):
+            sums = np.cumsum([int(weight) for weight in weights[row].tolist()])
+            assert weights[row, token] > 0
+            assert token == int(np.searchsorted(sums, int(u * float(sums[-1])), side="right"))
+
+
+def test_greedy_takes_the_lowest_of_equal_tokens_in_every_dtype() -> None:
+    logits = some_logits(6, seed=5)
+    logits[:, [11, 444]] = 20.0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sampler = a_sampler()
+        for slot in range(6):
+            born(sampler, slot, SamplingParams(temperature=0), (1,), 1, slot)
+        assert sampler.sample(logits.to(dtype), [(slot, 1, 1) for slot in range(6)]).tokens.tolist() == [11] * 6
+
+
+def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
+    sampler = a_sampler()
+    kinds: list[dict[str, Any]] = [
+        {}, {"top_k": 3}, {"min_tokens": 4}, {"ignore_eos": True, "max_tokens": 9}, {"logprobs": 1},
+        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [4]}, {"bad_word_ids": ((4,),)}, {"bad_word_ids": ((4, 5),)},
+        {"presence_penalty": 0.1}, {"beam_width": 2}, {"temperature": 1.0}, {"n": 2},
+    ]  # fmt: skip
+    for slot, values in enumerate(kinds):
+        born(sampler, slot, SamplingParams(**({"temperature": 0.0} | values)), (1, 2, 3), 3, slot)
+    plain = [sampler.tail_of([Row(slot, (7,), 6, kinds[slot].get("n", 1))]) == "greedy" for slot in range(len(kinds))]
+    assert plain == [True, True, True, True] + [False] * 9
+    assert sampler.tail_of([Row(2, (7,), 5, 1)]) != "greedy", "its end tokens are masked still"
+    assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)]) == "greedy"
+    assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)]) != "greedy"
+    assert sampler.tail_of([Row(2, (5, 6, 7), 4, 1)]) == "greedy"
+    for slot, (values, tail) in enumerate([({"min_p": 0.1}, "random"), ({"top_k": 3}, "cut"), ({"top_p": 0.9}, "cut")]):
+        born(sampler, slot, SamplingParams(**values), (1,), 1, slot)
+        assert [sampler.tail_of([Row(other, (7,), 6, 1) for other in (3, slot)])] == [tail]
+
+
+def test_the_first_draw_of_each_row_becomes_its_last() -> None:
+    sampler = Sampler(40, VOCAB, DEVICE, EOS)
+    kinds: list[dict[str, Any]] = [{"n": 3}, {"temperature": 0}, {"allowed_token_ids": [9, 70]}, {"top_p": 0.5}]
+    for slot, values in enumerate(kinds):
+        sampler.birth(Birth(30 + slot, slot, -1, SamplingParams(**values), slot, 1, (1,), 1))
+    last = torch.full((40,), -1, device=DEVICE)
+    rows = [(30 + slot, 1, values.get("n", 1)) for slot, values in enumerate(kinds)]
+    samples = sampler.finish(sampler.sample(some_logits(4, seed=24).to(DEVICE), rows, last))
+    assert last.tolist() == [-1] * 30 + [sampled.tokens[0] for sampled in samples] + [-1] * 6
+
+
+# Masks, biases, penalties
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    logits, history = some_logits(1, seed=6), history_of(6, 300)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([history]), logits)
+    assert torch.equal(processed(SamplingParams(repetition_penalty=1.3), logits, history, 100), expected)
+    expected = RepetitionPenaltyLogitsProcessor(0.7)(torch.tensor([history]), logits)
+    assert torch.equal(processed(SamplingParams(repetition_penalty=0.7), logits, history, 300), expected)
+
+
+def test_frequency_and_presence_count_output_tokens_only() -> None:
+    logits, history = some_logits(1, seed=7), history_of(7, 400)
+    expected = logits[0].double().numpy().copy()
+    for token in range(VOCAB):
+        times = history[150:].count(token)
+        expected[token] -= 0.4 * times + (0.9 if times else 0.0)
+    result = processed(SamplingParams(frequency_penalty=0.4, presence_penalty=0.9), logits, history, 150)
+    np.testing.assert_allclose(result[0].numpy(), expected, atol=1e-5)
+
+
+def test_penalties_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
+    for slot, length in enumerate((3, 40, 7, 300)):
+        statistics.birth(slot, history_of(slot, length), 2)
+    logits, factors = some_logits(4), np.array([[1.3, 0.2, 0.1]] * 4)
+    whole = statistics.penalise(logits, range(4), factors)
+    monkeypatch.setattr(penalties, "AT_ONCE", 700)
+    assert torch.equal(statistics.penalise(logits, range(4), factors), whole)
+
+
+def test_a_long_sequence_leaves_no_room_behind() -> None:
+    statistics = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
+    statistics.birth(1, history_of(1, 5000), 4990)
+    statistics.birth(2, history_of(2, 5), 1)
+    statistics.drop(1)
+    assert statistics.tokens.shape[1] >= 5000, "another one's tokens are there"
+    statistics.drop(2)
+    assert statistics.tokens.shape[1] == penalties.CAPACITY
+    statistics.birth(3, history_of(2, 5), 1)
+    again = penalties.TokenStatistics(VOCAB, torch.device("cpu"))
+    again.birth(3, history_of(2, 5), 1)
+    logits, factors = some_logits(1), np.array([[1.3, 0.2, 0.1]])
+    assert torch.equal(statistics.penalise(logits, [3], factors), again.penalise(logits, [3], factors))
+
+
+def test_all_penalties_follow_tokens_that_only_the_device_has_seen() -> None:
+    params = SamplingParams(
+        temperature=0, repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.6, bad_word_ids=((9,),)
+    )
+    sampler, tokens = a_sampler(), list(history_of(8, 240))  # grows past the first table of tokens
+    prompt = len(tokens)
+    born(sampler, 1, params, tuple(tokens), prompt, 0)
+    for step in range(60):
+        logits = some_logits(1, seed=8, spread=2.5) + 0.1 * some_logits(1, seed=step)
+        expected = logits.clone()
+        expected[0, 9] = -torch.inf
+        expected = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([tokens]), expected)[0]
+        counts = torch.bincount(torch.tensor(tokens[prompt:], dtype=torch.int64), minlength=VOCAB)
+        expected = expected - 0.3 * counts - 0.6 * (counts > 0)
+        drawn = sampler.sample(logits, [(1, len(tokens), 1)])
+        assert drawn.tokens.tolist() == [int(expected.argmax())]
+        tokens += drawn.tokens.tolist()
+    assert max(tokens[prompt:].count(token) for token in tokens[prompt:]) > 1
+
+
+def test_bad_words_equal_transformers() -> None:
+    logits, history = some_logits(1, seed=9), history_of(9, 30)
+    words = ((5,), (*history[-1:], 6), (*history[-3:], 7), (history[-2], history[-1] + 1, 8))
+    words += ((1, *history, 10), (*history[1:], 11))  # longer than the text, and almost all of it
+    reference = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=torch.tensor([499]))
+    result = processed(SamplingParams(bad_word_ids=words), logits, history, 29)
+    assert torch.equal(result, reference(torch.tensor([history]), logits))
+    assert (result == -torch.inf).nonzero()[:, 1].tolist() == [5, 6, 7, 11]
+
+
+def test_bad_words_follow_tokens_that_only_the_device_has_seen() -> None:
+    sampler = a_sampler()
+    born(sampler, 0, SamplingParams(temperature=0, bad_word_ids=((3, 4, 5), (4, 6))), (1, 2), 2, 0)
+    wishes = [(3, 9), (4, 9), (5, 6), (5, 9), (4, 9), (6, 8)]  # the best token and the next best
+    drawn = []
+    for step, (best, second) in enumerate(wishes):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, best], logits[0, second] = 2.0, 1.0
+        drawn += sampler.sample(logits, [(0, 2 + step, 1)]).tokens.tolist()
+    assert drawn == [3, 4, 0, 5, 4, 8]
+
+
+def test_min_tokens_equals_transformers_and_ends() -> None:
+    logits, history = some_logits(1, seed=10), history_of(10, 20)
+    params = SamplingParams(min_tokens=5, stop_token_ids=[30], ignore_eos=True)
+    reference = MinNewTokensLengthLogitsProcessor(14, 5, [*EOS, 30])
+    for length in range(14, 20):
+        expected = reference(torch.zeros(1, length, dtype=torch.int64), logits)
+        assert torch.equal(processed(params, logits, history[:length], 14), expected)
+        assert (expected[0, 30] == -torch.inf) == (length < 19)
+
+
+def test_bias_and_allowed_tokens() -> None:
+    logits = some_logits(1, seed=11)
+    expected = SequenceBiasLogitsProcessor([[[4], 3.5], [[8], -100.0]])(torch.tensor([[1]]), logits)
+    assert torch.equal(processed(SamplingParams(logit_bias={4: 3.5, 8: -100.0}), logits, (1,), 1), expected)
+    result = processed(SamplingParams(allowed_token_ids=[3, 4, 9], logit_bias={4: 3.5}), logits, (1,), 1)
+    assert (result > -torch.inf).nonzero()[:, 1].tolist() == [3, 4, 9]
+    assert torch.equal(result[0, [3, 4, 9]], expected[0, [3, 4, 9]])
+
+
+# A row and its batch mates
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "logprobs": 3},
+    {"top_k": 20},
+    {"top_k": 400, "top_p": 0.99},
+    {"top_p": 0.9},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"min_p": 0.05, "logprobs": 20},
+    {"repetition_penalty": 1.4, "temperature": 0.0, "logprobs": 0},
+    {"frequency_penalty": 0.5, "presence_penalty": -0.5, "top_p": 0.8},
+    {"logit_bias": {5: 4.0, 17: -100.0}, "min_tokens": 3, "stop_token_ids": [40]},
+    {"allowed_token_ids": [1, 5, 77, 300], "temperature": 1.5},
+    {"bad_word_ids": ((5,), (3, 6), (1, 2, 3, 4))},
+    {"n": 3, "temperature": 1.2},
+    {"n": 2, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 1, "repetition_penalty": 1.1},
+    {"temperature": 0.0, "bad_word_ids": ((8, 9), (9,))},
+    {"beam_width": 2},
+    {"beam_width": 2, "logit_bias": {5: 4.0, 17: -100.0}, "allowed_token_ids": [1, 2, 5, 17]},
+    {"beam_width": 20, "repetition_penalty": 1.4, "logprobs": 3},
+)
+
+
+def run_batch(picks: list[int], slots: list[int], logits: Tensor) -> list[list[Sampled]]:
+    """Per pick: what each step of logits [steps, kinds, V] sampled, when the picked kinds run in the given slots."""
+    sampler = a_sampler(vocab=logits.shape[-1])
+    for kind, slot in zip(picks, slots):
+        born(sampler, slot, SamplingParams(**KINDS[kind]), history_of(kind, 20 + kind), 10 + kind, kind * 99)
+    samples: list[list[Sampled]] = [[] for _ in picks]
+    for step in range(len(logits)):
+        rows = [(slot, 20 + kind + step, KINDS[kind].get("n", 1)) for kind, slot in zip(picks, slots)]
+        finished = sampler.finish(sampler.sample(logits[step, picks], rows))
+        for mine, sampled in zip(samples, finished):
+            mine.append(sampled)
+    return samples
+
+
+@pytest.mark.parametrize(("threads", "vocab"), [(1, VOCAB), (2, 20_000)])
+def test_a_row_alone_equals_the_row_in_any_batch(threads: int, vocab: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        logits = some_logits(5 * len(KINDS), seed=12, vocab=vocab, spread=2.0).view(5, len(KINDS), vocab)
+        alone = [run_batch([kind], [0], logits)[0] for kind in range(len(KINDS))]
+        random = np.random.default_rng(13)
+        for size in (16, 16, 9, 5, 2, 2):
+            picks = random.permutation(len(KINDS))[:size].tolist()
+            slots = random.permutation(40)[:size].tolist()
+            assert run_batch(picks, slots, logits) == [alone[kind] for kind in picks]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_sequence_born_again_with_its_history_goes_on_as_before() -> None:
+    for kind, values in enumerate(KINDS):
+        params = dataclasses.replace(SamplingParams(**values), n=1)
+        logits = some_logits(12, seed=14 + kind, spread=2.0)
+        whole, again = a_sampler(), a_sampler()
+        tokens = list(history_of(kind, 9))
+        born(whole, 4, params, tuple(tokens), 9, kind)
+        for step in range(12):
+            if step == 6:
+                born(again, 5, SamplingParams(repetition_penalty=2.0), (1, 2, 3), 1, 1)  # who had the slot before
+                born(again, 5, params, tuple(tokens) if params.needs_history else (), 9, kind)
+            row = logits[step : step + 1]
+            expected = whole.finish(whole.sample(row, [(4, len(tokens), 1)]))
+            if step >= 6:
+                assert again.finish(again.sample(row, [(5, len(tokens), 1)])) == expected
+            tokens += expected[0].tokens
+
+
+def test_a_fork_starts_with_its_parents_tokens_and_its_own_seed() -> None:
+    params = SamplingParams(repetition_penalty=1.8, frequency_penalty=0.7, bad_word_ids=((3, 4),))
+    logits, history = some_logits(8, seed=15, spread=1.0), history_of(15, 12)
+    sampler, fresh = a_sampler(), a_sampler()
+    born(sampler, 1, params, history, 6, 100)
+    tokens = list(history)
+    for step in range(4):
+        tokens += sampler.sample(logits[step : step + 1], [(1, len(tokens), 1)]).tokens.tolist()
+    sampler.birth(Birth(2, 2, 1, params, 555, 6, (), len(tokens)))
+    born(fresh, 9, params, tuple(tokens), 6, 555)
+    child, parent = list(tokens), list(tokens)
+    for step in range(4, 8):
+        pair = logits[[step, step]]
+        assert torch.equal(
+            sampler.process(pair[:1], [(2, len(child), 1)]), fresh.process(pair[:1], [(9, len(child), 1)])
+        )
+        expected = fresh.sample(pair[:1], [(9, len(child), 1)]).tokens.tolist()
+        both = sampler.sample(pair, [(1, len(parent), 1), (2, len(child), 1)]).tokens.tolist()
+        assert both[1:] == expected
+        parent, child = parent + both[:1], child + expected
+    assert parent != child
+
+
+def test_a_fork_of_a_row_of_several_draws_takes_its_own_history() -> None:
+    params = SamplingParams(n=3, frequency_penalty=2.0)
+    sampler, history = a_sampler(), history_of(16, 5)
+    born(sampler, 0, params, history, 5, 20)
+    drawn = sampler.sample(some_logits(1, seed=16), [(0, 5, 3)]).tokens.tolist()
+    for i in (1, 2):
+        sampler.birth(Birth(i, i, 0, params, 20 + i, 5, (*history, drawn[i]), 6))
+    changed = sampler.process(torch.zeros(3, VOCAB), [(i, 6, 1) for i in range(3)])
+    assert len(set(drawn)) == 3
+    assert [row.nonzero()[:, 0].tolist() for row in changed] == [[token] for token in drawn]
+
+
+def test_a_branch_draws_with_its_own_seed() -> None:
+    logits = some_logits(1, seed=17)
+    for seed in (41, -3, 2**63 - 2, -(2**63)):
+        sampler = a_sampler()
+        born(sampler, 0, SamplingParams(n=5), (1,), 1, seed)
+        several = sampler.sample(logits, [(0, 1, 5)]).tokens.tolist()
+        single = []
+        for i in range(5):
+            born(sampler, 1, SamplingParams(), (1,), 1, branch_seed(seed, i))
+            single += sampler.sample(logits, [(1, 1, 1)]).tokens.tolist()
+        assert several == single
+        assert len(set(several)) > 1
+
+
+def test_branches_of_successive_seeds_are_not_each_others() -> None:
+    """A user who asks seeds 1, 2 and 3 for three samples each gets nine independent ones."""
+    logits, params = torch.zeros(9, VOCAB), SamplingParams(n=3)
+    sampler = a_sampler()
+    for seed in range(9):
+        born(sampler, seed, params, (1,), 1, seed)
+    drawn = np.stack(
+        [
+            sampler.sample(logits, [(seed, position, 3) for seed in range(9)]).tokens.cpu().view(9, 3).numpy()
+            for position in range(40)
+        ]
+    )  # position, seed, branch
+    streams = drawn.reshape(40, 27)
+    alike = [(a, b) for b in range(27) for a in range(b) if (streams[:, a] == streams[:, b]).mean() > 0.2]
+    assert not alike, f"these (3 seed + branch) draw alike: {alike}"
+
+
+# Faults
+
+
+def finish_batch(logits: Tensor) -> tuple[Drawn, list[Sampled]]:
+    sampler = a_sampler()
+    for kind, values in enumerate(KINDS):
+        born(sampler, kind, SamplingParams(**values), history_of(kind, 20 + kind), 10, kind)
+    drawn = sampler.sample(logits, [(kind, 20 + kind, values.get("n", 1)) for kind, values in enumerate(KINDS)])
+    return drawn, sampler.finish(drawn)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_is_named_and_its_mates_are_unharmed(bad: float) -> None:
+    logits = some_logits(len(KINDS), seed=18)
+    _, expected = finish_batch(logits)
+    assert not any(sampled.error for sampled in expected)
+    for victim in range(len(KINDS)):
+        spoilt = logits.clone()
+        if bad == -torch.inf:
+            spoilt[victim] = bad
+        else:
+            spoilt[victim, 450] = bad
+        drawn, samples = finish_batch(spoilt)
+        assert "not finite" in samples[victim].error
+        assert samples[victim].tops == ()
+        assert all(0 <= token < VOCAB for token in drawn.tokens.tolist())
+        assert samples[:victim] + samples[victim + 1 :] == expected[:victim] + expected[victim + 1 :]
+
+
+def test_masks_that_leave_nothing_are_named() -> None:
+    sampler = a_sampler()
+    born(sampler, 0, SamplingParams(allowed_token_ids=[5], bad_word_ids=((5,),), temperature=0), (1,), 1, 0)
+    born(sampler, 1, SamplingParams(allowed_token_ids=[5], bad_word_ids=((5,),), top_p=0.5), (1,), 1, 0)
+    born(sampler, 2, SamplingParams(allowed_token_ids=[5]), (1,), 1, 0)
+    samples = sampler.finish(sampler.sample(some_logits(3), [(0, 1, 1), (1, 1, 1), (2, 1, 1)]))
+    assert ["leave no token" in sampled.error for sampled in samples] == [True, True, False]
+    assert samples[2].tokens == (5,)
+
+
+def test_single_masked_logits_are_no_fault() -> None:
+    logits = some_logits(len(KINDS), seed=19)
+    logits[:, 450:] = -torch.inf
+    _, samples = finish_batch(logits)
+    assert not any(sampled.error for sampled in samples)
+    assert all(token < 450 for sampled in samples for token in sampled.tokens)
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_those_of_the_unchanged_logits() -> None:
+    sampler, logits = a_sampler(), some_logits(3, seed=20).to(torch.bfloat16)  # bfloat16: with equal logits
+    asked: list[dict[str, Any]] = [{"n": 4, "logprobs": 5}, {"top_p": 0.9}, {"logprobs": 0, "repetition_penalty": 2.0}]
+    for slot, values in enumerate(asked):
+        born(sampler, slot, SamplingParams(temperature=0.5, **values), history_of(20, 30), 20, slot)
+    samples = sampler.finish(sampler.sample(logits, [(0, 30, 4), (1, 30, 1), (2, 30, 1)]))
+    assert [len(sampled.tops) for sampled in samples] == [4, 0, 1]
+    for row, k in ((0, 5), (2, 0)):
+        exact = logits[row].float().log_softmax(-1)
+        order = sorted(range(VOCAB), key=lambda token: (-float(exact[token]), token))[:k]
+        for token, top in zip(samples[row].tokens, samples[row].tops):
+            assert top.token == token
+            assert top.logprob == pytest.approx(float(exact[token]), abs=1e-6)
+            assert top.rank == 1 + sum(float(other) > float(exact[token]) for other in exact)
+            assert list(top.ids) == order
+            assert list(top.logprobs) == pytest.approx([float(exact[i]) for i in order], abs=1e-6)
+
+
+@pytest.mark.parametrize("k", [0, 4, 20])
+def test_score_equals_brute_force(k: int) -> None:
+    logits = some_logits(7, seed=21)
+    targets = torch.tensor([0, 5, VOCAB - 1, 7, 7, 100, int(logits[6].argmax())])
+    tops = a_sampler().score(logits, targets, k)
+    exact = torch.log(logits.double().exp() / logits.double().exp().sum(-1, keepdim=True))
+    for row, top in enumerate(tops):
+        order = exact[row].argsort(descending=True).tolist()
+        assert top.token == int(targets[row])
+        assert top.rank == order.index(top.token) + 1
+        assert top.logprob == pytest.approx(float(exact[row, top.token]), abs=1e-5)
+        assert list(top.ids) == order[:k]
+        assert list(top.logprobs) == pytest.approx(exact[row, order[:k]].tolist(), abs=1e-5)
+    assert tops[6].rank == 1
+
+
+@pytest.mark.parametrize("top", [0, 1, 20, 37, 450, VOCAB, VOCAB + 70])
+def test_a_row_returns_as_many_alternatives_as_its_birth_says(top: int) -> None:
+    logits, sampler = some_logits(4, seed=22), a_sampler()
+    for slot, wanted in enumerate((top, -1, 3, 64)):
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(temperature=0, logprobs=5), slot, 1, (), 1, wanted))
+    samples = sampler.finish(sampler.sample(logits, [(slot, 1, 1) for slot in range(4)]))
+    for row, wanted in ((0, top), (2, 3), (3, 64)):
+        exact = logits[row].double().log_softmax(-1)
+        order = exact.argsort(descending=True).tolist()[:wanted]
+        [found] = samples[row].tops
+        assert list(found.ids) == order
+        assert list(found.logprobs) == pytest.approx(exact[order].tolist(), abs=1e-5)
+        assert (found.token, found.rank) == (samples[row].tokens[0], 1)
+    assert samples[1].tops == ()
+
+
+def test_what_a_method_chooses_from_obeys_masks_and_biases() -> None:
+    logits, sampler = some_logits(2, seed=23), a_sampler()
+    rules: dict[str, Any] = {
+        "allowed_token_ids": [2, 3, 4, 9, 11],
+        "logit_bias": {3: 1.5},
+        "bad_word_ids": ((11,),),
+        "min_tokens": 2,
+    }
+    born(sampler, 0, SamplingParams(beam_width=3, **rules), (1,), 1, 0)
+    born(sampler, 1, SamplingParams(logprobs=20, **rules), (1,), 1, 0)
+    method, plain = sampler.finish(sampler.sample(logits, [(0, 1, 1), (1, 1, 1)]))
+    exact = logits.double().log_softmax(-1)
+    scores = {token: float(exact[0, token]) + 1.5 * (token == 3) for token in (3, 4, 9)}  # 2 is an end token
+    assert dict(zip(method.tops[0].ids, method.tops[0].logprobs)) == pytest.approx(scores, abs=1e-5)
+    assert list(method.tops[0].logprobs) == sorted(method.tops[0].logprobs, reverse=True)
+    assert list(plain.tops[0].ids) == exact[1].argsort(descending=True).tolist()[:20]
+
+
+def test_nothing_is_looked_up_unless_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("log-probabilities were computed")
+
+    monkeypatch.setattr(torch.Tensor, "log_softmax", refuse)
+    monkeypatch.setattr(torch.Tensor, "topk", refuse)
+    sampler = a_sampler()
+    for slot, values in enumerate(({}, {"temperature": 0}, {"best_of": 2}, {"logprobs": 2})):
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values), slot, 1, (), 1))
+    sampler.finish(sampler.sample(some_logits(4), [(slot, 1, 1) for slot in range(4)]))

@@ -1,0 +1,258 @@
+"""The store: replaying a journal has the effect of its entries one after another; layers tile pages."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.data.runner import host_pool
+from quire.data.runner.store import Store
+from quire.vocabulary.plan import Copy, Entry, In, Journal, Out, Poison, Table
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+
+PAGES, HOST, SLOTS, WIDTH = 7, 3, 3, 5
+SPEC = ModelSpec(
+    "test", (LayerSpec(1, 2), LayerSpec(2, 2, 4), LayerSpec(1, 2)), vocab_size=9, max_len=10, hidden=4, heads=2,
+    intermediate=4, parameters=1,
+)  # fmt: skip
+GROUPS = (Group((0, 2), 2, 64), Group((1,), 2, 64, 4))  # pages of 2 tokens: 2 x 2 x 2 numbers a layer and head
+GEOMETRY = Geometry(Layout.PAGED, PAGES, 64, SLOTS, WIDTH, GROUPS, itemsize=4, host_pages=HOST)
+
+
+CPU = torch.device("cpu")
+
+
+def a_store(device: torch.device = CPU, geometry: Geometry = GEOMETRY) -> Store:
+    """Every number of every page and host page is another one."""
+    store = Store(geometry, SPEC, torch.float32, device)
+    store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
+    store.host.copy_(-torch.arange(store.host.numel()).view_as(store.host) - 1)
+    return store
+
+
+def one_at_a_time(journal: Journal, pages: Tensor, host: Tensor, tables: Tensor) -> None:
+    """What a journal means."""
+    for entry in journal:
+        match entry:
+            case Table(slot, group, at, ids):
+                for i, page in enumerate(ids):
+                    tables[group, slot, at + i] = page
+            case Copy(_, src, dst):
+                pages[dst] = pages[src].clone()
+            case Out(_, page, place):
+                host[place - 1] = pages[page]
+            case In(_, place, page):
+                pages[page] = host[place - 1]
+            case Poison(_, page):
+                pages[page] = torch.nan
+
+
+page, place, group = st.integers(1, PAGES - 1), st.integers(1, HOST), st.integers(0, 1)
+COPIES = st.builds(Copy, group, page, page)
+TABLES = st.integers(0, WIDTH - 1).flatmap(
+    lambda at: st.builds(
+        Table, st.integers(0, SLOTS - 1), group, st.just(at), st.lists(page, max_size=WIDTH - at).map(tuple)
+    )
+)
+OUTS, INS = st.builds(Out, group, page, place), st.builds(In, group, place, page)
+POISONS = st.builds(Poison, group, page)
+KINDS = (COPIES, TABLES, OUTS, INS, POISONS)
+RUNS = st.lists(st.one_of([st.lists(kind, min_size=1, max_size=6) for kind in KINDS]), max_size=6)
+JOURNALS = RUNS.map(lambda runs: tuple(entry for run in runs for entry in run)) | st.lists(
+    st.one_of(KINDS), max_size=16
+).map(tuple)
+
+EMPTY = (Table(0, 0, 0, ()), Table(1, 0, 0, (1, 2)))  # as many pages as entries, but not one each
+
+
+@given(st.lists(JOURNALS, min_size=1, max_size=3))
+@example([(Copy(0, 1, 2), Copy(0, 2, 3), Copy(0, 3, 4))])  # a chain: each reads what the one before wrote
+@example([(Copy(0, 1, 2), Copy(0, 3, 1))])  # a source that is overwritten afterwards
+@example([(Copy(0, 1, 2), Copy(0, 2, 1))])
+@example([(Copy(0, 1, 3), Copy(0, 2, 3))])  # the later one stays
+@example([(Poison(0, 1), Copy(0, 2, 1), Poison(0, 2))])
+@example([(Copy(0, 1, 2), Poison(0, 1))])
+@example([(Out(0, 1, 1), Copy(0, 2, 1), In(0, 1, 3))])
+@example([(In(0, 1, 1), Out(0, 1, 2)), (Out(0, 2, 1), In(0, 1, 3))])
+@example([EMPTY])
+@example([(Table(1, 0, 0, (1, 2, 3)), Copy(0, 1, 2), Table(1, 0, 1, (4,)), Copy(0, 2, 3), Table(1, 0, 1, (5,)))])
+def test_replay_is_one_entry_after_another(journals: list[tuple[Entry, ...]]) -> None:
+    check(a_store(), journals)
+
+
+def check(store: Store, journals: list[tuple[Entry, ...]]) -> None:
+    pages, host, tables = store.pages.clone(), store.host.clone(), store.tables.clone()
+    for journal in journals:
+        store.replay(journal)
+        one_at_a_time(journal, pages, host, tables)
+        if store.device.type != "cpu":
+            torch.cuda.synchronize()
+        torch.testing.assert_close(store.pages, pages, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(store.host, host, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(store.tables, tables)
+        assert (store.host_tables == tables.cpu().numpy()).all()
+
+
+@given(st.lists(COPIES, max_size=12))
+def test_copies_at_once_have_no_order(entries: list[Copy]) -> None:
+    """No pair of a batch writes what another one reads: a GPU makes them in any order."""
+    store, batches = a_store(), []
+    store._copy_at_once = batches.append
+    store.replay(tuple(entries))
+    assert all(not set(batch) & set(batch.values()) for batch in batches)
+    assert sum(map(len, batches)) <= len(entries)
+
+
+def test_tables_between_copies_do_not_part_them() -> None:
+    """A beam step writes Copy, Table, Copy, Table: one launch all the same."""
+    store, batches = a_store(), []
+    store._copy_at_once = batches.append
+    store.replay((Copy(0, 1, 4), Table(1, 0, 0, (4,)), Copy(0, 2, 5), Table(2, 0, 0, (5,)), Copy(1, 3, 6)))
+    assert batches == [{4: 1, 5: 2, 6: 3}]
+
+
+@pytest.mark.parametrize("room", [0, 8 * 64, 2**18])
+def test_small_pages_move_together_and_large_ones_alone(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "CPU_BYTES", room)
+    pages = torch.arange(40 * 16, dtype=torch.float32).view(40, 16)
+    pool = host_pool.HostPool(pages.clone(), 30, debug=True)
+    pool.out({host: 39 - host for host in range(1, 28)})
+    assert torch.equal(pool.host[1:28], pages.flip(0)[1:28])
+    pool.back({page: 1 + page % 27 for page in range(35)})
+    assert torch.equal(pool.pages[:35], pages.flip(0)[[1 + page % 27 for page in range(35)]])
+    assert torch.equal(pool.pages[35:], pages[35:])
+
+
+def test_a_swap_that_lost_something_is_noticed_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(GEOMETRY, SPEC, torch.float32, CPU, debug=True)
+    store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
+    store.replay((Out(0, 1, 2), In(0, 2, 3), Out(0, 4, 1)))
+    monkeypatch.setattr(host_pool, "_gather", lambda *args: None)
+    with pytest.raises(AssertionError, match="page 5 and row 0 of the host pages differ"):
+        store.replay((Out(0, 5, 1),))
+
+
+def test_a_new_store_is_finite_and_names_scratch() -> None:
+    """Padding resolves to page 0, which nothing ever writes on purpose."""
+    store = Store(GEOMETRY, SPEC, torch.float32, torch.device("cpu"))
+    assert not store.tables.any()
+    assert store.pages.isfinite().all()
+    assert store.pages.shape == (PAGES, 16)
+    assert store.host.shape == (HOST, 16)
+
+
+def test_the_layers_of_a_group_tile_each_page() -> None:
+    """Keys and values of a group's layers are every number of a page, once, in the order of the layers."""
+    store = a_store()
+    assert [cache.group for cache in store.caches] == [0, 1, 0]
+    assert [cache.window for cache in store.caches] == [None, 4, None]
+    for group in GROUPS:
+        for page in range(PAGES):
+            views = [view[page].flatten() for i in group.layers for view in store.caches[i].views()]
+            assert torch.equal(torch.cat(views), store.pages[page])
+    store.caches[2].views()[1][3] = 0.5
+    assert (store.pages[3] == 0.5).sum() == 4
+
+
+# On a GPU: rows, copies and poison on one stream, swaps on another, in any relation of their speeds.
+
+LARGE = Geometry(Layout.PAGED, PAGES, 2**20, SLOTS, WIDTH, GROUPS, itemsize=4, host_pages=HOST)
+BOTH = pytest.mark.parametrize("geometry", [GEOMETRY, LARGE], ids=["small", "large"])  # by a kernel, by copy engines
+LONG = 50_000_000  # cycles, 25 ms or more
+
+
+def on_gpu(geometry: Geometry) -> Store:
+    store = a_store(torch.device("cuda"), geometry)
+    torch.cuda.synchronize()
+    return store
+
+
+@pytest.mark.gpu
+@BOTH
+def test_replay_on_a_gpu(geometry: Geometry) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(JOURNALS, min_size=1, max_size=3), st.booleans())
+    @example([EMPTY], False)
+    def replayed(journals: list[tuple[Entry, ...]], late: bool) -> None:
+        store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
+        if late:
+            with torch.cuda.stream(store.pool.side):
+                torch.cuda._sleep(LONG // 10)
+        check(store, journals)
+
+    store = on_gpu(geometry)
+    replayed()
+
+
+@pytest.mark.gpu
+@BOTH
+def test_a_page_is_written_again_after_it_left(geometry: Geometry) -> None:
+    """By a copy, a poison, an In, or by rows after a table named it: a swap that is held up still reads it whole."""
+    store = on_gpu(geometry)
+    whole = store.pages.cpu()
+    for entry in (Copy(0, 3, 1), Poison(0, 1), In(0, 2, 1), Table(1, 0, 0, (1,))):
+        store.pages.copy_(whole)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(store.pool.side):
+            torch.cuda._sleep(LONG)
+        store.replay((Out(0, 1, 1), entry))
+        store.pages[1].fill_(-0.5)  # the step's rows
+        torch.cuda.synchronize()
+        assert torch.equal(store.host[0], whole[1]), entry
+
+
+@pytest.mark.gpu
+@BOTH
+def test_rows_read_what_came_back(geometry: Geometry) -> None:
+    store = on_gpu(geometry)
+    with torch.cuda.stream(store.pool.side):
+        torch.cuda._sleep(LONG)
+    store.replay((In(0, 2, 5), Copy(0, 5, 4)))
+    rows = store.pages[5].clone()
+    torch.cuda.synchronize()
+    assert torch.equal(rows.cpu(), store.host[1])
+    assert torch.equal(store.pages[4].cpu(), store.host[1])
+
+
+@pytest.mark.gpu
+@BOTH
+def test_a_copy_leaves_as_it_was_copied(geometry: Geometry) -> None:
+    store = on_gpu(geometry)
+    wanted = store.pages[3].cpu()
+    torch.cuda._sleep(LONG)
+    store.replay((Copy(0, 3, 1), Out(0, 1, 1), In(0, 1, 2)))
+    torch.cuda.synchronize()
+    assert torch.equal(store.host[0], wanted)
+    assert torch.equal(store.pages[2].cpu(), wanted)
+
+
+@pytest.mark.gpu
+@BOTH
+def test_pages_leave_and_come_while_the_step_before_computes(geometry: Geometry) -> None:
+    store = on_gpu(geometry)
+    torch.cuda._sleep(4 * LONG)
+    computed = torch.cuda.Event()
+    computed.record()
+    store.replay((Out(0, 1, 1), In(0, 2, 3)))
+    store.pool.side.synchronize()
+    assert not computed.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_thousand_deltas_cost_the_host_little() -> None:
+    store = a_store(torch.device("cuda"), replace(GEOMETRY, slots=1025))
+    journal = tuple(Table(slot, 0, slot % WIDTH, (1,)) for slot in range(1, 1025))
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        store.replay(journal)
+        seconds.append(time.perf_counter() - began)
+    assert (store.tables.cpu().numpy() == store.host_tables).all()
+    assert min(seconds) < 0.5e-3

@@ -1,0 +1,144 @@
+"""Finding a checkpoint's folder and reading its config files; every failure says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from quire.data.weights import checkpoint
+from quire.data.weights.checkpoint import WANTED, locate, read_config, read_generation_config
+from quire.errors import StartupError
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert locate(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert locate("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["{}/absent", "./absent", "../absent", "a/b/c", "a b/c", "~nobody-here/x", "x\0y"])
+def test_what_is_neither_folder_nor_hub_id(name: str, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="there is no folder"):
+        locate(name.format(tmp_path))
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(StartupError, match=r"is a file.*config\.json"):
+        locate(str(file))
+
+
+def test_the_hub_is_asked_for_safe_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot(model: str, **options: Any) -> str:
+        asked.update(options, model=model)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert locate("owner/name") == tmp_path
+    assert asked["model"] == "owner/name"
+    assert asked["allow_patterns"] == WANTED
+    there = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model"]
+    twice = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/params.json",
+             "onnx/model.safetensors", "vae/config.json"]  # fmt: skip
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*there, *twice, "pytorch_model.bin"], **patterns)) == there
+    assert not asked["local_files_only"]
+    locate("owner/name", weights=False)
+    assert asked["allow_patterns"] == [pattern for pattern in WANTED if "safetensors" not in pattern]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    locate("gpt2")
+    assert asked["local_files_only"]
+    assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in WANTED)
+
+
+def test_a_cached_copy_will_do_when_the_hub_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot(model: str, **options: Any) -> str:
+        assert options["local_files_only"]
+        return str(tmp_path)
+
+    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert locate("owner/name") == tmp_path
+
+
+def locate_in_a_process(home: Path, **environment: str) -> tuple[str, float]:
+    """The error, and the seconds until it: with the real client, which reads its settings when it is imported."""
+    code = (
+        "import time; from quire.data.weights.checkpoint import locate; from quire.errors import StartupError\n"
+        "import huggingface_hub.hf_api; start = time.monotonic()\n"
+        "try: locate('owner/name')\nexcept StartupError as error: print(time.monotonic() - start, error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    seconds, _, error = done.stdout.partition(" ")
+    return error, float(seconds)
+
+
+def test_offline_with_nothing_cached(tmp_path: Path) -> None:
+    error, _ = locate_in_a_process(tmp_path, HF_HUB_OFFLINE="1")
+    assert "nor in the local cache, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE" in error
+
+
+def test_a_hub_that_refuses_or_never_answers_fails_within_five_seconds(tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for port in (9, silent.getsockname()[1]):
+            address = f"http://127.0.0.1:{port}"
+            error, seconds = locate_in_a_process(tmp_path, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
+            assert "the hub can't be reached. Give a folder" in error
+            assert seconds < 5
+
+
+def test_any_other_failure_of_the_hub_is_a_startup_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: str, **options: Any) -> str:
+        raise OSError("disk full\nand more")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(StartupError, match=r"'owner/name' could not be downloaded: disk full\. Check"):
+        locate("owner/name")
+
+
+def test_configs_are_objects(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    assert read_generation_config(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert read_generation_config(tmp_path) == {"temperature": 0.6}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": ["é"]}), encoding="utf-8")
+    assert read_config(tmp_path) == {"architectures": ["é"]}
+    for text in ("{", "", "{'a': 1}", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(StartupError, match=r"config\.json can't be read as JSON: .+\. Copy or download"):
+            read_config(tmp_path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StartupError, match="can't be read as JSON"):
+        read_config(tmp_path)
+    for text in ("[]", "7", "null", '"x"'):
+        path.write_text(text)
+        with pytest.raises(StartupError, match="not an object"):
+            read_config(tmp_path)

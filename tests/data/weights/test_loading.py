@@ -1,0 +1,248 @@
+"""Filling a model from safetensors: every parameter once, every broken checkpoint refused with the right words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from quire.data.models import resolve
+from quire.data.models.configs import named_config
+from quire.data.weights.checkpoint import read_config
+from quire.data.weights.dummy import fill_dummy
+from quire.data.weights.loader import load
+from quire.errors import StartupError
+
+CPU = torch.device("cpu")
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "vocab_size": 31,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 31, "n_positions": 32},
+    "opt": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 24,
+        "vocab_size": 31,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 16,
+    },
+}
+Tensors = dict[str, torch.Tensor]
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def save(folder: Path, family: str = "llama", **more: Any) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **SMALL[family]))
+    model.save_pretrained(folder, **more)
+    return model
+
+
+def built(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    config = read_config(folder)
+    return resolve(config)(config, dtype, CPU)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Our parameters after loading; they begin as NaN, so that one that isn't filled shows."""
+    model = built(folder, dtype)
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    load(model, folder)
+    parameters = dict(model.named_parameters())
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
+    return parameters
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path)
+
+
+def test_rows_are_stacked_and_weights_converted(tmp_path: Path) -> None:
+    theirs, ours = save(tmp_path).state_dict(), loaded(tmp_path, torch.bfloat16)
+    layer = "model.layers.1."
+    qkv = torch.cat([theirs[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv"]).bfloat16()
+    assert torch.equal(ours["layers.1.attention.qkv.weight"], qkv)
+    gate_up = torch.cat([theirs[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up")]).bfloat16()
+    assert torch.equal(ours["layers.1.mlp.gate_up.weight"], gate_up)
+
+
+def test_gpt2_weights_are_transposed(tmp_path: Path) -> None:
+    theirs, ours = save(tmp_path, "gpt2").state_dict(), loaded(tmp_path)
+    assert torch.equal(ours["layers.0.attention.out.weight"], theirs["transformer.h.0.attn.c_proj.weight"].t())
+    assert torch.equal(ours["positions.weight"], theirs["transformer.wpe.weight"])
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_sharded_equals_single(family: str, tmp_path: Path) -> None:
+    save(tmp_path / "one", family)
+    save(tmp_path / "many", family, max_shard_size="3KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert same(loaded(tmp_path / "one"), loaded(tmp_path / "many"))
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("llama", "model."), ("gpt2", "transformer."), ("opt", "model.")])
+def test_prefixes_may_be_absent(family: str, prefix: str, tmp_path: Path) -> None:
+    save(tmp_path, family)
+    before = loaded(tmp_path)
+
+    def strip(tensors: Tensors) -> None:
+        assert any(name.startswith(prefix) for name in tensors)
+        for name in list(tensors):
+            tensors[name.removeprefix(prefix)] = tensors.pop(name)
+
+    rewrite(tmp_path, strip)
+    assert same(before, loaded(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("gpt2", "transformer.h.1.attn.bias"),
+        ("gpt2", "transformer.h.1.attn.masked_bias"),
+        ("gpt2", "lm_head.weight"),
+        ("opt", "lm_head.weight"),
+    ],
+)
+def test_known_extras_are_ignored(family: str, extra: str, tmp_path: Path) -> None:
+    save(tmp_path, family)
+    before = loaded(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({extra: torch.zeros(3)}))
+    assert same(before, loaded(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(Q), "lacks layers.1.self_attn.q_proj.weight"),
+        (lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight"),
+        (lambda t: [t.pop(name) for name in list(t)[:9]], "and 6 more tensors"),
+        (
+            lambda t: t.update({"model.layers.7.x": torch.zeros(1)}),
+            "model.layers.7.x, which the model has no place for",
+        ),
+        (lambda t: t.update({Q: torch.zeros(16, 17)}), r"q_proj.weight in .* has shape \[16, 17\], .* \[16, 16\]"),
+        (lambda t: t.update({Q: torch.zeros(256)}), r"has shape \[256\], but config.json makes it \[16, 16\]"),
+        (lambda t: t.update({Q: torch.zeros(16, 16, dtype=torch.int8)}), "q_proj.weight in .* has dtype int8"),
+        (lambda t: t.update({Q.removeprefix("model."): torch.zeros(16, 16)}), "already loaded"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change: Callable[[Tensors], Any], words: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(StartupError, match=words) as failure:
+        load(built(tmp_path), tmp_path)
+    assert failure.value.remedy
+
+
+def test_shapes_of_transposed_weights_are_named_as_the_file_has_them(tmp_path: Path) -> None:
+    save(tmp_path, "gpt2")
+    rewrite(tmp_path, lambda tensors: tensors.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(64, 16)}))
+    with pytest.raises(StartupError, match=r"has shape \[64, 16\], but config.json makes it \[16, 64\]"):
+        load(built(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_truncated_files_are_damaged(keep: int, tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(StartupError, match=r"model\.safetensors is damaged: .*Copy or download"):
+        load(built(tmp_path), tmp_path)
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/x.safetensors", "a/b.safetensors", "..", "w.bin", 7, ""])
+def test_shards_must_lie_in_the_folder(name: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save(folder, max_shard_size="3KB")
+    (tmp_path / "outside.safetensors").write_bytes(b"")
+    edit_index(folder, lambda index: index["weight_map"].update({"lm_head.weight": name}))
+    with pytest.raises(StartupError, match="Shards must be safetensors files beside it"):
+        load(built(folder), folder)
+
+
+def test_missing_shards_and_bad_indexes(tmp_path: Path) -> None:
+    save(tmp_path, max_shard_size="3KB")
+    model = built(tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(StartupError, match=f"names {shard.name}, which .* lacks"):
+        load(model, tmp_path)
+    for weight_map in ({}, None, ["a"]):
+        edit_index(tmp_path, lambda index, value=weight_map: index.update(weight_map=value))
+        with pytest.raises(StartupError, match="has no weight_map"):
+            load(model, tmp_path)
+
+
+def test_pickled_and_absent_weights(tmp_path: Path) -> None:
+    save(tmp_path)
+    model = built(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(StartupError, match=r"has no model\.safetensors"):
+        load(model, tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(StartupError, match=r"pickled weights only \(pytorch_model.bin\).*safetensors"):
+        load(model, tmp_path)
+
+
+def test_progress_counts_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path)
+    model = built(tmp_path)
+    capsys.readouterr()
+    load(model, tmp_path, progress=True)
+    assert "21/21" in capsys.readouterr().err
+    load(model, tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["llama-125m", "gpt2"])
+def test_dummy_weights(name: str) -> None:
+    config = {**named_config(name), "vocab_size": 8000}
+    config |= {"num_hidden_layers": 2} if name == "llama-125m" else {"n_layer": 2}
+
+    def made(seed: int) -> Any:
+        model = resolve(config)(config, torch.bfloat16, CPU)
+        fill_dummy(model, seed)
+        return model
+
+    first, again, other = made(1), made(1), made(2)
+    for (key, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        if "norm" in key:
+            assert (a == (1 if key.endswith("weight") else 0)).all()
+        elif a.dim() == 2:
+            assert not torch.equal(a, c)
+            assert a.float().mean().abs() < 1e-3
+            assert a.float().std().item() == pytest.approx(0.02, rel=0.02)
+            assert not torch.equal(a[0], a[1])

@@ -1,0 +1,151 @@
+"""The memory plan, by hand: sizes given and fitted, lengths cut, and what is said when it doesn't fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from quire.budget import GIB, MemoryPlan, activation_bytes, plan_memory
+from quire.config import EngineConfig
+from quire.data.runner import budget
+from quire.errors import StartupError
+from quire.vocabulary.specs import LayerSpec, ModelSpec
+
+# 4 layers x 2 (keys, values) x 8 heads x 64 numbers x 2 bytes = 8192 bytes a token
+SPEC = ModelSpec(
+    "llama", (LayerSpec(8, 64),) * 4, vocab_size=1000, max_len=2048, hidden=512, heads=8, intermediate=1024,
+    parameters=50_000_000,
+)  # fmt: skip
+TOKEN, WEIGHTS = 8192, 100_000_000
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """Bytes in all and free of the devices of a made-up machine; a test may change them."""
+    sizes = {"cpu": (16 * GIB, 8 * GIB), "cuda": (80 * GIB, 79 * GIB)}
+    monkeypatch.setattr(budget, "device_memory", lambda device: sizes[device])
+    return sizes
+
+
+def planned(device: str = "cpu", spec: ModelSpec = SPEC, **settings: Any) -> MemoryPlan:
+    return plan_memory(EngineConfig(**settings), spec, "test", "bfloat16", 2, device)
+
+
+def test_a_size_in_gib() -> None:
+    plan = planned(kv_gib=0.5)
+    assert (plan.kv_tokens, plan.kv_bytes, plan.token_bytes) == (65536, GIB // 2, TOKEN)
+    assert (plan.weights, plan.max_len, plan.clipped) == (WEIGHTS, 2048, "")
+    assert (plan.device_bytes, plan.free_bytes) == (16 * GIB, 8 * GIB)
+    assert planned(kv_gib=100_000 * TOKEN / GIB, page_size=1024).kv_tokens == 97 * 1024  # whole pages of what is given
+
+
+def test_a_size_in_tokens_is_rounded_up_to_pages() -> None:
+    assert planned(kv_tokens=2049, page_size=16).kv_tokens == 2064
+    assert planned(kv_tokens=2048, page_size=16).kv_tokens == 2048
+    assert planned(kv_tokens=2049, page_size=16).kv_bytes == 2064 * TOKEN
+
+
+def test_a_cpu_gives_a_share_of_what_is_free(machine: dict[str, tuple[int, int]]) -> None:
+    machine["cpu"] = (16 * GIB, 5 * GIB)
+    assert planned().kv_tokens == 2 * GIB // TOKEN  # 40 %
+    machine["cpu"] = (64 * GIB, 50 * GIB)
+    assert planned(max_num_seqs=1000).kv_tokens == 4 * GIB // TOKEN  # and no more than that
+    assert planned(max_num_seqs=3).kv_tokens == 3 * 2048  # what can be used at all
+    assert planned(max_num_seqs=3, max_model_len=512).kv_tokens == 3 * 512
+
+
+def test_a_gpu_gives_what_others_and_the_model_leave_of_its_share() -> None:
+    plan = planned("cuda", max_num_seqs=60000, gpu_memory_utilization=0.5)
+    room = 40 * GIB - 1 * GIB - WEIGHTS - plan.activations
+    assert plan.kv_tokens == room // TOKEN // 16 * 16
+    assert planned("cuda", max_num_seqs=2).kv_tokens == 2 * 2048
+
+
+def test_sequences_are_cut_to_the_memory_and_it_is_said() -> None:
+    plan = planned(kv_tokens=1000, page_size=16)
+    assert plan.max_len == 1008
+    assert "2,048" in plan.clipped
+    assert "--kv-gib" in plan.clipped
+    assert any("1,008 tokens a sequence (the model allows 2,048" in line for line in plan.lines())
+    assert planned(kv_tokens=1000, max_model_len=900).max_len == 900
+
+
+def said(message: str, device: str = "cpu", spec: ModelSpec = SPEC, **settings: Any) -> StartupError:
+    with pytest.raises(StartupError, match=re.escape(message)) as raised:
+        planned(device, spec, **settings)
+    return raised.value
+
+
+def test_longer_than_the_model() -> None:
+    error = said("--max-model-len is 4096, but the model was made for 2048 tokens", max_model_len=4096)
+    assert error.remedy == "Use at most 2048"
+
+
+def test_longer_than_the_memory() -> None:
+    error = said("--max-model-len is 2000, but the KV cache holds 1008 tokens", max_model_len=2000, kv_tokens=1000)
+    assert error.remedy == "Use --max-model-len 1008 or less, or a larger --kv-gib"
+
+
+@pytest.mark.parametrize("size", [{"kv_gib": 8.0}, {"kv_tokens": 8 * GIB // TOKEN}])
+def test_more_than_there_is(size: dict[str, float]) -> None:
+    error = said("8.00 GiB of KV cache don't fit into 8.00 GiB on cpu", **size)
+    assert "95.4 MiB of weights" in error.cause
+    assert re.search(r"[\d.]+ [MG]iB of activations", error.cause)
+    assert error.remedy == "Use a smaller --kv-gib, --max-num-batched-tokens or model"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_does_not_fit(device: str) -> None:
+    large = dataclasses.replace(SPEC, parameters=70_000_000_000)
+    error = said("130.39 GiB of weights", device, large)
+    assert f"on {device}" in error.cause
+    assert "or model" in error.remedy
+
+
+def test_a_gpu_that_others_have_filled(machine: dict[str, tuple[int, int]]) -> None:
+    machine["cuda"] = (80 * GIB, 4 * GIB)
+    said("0.0 MiB on cuda", "cuda")
+
+
+def test_less_than_two_tokens() -> None:
+    said("out of memory", kv_gib=TOKEN / GIB, page_size=1)
+    assert planned(kv_gib=2 * TOKEN / GIB, page_size=1).kv_tokens == 2
+
+
+def test_a_plan_is_one_screen_and_says_when_it_does_not_add_up() -> None:
+    plan = planned(kv_gib=0.5)
+    lines = plan.lines()
+    assert len(lines) == 8
+    assert "65,536 tokens of 8,192 bytes, in pages of 16" in lines[4]
+    assert "32.0 sequences of that length, 256 sequences at most" in lines[7]
+    assert "this does not fit" not in "".join(lines)
+    assert "this does not fit" in "".join(plan._replace(free_bytes=GIB // 4).lines())
+
+
+@pytest.mark.parametrize(
+    "larger",
+    [
+        {"max_num_batched_tokens": 4096},
+        {"max_num_seqs": 512},
+        {"hidden": 1024},
+        {"intermediate": 4096},
+        {"vocab_size": 32000},
+        {"layers": (LayerSpec(16, 64),) * 4},
+    ],
+)
+def test_activations_grow_with_what_they_are_made_of(larger: dict[str, Any]) -> None:
+    settings = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+    before = activation_bytes(EngineConfig(**settings), SPEC, 2)
+    own = {key: value for key, value in larger.items() if key in settings}
+    model = {key: value for key, value in larger.items() if key not in settings}
+    assert 0 < before < activation_bytes(EngineConfig(**(settings | own)), dataclasses.replace(SPEC, **model), 2)
+    assert before < activation_bytes(EngineConfig(**settings), SPEC, 4)
+
+
+def test_activations_hold_a_step_and_its_logits() -> None:
+    """No less than the tensors that are certainly alive together."""
+    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
+    assert activation_bytes(config, SPEC, 2) >= 2048 * (512 + 2 * 1024) * 2 + 256 * 1000 * 4
