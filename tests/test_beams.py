@@ -19,7 +19,7 @@ import quire
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine, Output
-from quire.control.request import SamplingParams
+from quire.vocabulary.params import SamplingParams
 
 VOCAB = 97
 NEW = 14

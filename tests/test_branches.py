@@ -9,10 +9,11 @@ from memories import MEMORIES, Build
 
 from quire.control.engine import Engine
 from quire.control.limits import Limits
-from quire.control.request import SamplingParams, common_prefix
+from quire.control.request import common_prefix
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, fake_top, states
 from quire.text.session import Branch, session_params
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepResult
 
 VOCAB = 64

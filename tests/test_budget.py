@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from quire import budget
 from quire.budget import GIB, MemoryPlan, activation_bytes, plan_memory
 from quire.config import EngineConfig
-from quire.data.runner import budget
 from quire.errors import StartupError
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 

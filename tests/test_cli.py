@@ -19,8 +19,8 @@ from quire.cli import main, parse
 from quire.cli.flags import ENGINE, config_from, sampling_from
 from quire.config import EngineConfig
 from quire.control.costs import Costs
-from quire.control.request import SamplingParams
 from quire.sim.echo import expected_beams
+from quire.vocabulary.params import SamplingParams
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.control.decoding import branch_seed
 from quire.control.engine import Engine
 from quire.control.memory.paged import PagedMemory
-from quire.control.request import SamplingParams
 from quire.data.models import read_spec
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan
+from quire.vocabulary.seeds import branch_seed
 
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(

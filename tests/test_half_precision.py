@@ -9,7 +9,7 @@ import transformers
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
+from quire.vocabulary.params import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = (150, 33, 80, 1)

@@ -14,11 +14,11 @@ import pytest
 from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 
 import quire
-from quire.control.decoding import branch_seed
-from quire.control.request import SamplingParams
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, StartupError
 from quire.llm import LLM, BeamSearchParams
 from quire.sim.echo import expected, expected_beams
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.seeds import branch_seed
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
-    from quire.control.request import SamplingParams
     from quire.llm import LLM, BeamSearchParams
     from quire.text.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
+    from quire.vocabulary.params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _HOMES = {
     "EngineConfig": "quire.config",
     "Logprob": "quire.text.outputs",
     "RequestOutput": "quire.text.outputs",
-    "SamplingParams": "quire.control.request",
+    "SamplingParams": "quire.vocabulary.params",
 }
 
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from quire.control.engine import Output
 from quire.control.memory.usage import Sharing, Usage
-from quire.control.request import Request, SamplingParams
+from quire.control.request import Request
 from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.text.outputs import Assembly, RequestOutput
 from quire.text.prompts import INLINE_CHARS, Messages, Prompt, Prompts, engine_config
 from quire.text.streams import Stream, deliver
+from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.build import Built

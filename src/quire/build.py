@@ -21,12 +21,12 @@ from quire.control.engine import Engine
 from quire.control.limits import Limits
 from quire.control.memory import Size, build_memory
 from quire.control.memory.reserved import STATIC, ReservedMemory
-from quire.control.request import SamplingParams
 from quire.control.scheduler import Scheduler
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import CONFIGS
 from quire.data.weights.checkpoint import locate, read_config, read_generation_config
 from quire.errors import InputError, StartupError
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.control.engine import Output
-from quire.control.request import SamplingParams
 from quire.errors import EngineDead, InputError, PrefixesFull
 from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.text.prompts import Messages, Prompt, Prompts, engine_config
 from quire.text.session import Branch, session_params
+from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.build import Built

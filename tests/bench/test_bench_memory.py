@@ -13,8 +13,8 @@ import pytest
 from quire.bench import main, memory
 from quire.bench.shapes import built
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 

@@ -12,7 +12,8 @@ from quire.config import EngineConfig
 from quire.control.memory import KVMemory, Size, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.reserved import ReservedMemory
-from quire.control.request import Request, SamplingParams, Sequence
+from quire.control.request import Request, Sequence
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 VOCAB = 64

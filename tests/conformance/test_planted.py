@@ -17,9 +17,10 @@ from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Pages
 from quire.control.memory.policies import WindowPolicy
 from quire.control.memory.prefix import Prefixes, Reuse
-from quire.control.request import Request, SamplingParams, Sequence
+from quire.control.request import Request, Sequence
 from quire.control.scheduler import Event, Scheduler
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, In, Out, Row, Sampled, StepPlan, StepResult, Table
 
 Patch = pytest.MonkeyPatch

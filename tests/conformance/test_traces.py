@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from memories import EVERY, RESERVED, VOCAB, Build
 from traces import Asked, Told, Trace, run_trace
 
-from quire.control.request import SamplingParams
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Row, Sampled
 
 BUDGETS = (1, 3, 8, 16, 64)

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 from memories import MAX_LEN, VOCAB, Build, check_published, connect, insides
 
 from quire.control.costs import Costs
-from quire.control.decoding import branch_seed
 from quire.control.engine import Engine, Output
 from quire.control.limits import Limits
 from quire.control.memory import KVMemory
-from quire.control.request import Request, SamplingParams, Sequence, Status
+from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.errors import InputError
 from quire.sim.echo import EchoRunner, Found, expected, expected_beams, fake_top, states
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.seeds import branch_seed
 
 EOS = frozenset({0})
 STEMS = tuple(tuple(random.Random(stem).choices(range(1, VOCAB), k=MAX_LEN)) for stem in range(3))

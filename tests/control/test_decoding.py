@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.control.decoding import branch_seed, split_mix
+from quire.vocabulary.seeds import branch_seed, split_mix
 
 
 def test_split_mix_is_the_published_generator() -> None:

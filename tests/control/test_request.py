@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
-from quire.control.request import SamplingParams, Sequence
+from quire.control.request import Sequence
 from quire.errors import InputError, Overloaded, PromptTooLong, QuireError
+from quire.vocabulary.params import SamplingParams
 
 NAN, INF = math.nan, math.inf
 NUMBERS = {  # field: (low, high)

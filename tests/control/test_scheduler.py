@@ -9,9 +9,10 @@ import pytest
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
-from quire.control.request import Request, SamplingParams, Sequence, Status
+from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, expected
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, StepPlan
 
 DEPTHS = (1, 2, 3)

@@ -12,10 +12,11 @@ from quire.control.decoding import method_of
 from quire.control.memory import Size, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.reserved import ReservedMemory
-from quire.control.request import Request, SamplingParams, Sequence
+from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.method import Advance, Branch, Choice, Context
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, Sampled, StepPlan, StepResult, Table
 
 BLOCK = 4

@@ -9,7 +9,7 @@ import pytest
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
+from quire.vocabulary.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

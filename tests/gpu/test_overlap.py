@@ -12,7 +12,7 @@ import torch
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.control.request import SamplingParams
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.control.request import SamplingParams
+from quire.vocabulary.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

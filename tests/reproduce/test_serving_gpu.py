@@ -15,7 +15,6 @@ import pytest
 from quire.bench.document import document, write
 from quire.bench.shapes import built
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
 from quire.reproduce import ENTRIES, side_by_side
 from quire.reproduce.plots import save
@@ -24,6 +23,7 @@ from quire.reproduce.serving import SYSTEMS
 from quire.reproduce.serving_gpu import GPU, Setting, _ratios, batches, rates
 from quire.reproduce.side_by_side import Place, Plan, Span, engine_of, serve, sleep_until
 from quire.sim.simulate import Arriving
+from quire.vocabulary.params import SamplingParams
 
 CONFIG = EngineConfig(
     device="cpu", dtype="float32", threads=1, kv_tokens=1536, max_model_len=1024, max_num_seqs=16,

@@ -13,12 +13,12 @@ import pytest
 from echo_service import VOCAB, Echo
 
 from quire.async_llm import AsyncLLM
-from quire.control.request import SamplingParams
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.llm import LLM
 from quire.sim.echo import expected
 from quire.text.outputs import RequestOutput
 from quire.text.stream import TokenText
+from quire.vocabulary.params import SamplingParams
 
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
 

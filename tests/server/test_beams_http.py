@@ -14,11 +14,11 @@ from echo_service import VOCAB, Echo, Running, tokenizer
 from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
-from quire.control.decoding import branch_seed
-from quire.control.request import SamplingParams
 from quire.llm import LLM, BeamSearchParams
 from quire.server.protocol import CompletionRequest, completion_params
 from quire.sim.echo import Found, expected, expected_beams
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.seeds import branch_seed
 
 PROMPT = "once upon a time"
 ENDS = frozenset({0})

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from echo_service import VOCAB, Echo, Running
 
-from quire.control.request import SamplingParams
 from quire.sim.echo import expected
+from quire.vocabulary.params import SamplingParams
 
 
 async def client(running: Running, number: int, answers: list[int]) -> None:

@@ -11,8 +11,8 @@ import httpx
 from echo_service import Echo
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.control.request import SamplingParams
 from quire.server.run import status_line
+from quire.vocabulary.params import SamplingParams
 
 
 def samples(url: str) -> dict[str, float]:

@@ -10,9 +10,9 @@ import pytest
 from echo_service import Running, tokenizer
 from openai import OpenAI
 
-from quire.control.decoding import branch_seed
-from quire.control.request import SamplingParams
 from quire.sim.echo import expected
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.seeds import branch_seed
 
 VOCAB = 512
 PROMPT = "once upon a time"

@@ -13,10 +13,10 @@ import pytest
 from echo_service import VOCAB, Echo, Running
 
 from quire.async_llm import AsyncLLM
-from quire.control.request import SamplingParams
 from quire.errors import EngineDead, PrefixesFull, PrefixTaken, StartupError, UnknownPrefix
 from quire.server.prefixes import read_prefixes, register_prefixes
 from quire.sim.echo import expected
+from quire.vocabulary.params import SamplingParams
 
 KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}

@@ -17,12 +17,12 @@ from quire.bench.workloads import Job
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.decoding import BeamSearch
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
 from quire.sim.cost import Coefficients, Cost, Shape
 from quire.sim.histories import RECORDED, History, Replay, load, packed, unpacked
 from quire.sim.simulate import Arriving, Simulation
 from quire.vocabulary.method import Advance, Branch, Context
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 4096, 64, 4, 128, 10**6, eos_ids=(8,))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.sim.cost import Attention, Coefficients, Cost, Shape
 from quire.sim.echo import EchoRunner
 from quire.sim.runner import SimRunner
 from quire.sim.simulate import Arriving, Simulation
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 

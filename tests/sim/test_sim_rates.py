@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
 from quire.sim.cost import Coefficients, Cost, Shape
 from quire.sim.simulate import (
@@ -23,6 +22,7 @@ from quire.sim.simulate import (
     meets,
     objective,
 )
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),), 512, 64, 64, 4, 128, 10**6)

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 import quire
-from quire.control.request import SamplingParams
 from quire.errors import InputError
 from quire.text.session import Branch
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_decoding.py"

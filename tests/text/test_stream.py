@@ -10,12 +10,12 @@ from echo_service import tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.control.request import MAX_BAD_WORD_IDS, SamplingParams
 from quire.errors import InputError
 from quire.llm import LLM
 from quire.text import stream
 from quire.text.stop import Automaton
 from quire.text.stream import TokenText
+from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
 
 TEXT = TokenText(tokenizer())
 words = st.text("ab", min_size=1, max_size=5)

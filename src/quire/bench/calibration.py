@@ -16,8 +16,8 @@ import numpy as np
 
 from quire.control.costs import Costs
 from quire.control.engine import Engine
-from quire.control.request import SamplingParams
 from quire.control.request import Sequence as Seq
+from quire.vocabulary.params import SamplingParams
 
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample

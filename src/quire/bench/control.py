@@ -17,12 +17,13 @@ from quire.bench.machine import Others
 from quire.collector import spare_the_loaded
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
-from quire.control.request import Request, SamplingParams
+from quire.control.request import Request
 from quire.control.request import Sequence as Seq
 from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.method import Advance, Branch, Choice, Context
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Sampled, StepPlan, StepResult, Top
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 

@@ -13,8 +13,8 @@ from quire.bench.latency import Trace
 from quire.bench.workloads import Job
 from quire.control.engine import Engine, Output
 from quire.control.memory import Usage
-from quire.control.request import SamplingParams
 from quire.errors import QuireError
+from quire.vocabulary.params import SamplingParams
 
 WATCHING = 0.01  # of the time may go into sampling the memory
 

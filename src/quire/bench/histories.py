@@ -24,10 +24,10 @@ from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.control.decoding import BeamSearch
 from quire.control.engine import Engine
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
 from quire.sim.histories import packed
 from quire.vocabulary.method import Advance, Branch, Context
+from quire.vocabulary.params import SamplingParams
 
 SEED = 0
 STORIES, STORY = 8, 1500  # how many, and tokens of each

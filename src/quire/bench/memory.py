@@ -19,8 +19,8 @@ from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.build import Built, device_of
 from quire.cli.flags import config_from
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
 
 TOKENS = 12  # that each sequence generates, where so many fit
 LONG = 32_768  # tokens of long sequences, at most: a GPU's memory would take minutes to fill

@@ -19,8 +19,8 @@ from quire.bench.document import short, table
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
 
 ROWS = (1, 32, 256)
 CONTEXT = 1000

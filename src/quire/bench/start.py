@@ -15,7 +15,7 @@ from quire.bench.document import short, table
 from quire.bench.machine import seconds_alive
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
-from quire.control.request import SamplingParams
+from quire.vocabulary.params import SamplingParams
 
 PROMPT = 128
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from quire.bench.calibration import TOKEN, swap_seconds
 from quire.control.engine import Engine
-from quire.control.request import SamplingParams
 from quire.sim.cost import Coefficients, Shape, Work, work_of
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, StepPlan, StepResult
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)

@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from quire.cli.flags import config_from, sampling_from
-from quire.control.request import SamplingParams
 from quire.errors import InputError
 from quire.llm import LLM
+from quire.vocabulary.params import SamplingParams
 
 HELP = "/reset forgets the conversation, /exit ends it; Ctrl-C stops an answer"
 

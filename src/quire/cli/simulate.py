@@ -25,7 +25,6 @@ from quire.build import BUNDLED, ITEMSIZE, read_source
 from quire.cli import Parser
 from quire.cli.flags import add_engine_flags, config_from
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.data.models.configs import CONFIGS
 from quire.errors import InputError, StartupError
 from quire.sim.cost import Calibration, Cost, load, names
@@ -42,6 +41,7 @@ from quire.sim.simulate import (
     meets,
     objective,
 )
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
 SECONDS = 600.0  # of a trace that is made here

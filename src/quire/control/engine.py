@@ -11,12 +11,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol
 
-from quire.control.decoding import branch_seed, method_of
+from quire.control.decoding import method_of
 from quire.control.limits import Limits, check_salt
-from quire.control.request import Request, SamplingParams, Sequence, Status
+from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Event, Scheduler
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult, Top
+from quire.vocabulary.seeds import branch_seed
 from quire.vocabulary.specs import Geometry
 
 

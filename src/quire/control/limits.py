@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.control.decoding import method_of
-from quire.control.request import SamplingParams
 from quire.errors import InputError, Overloaded, PromptTooLong
+from quire.vocabulary.params import SamplingParams
 
 MAX_SALT = 1024
 

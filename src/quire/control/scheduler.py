@@ -11,11 +11,12 @@ from collections import deque
 from typing import NamedTuple
 
 from quire.control.costs import DEFAULT, Costs
-from quire.control.decoding import append, branch_seed, context_of
+from quire.control.decoding import append, context_of
 from quire.control.memory import KVMemory
 from quire.control.request import Request, Sequence, Status, common_prefix
 from quire.vocabulary.method import Branch
 from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Top
+from quire.vocabulary.seeds import branch_seed
 
 
 class Event(NamedTuple):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from quire.bench.document import table
-from quire.control.request import SamplingParams
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured, near
 from quire.reproduce.serving import (
     BELOW,
@@ -34,6 +33,7 @@ from quire.reproduce.serving import (
 )
 from quire.sim.histories import Replay, load
 from quire.sim.simulate import Arriving, Objective, Outcome
+from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

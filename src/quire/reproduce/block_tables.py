@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.bench.document import table
 from quire.config import EngineConfig
 from quire.control.memory.paged import PagedMemory
-from quire.control.request import Request, SamplingParams, Sequence
+from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
 from quire.reproduce.result import Reproduction, Result, equal
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Sampled, StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 

@@ -17,8 +17,8 @@ import quire
 from quire.bench.document import table
 from quire.build import build
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED, EngineConfig
-from quire.control.request import SamplingParams
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,9 +16,9 @@ from quire.bench.document import table
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.control.request import SamplingParams
 from quire.data.models.configs import named_config
 from quire.reproduce.result import Reproduction, at_most, equal, near
+from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,9 +21,9 @@ from quire.bench.endless import Endless
 from quire.bench.workloads import EDGE, Sketch, poisson
 from quire.cli.simulate import Plant, plant_of
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.errors import StartupError
 from quire.sim.simulate import Arriving, Objective, Outcome, highest_rate
+from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import quire
 from quire.async_llm import AsyncLLM
-from quire.control.request import SamplingParams
 from quire.errors import InputError
 from quire.server.errors import UnknownModel, add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
@@ -33,6 +32,7 @@ from quire.server.protocol import (
 from quire.server.render import ChatRenderer, CompletionRenderer, Json, Renderer
 from quire.server.stream import Call, EventStream, respond
 from quire.text.prompts import INLINE_CHARS, Prompt
+from quire.vocabulary.params import SamplingParams
 
 
 class Service:

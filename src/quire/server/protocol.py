@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from quire.control.request import MAX_BEAM_WIDTH, SamplingParams
 from quire.errors import InputError
+from quire.vocabulary.params import MAX_BEAM_WIDTH, SamplingParams
 
 MAX_PROMPTS = 256
 MAX_LOGPROBS = 20

@@ -17,11 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from quire.async_llm import AsyncLLM
 from quire.control.engine import Output
-from quire.control.request import SamplingParams
 from quire.server.errors import failure
 from quire.server.render import Json, Renderer, envelope
 from quire.text.prompts import Prompt
 from quire.text.streams import Delta, Stream
+from quire.vocabulary.params import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499

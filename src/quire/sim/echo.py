@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.control.decoding import branch_seed, method_of
-from quire.control.request import SamplingParams
+from quire.control.decoding import method_of
 from quire.vocabulary.method import Branch, Context
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table, Top
+from quire.vocabulary.seeds import branch_seed
 from quire.vocabulary.specs import Geometry
 
 Cells = npt.NDArray[np.int64]

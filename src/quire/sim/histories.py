@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.control.decoding import split_mix
-from quire.control.request import MAX_BEAM_WIDTH, MAX_N
 from quire.errors import StartupError
+from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_N
 from quire.vocabulary.plan import Birth, Row, Sampled, Top
+from quire.vocabulary.seeds import split_mix
 
 RECORDED = Path(__file__).parent / "recorded" / "beams.json"
 TOKEN = 7  # the first that is drawn

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.control.request import MAX_N
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost, Work, padded, work_of
+from quire.vocabulary.params import MAX_N
 from quire.vocabulary.plan import Birth, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
 

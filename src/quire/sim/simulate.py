@@ -18,12 +18,12 @@ from quire.control.engine import Engine
 from quire.control.limits import Limits
 from quire.control.memory import Size, Usage, build_memory
 from quire.control.memory.reserved import STATIC, ReservedMemory
-from quire.control.request import SamplingParams
 from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost
 from quire.sim.runner import Draw, SimRunner
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
 SAMPLES = 400  # of the memory, in a run

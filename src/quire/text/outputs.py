@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire.control.engine import Output
-from quire.control.request import Request, SamplingParams
+from quire.control.request import Request
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top
 
 Decode = Callable[[int], str | None] | None

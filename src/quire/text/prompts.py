@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.errors import InputError, PromptTooLong
+from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.build import Built

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from quire.control.engine import Engine
-from quire.control.request import MAX_N, Request, SamplingParams, Status
+from quire.control.request import Request, Status
 from quire.control.request import Sequence as Tokens
 from quire.errors import EngineDead, InputError
 from quire.vocabulary.method import Advance, Context
 from quire.vocabulary.method import Branch as Candidates
+from quire.vocabulary.params import MAX_N, SamplingParams
 from quire.vocabulary.plan import Top
 
 MAX_TOP = 4096

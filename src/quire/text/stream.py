@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.control.request import MAX_BAD_WORD_IDS, SamplingParams
 from quire.errors import InputError
 from quire.text.detokenize import Detokenizer
 from quire.text.stop import Automaton, StopStrings
 from quire.text.tokenizer import Tokenizer
+from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
 
 PROMPT_TAIL = 16  # tokens of the prompt that the detokenizer must have seen
 

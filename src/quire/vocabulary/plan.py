@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from quire.control.request import SamplingParams
+    from quire.vocabulary.params import SamplingParams
 
 LAST = -1
 """In `Row.tokens`: this slot's most recent sample, which only the device has seen."""

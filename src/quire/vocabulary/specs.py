@@ -6,6 +6,7 @@ runner must allocate. Integers only: no tensors, no policies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,18 +20,29 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer keeps of each token: keys and values of `kv_heads` heads of `head_dim` numbers.
+    """What one attention layer keeps of each token: keys and values of `kv_heads` heads of `head_dim` numbers; and how
+    it attends to them.
 
-    `window` is None for full attention; otherwise the token at position p attends to positions > p - window.
+    `window` is None for full attention; otherwise the token at position p attends to positions > p - window. Products
+    of queries and keys are multiplied by `scale` (None: head_dim ** -0.5); then `softcap`, if any, bounds them: x
+    becomes softcap * tanh(x / softcap). `heads` are the query heads (None: the model's).
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    heads: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""
         return 2 * self.kv_heads * self.head_dim * itemsize
+
+    @property
+    def kept(self) -> tuple[int, int, int | None]:
+        """What decides how its tokens are kept, and for how long: layers that agree in it share page tables."""
+        return self.kv_heads, self.head_dim, self.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +66,83 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that share one page table. A page holds `page_tokens` tokens of all of them, one layer after another,
-    each layer as keys then values: [layers, 2, page_tokens, kv_heads, head_dim]."""
+    """Layers that share page tables: how large their pages are, how many tokens fill them, which pages are theirs.
+
+    A page of `page_bytes` holds a run of tokens of all the layers, one layer after another. `run_tokens` tokens fill
+    `run_pages` pages: 16 and 1, say, or 256 and 15 where a page is so many bytes that its tokens aren't whole; then a
+    token's `token_bytes` may lie in two pages. Page `id` is at byte id * page_bytes of the memory; `ids` may be given
+    to this group, or to another one with the same `ids`, and so may `host_ids` in host memory, whose page `id` is at
+    byte (id - 1) * page_bytes. `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
+    quire.control.memory.policies): "full", "window".
+    """
 
     layers: tuple[int, ...]
-    page_tokens: int
     page_bytes: int
+    token_bytes: int
+    table_width: int
+    ids: range
+    host_ids: range = range(0)
+    run_tokens: int = 16
+    run_pages: int = 1
     window: int | None = None
+    kind: str = "full"
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens, the last one perhaps in part."""
+        return -(-tokens * self.run_pages // self.run_tokens)
+
+    def whole(self, tokens: int) -> int:
+        """Pages that `tokens` tokens fill."""
+        return tokens * self.run_pages // self.run_tokens
+
+    def until(self, pages: int) -> int:
+        """Tokens that lie in the first `pages` pages, whole ones only."""
+        return pages * self.run_tokens // self.run_pages
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page, where they are whole."""
+        assert self.run_pages == 1, f"{self.run_tokens} tokens fill {self.run_pages} pages: a page has no whole tokens"
+        return self.run_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the runner must allocate: one buffer of `pages` pages of `page_bytes` bytes, and for each group a table of
-    `slots` x `table_width` page ids. Slot 0 and page 0 are scratch: padding resolves to them and no sequence owns them.
-    Host pages, where swapped sequences wait, are numbered from 1 too.
+    """What the runner must allocate: one buffer of `bytes`, `host_bytes` of host memory where swapped sequences wait,
+    and for each group a table of `slots` x `table_width` page ids. Slot 0 and every group's page 0 are scratch: padding
+    resolves to them and no sequence owns them.
     """
 
     layout: Layout
-    pages: int
-    page_bytes: int
+    bytes: int
     slots: int
-    table_width: int
     groups: tuple[Group, ...]
     itemsize: int
-    host_pages: int = 0
+    host_bytes: int = 0
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of the buffer, scratch page included."""
-        return self.pages * self.page_bytes
+    def pages(self) -> int:
+        return self.bytes // self.page_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self.groups[0].page_bytes
+
+    @property
+    def table_width(self) -> int:
+        return self.groups[0].table_width
+
+    @property
+    def host_pages(self) -> int:
+        return self.host_bytes // self.page_bytes
+
+
+def lay_out(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:
+    """Where pages of several sizes lie in one buffer: for each (bytes, count) the ids of its pages, and the bytes of
+    the buffer. Each size has a run of ids of its own, behind `scratch` bytes; page `id` is at byte id * bytes."""
+    found, end = [], scratch
+    for size, count in sizes:
+        first = -(-end // size)
+        found.append(range(first, first + count))
+        end = (first + count) * size
+    return found, end

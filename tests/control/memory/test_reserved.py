@@ -17,9 +17,10 @@ from quire.config import RESERVED, EngineConfig
 from quire.control.memory import Size, build_memory
 from quire.control.memory.buddy import Buddy
 from quire.control.memory.reserved import RULES, STATIC, Padding, ReservedMemory
-from quire.control.request import SamplingParams, Sequence
+from quire.control.request import Sequence
 from quire.errors import StartupError
 from quire.llm import LLM
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, Journal, Poison, Table
 from quire.vocabulary.specs import Layout
 

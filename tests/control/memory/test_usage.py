@@ -49,7 +49,7 @@ def test_geometry() -> None:
     one = build_memory(config, spec((None, None), 48), Size(64, 48, 2)).geometry
     assert [(group.layers, group.window) for group in one.groups] == [((0, 1), None)]
     assert (one.pages, one.slots, one.table_width, one.page_bytes) == (17, 9, 12, 4 * 2 * 2 * 4 * 2)
-    assert one.kv_bytes == 17 * one.page_bytes
+    assert one.bytes == 17 * one.page_bytes
     each = build_memory(
         EngineConfig(page_size=4, max_num_seqs=8, table_scope="layer"), spec((None, None), 48), Size(64, 48, 2)
     ).geometry

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from geometries import one_size
 
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Pages
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Geometry, Group, Layout
 
 PAGE = 4
 
 
 def memory(pages: int = 32, prefix_pages: int = 0) -> PagedMemory:
-    group = Group((0,), PAGE, 64)
-    return PagedMemory(Geometry(Layout.PAGED, pages + 1, 64, 9, 16, (group,), 4), chunk=64, prefix_pages=prefix_pages)
+    geometry = one_size(((0,), None), pages=pages + 1, page_bytes=64, slots=9, width=16, tokens=PAGE)
+    return PagedMemory(geometry, chunk=64, prefix_pages=prefix_pages)
 
 
 def test_the_second_of_two_alike_waits_a_step_and_shares() -> None:

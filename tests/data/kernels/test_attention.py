@@ -7,13 +7,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from geometries import one_size
 
 from quire.data.kernels.reference import ReferenceBackend, paged_attention
 from quire.data.kernels.sdpa import SdpaBackend
 from quire.data.runner.batch import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Row, Table
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
@@ -52,11 +53,11 @@ def run(
     width = max(-(-(a + b) // page) for a, b in sizes)
     page_bytes = layers * layer.token_bytes(dtype.itemsize) * page
     pages = len(sizes) * width + 1
-    group = Group(tuple(range(layers)), page, page_bytes, window)
-    store = Store(
-        Geometry(Layout.PAGED, pages, page_bytes, len(sizes) + 1, width, (group,), dtype.itemsize),
-        spec, dtype, DEVICE,
+    geometry = one_size(
+        (tuple(range(layers)), window), pages=pages, page_bytes=page_bytes, slots=len(sizes) + 1, width=width,
+        tokens=page, itemsize=dtype.itemsize,
     )  # fmt: skip
+    store = Store(geometry, spec, dtype, DEVICE)
     store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
     free = (rng.permutation(pages - 1) + 1).tolist()
     attention, cache = BACKENDS[backend](), store.caches[1]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from geometries import one_size
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.data.runner.batch import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row, Table
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 SLOTS, WIDTH, SIZE = 6, 4, 4
 SPEC = ModelSpec(
     "test", (LayerSpec(1, 2), LayerSpec(1, 2, 3)), vocab_size=50, max_len=16, hidden=4, heads=2, intermediate=4,
     parameters=1,
 )  # fmt: skip
-GROUPS = (Group((0,), SIZE, 64), Group((1,), SIZE, 64, 3))
-GEOMETRY = Geometry(Layout.PAGED, 60, 64, SLOTS, WIDTH, GROUPS, itemsize=4)
+GEOMETRY = one_size(((0,), None), ((1,), 3), pages=60, page_bytes=64, slots=SLOTS, width=WIDTH, tokens=SIZE)
+GROUPS = GEOMETRY.groups
 
 
 def a_store() -> Store:

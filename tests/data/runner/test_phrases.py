@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from quire.control.request import SamplingParams
 from quire.data.runner.penalties import Phrases, TokenStatistics
 from quire.data.runner.sampler import Rules
+from quire.vocabulary.params import SamplingParams
 
 
 def test_endings_of_several_slots_equal_brute_force() -> None:

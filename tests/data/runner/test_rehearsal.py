@@ -10,11 +10,11 @@ import torch
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.control.request import SamplingParams
 from quire.data.runner import rehearsal
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.runner.rehearsal import _plans
 from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan
 
 

@@ -20,12 +20,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from quire.control.decoding import branch_seed
-from quire.control.request import SamplingParams
 from quire.data.runner import penalties
 from quire.data.runner.draws import SCALE, draw, noise, token_weights
 from quire.data.runner.sampler import Drawn, Sampler
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Birth, Row, Sampled, Top
+from quire.vocabulary.seeds import branch_seed
 
 VOCAB = 500  # not a multiple of the block that draws are searched in
 EOS = (2, 7)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from geometries import one_size
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,15 +15,15 @@ from torch import Tensor
 from quire.data.runner import host_pool
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Copy, Entry, In, Journal, Out, Poison, Table
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec
 
 PAGES, HOST, SLOTS, WIDTH = 7, 3, 3, 5
 SPEC = ModelSpec(
     "test", (LayerSpec(1, 2), LayerSpec(2, 2, 4), LayerSpec(1, 2)), vocab_size=9, max_len=10, hidden=4, heads=2,
     intermediate=4, parameters=1,
 )  # fmt: skip
-GROUPS = (Group((0, 2), 2, 64), Group((1,), 2, 64, 4))  # pages of 2 tokens: 2 x 2 x 2 numbers a layer and head
-GEOMETRY = Geometry(Layout.PAGED, PAGES, 64, SLOTS, WIDTH, GROUPS, itemsize=4, host_pages=HOST)
+SETS = (((0, 2), None), ((1,), 4))  # pages of 2 tokens: 2 x 2 x 2 numbers a layer and head
+GEOMETRY = one_size(*SETS, pages=PAGES, page_bytes=64, slots=SLOTS, width=WIDTH, tokens=2, host=HOST)
 
 
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ def test_the_layers_of_a_group_tile_each_page() -> None:
     store = a_store()
     assert [cache.group for cache in store.caches] == [0, 1, 0]
     assert [cache.window for cache in store.caches] == [None, 4, None]
-    for group in GROUPS:
+    for group in GEOMETRY.groups:
         for page in range(PAGES):
             views = [view[page].flatten() for i in group.layers for view in store.caches[i].views()]
             assert torch.equal(torch.cat(views), store.pages[page])
@@ -162,7 +163,7 @@ def test_the_layers_of_a_group_tile_each_page() -> None:
 
 # On a GPU: rows, copies and poison on one stream, swaps on another, in any relation of their speeds.
 
-LARGE = Geometry(Layout.PAGED, PAGES, 2**20, SLOTS, WIDTH, GROUPS, itemsize=4, host_pages=HOST)
+LARGE = one_size(*SETS, pages=PAGES, page_bytes=2**20, slots=SLOTS, width=WIDTH, tokens=2, host=HOST)
 BOTH = pytest.mark.parametrize("geometry", [GEOMETRY, LARGE], ids=["small", "large"])  # by a kernel, by copy engines
 LONG = 50_000_000  # cycles, 25 ms or more
 

@@ -36,7 +36,8 @@ def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int) -> tuple[l
     if config.table_scope == "layer":
         sets = [(i,) for i in range(len(spec.layers))]
     else:
-        sets = [tuple(i for i, other in enumerate(spec.layers) if other == kind) for kind in dict.fromkeys(spec.layers)]
+        kept = [layer.kept for layer in spec.layers]
+        sets = [tuple(i for i, other in enumerate(kept) if other == kind) for kind in dict.fromkeys(kept)]
     row = math.lcm(*(spec.layers[layers[0]].head_dim * config.page_size * itemsize for layers in sets))
     largest = max(sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets) * config.page_size
     return sets, -(-largest // row) * row
@@ -75,12 +76,16 @@ class PagedMemory(SwappedTables):
         assert seqs is not None, "a memory is built for a known number of sequences"
         assert chunk is not None, "a memory is built for a known number of tokens in a step"
         sets, page_bytes = page_layout(config, spec, itemsize)
-        groups = tuple(Group(layers, size, page_bytes, spec.layers[layers[0]].window) for layers in sets)
         pages = -(-tokens // size) * len(sets) + 1
-        geometry = Geometry(
-            Layout.PAGED, pages, page_bytes, seqs + 1, -(-max_len // size), groups, itemsize,
-            min(int(config.swap_gib * 2**30) // page_bytes, pages - 1),
+        host = min(int(config.swap_gib * 2**30) // page_bytes, pages - 1)
+        groups = tuple(
+            Group(
+                layers, page_bytes, sum(spec.layers[i].token_bytes(itemsize) for i in layers), -(-max_len // size),
+                range(1, pages), range(1, host + 1), size, window=spec.layers[layers[0]].window,
+            )
+            for layers in sets
         )  # fmt: skip
+        geometry = Geometry(Layout.PAGED, pages * page_bytes, seqs + 1, groups, itemsize, host * page_bytes)
         return cls(
             geometry,
             chunk=chunk,

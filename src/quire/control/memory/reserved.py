@@ -155,7 +155,7 @@ class ReservedMemory:
     def build(cls, config: EngineConfig, spec: ModelSpec, tokens: int, max_len: int, itemsize: int) -> ReservedMemory:
         """A memory for `tokens` tokens by the rule that `config.memory` names, in pages as PagedMemory has them."""
         paged = PagedMemory.build(config, spec, tokens, max_len, itemsize).geometry
-        geometry = replace(paged, layout=Layout.CONTIGUOUS, host_pages=0)
+        geometry = replace(paged, layout=Layout.CONTIGUOUS, host_bytes=0)
         static = config.memory in STATIC
         return cls(geometry, RULES[config.memory], longest=max_len, static=static, debug=config.debug)
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.control.decoding import split_mix
 from quire.data.kernels.batch import to_device
+from quire.vocabulary.seeds import split_mix
 
 SCALE = 2.0**32
 """The weight of the most likely token. Weights are integers, and at most MAX_VOCAB of them: sums below 2**53."""

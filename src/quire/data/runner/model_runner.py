@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.control.request import MAX_LOGPROBS
 from quire.data.kernels.batch import to_device
 from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
@@ -25,6 +24,7 @@ from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.store import Store
+from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, ModelSpec
 

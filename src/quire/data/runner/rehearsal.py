@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.control.request import SamplingParams
 from quire.data.kernels.limits import SCORED_AT_ONCE
 from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Birth, Row, StepPlan
 
 if TYPE_CHECKING:

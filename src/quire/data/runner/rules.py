@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.control.request import SamplingParams
 from quire.data.kernels.batch import to_device
 from quire.data.runner.penalties import Phrases
+from quire.vocabulary.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.control.decoding import branch_seed
-from quire.control.request import MAX_LOGPROBS, SamplingParams
 from quire.data.kernels.batch import to_device
 from quire.data.runner.drawn import Asked, Drawn
 from quire.data.runner.draws import MAX_VOCAB, draw, noise, token_weights
@@ -22,7 +20,9 @@ from quire.data.runner.fused import FusedSampling, Tail, cuts
 from quire.data.runner.logprobs import Width, details_of, top_of, total_of
 from quire.data.runner.penalties import TokenStatistics
 from quire.data.runner.rules import Rules
+from quire.vocabulary.params import MAX_LOGPROBS, SamplingParams
 from quire.vocabulary.plan import Birth, Row, Sampled, Top
+from quire.vocabulary.seeds import branch_seed
 
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from geometries import one_size
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
@@ -22,7 +23,7 @@ from quire.data.layers.rotary import Rotary, queries_keys_values
 from quire.data.runner.batch import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Row, Table
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -307,8 +308,10 @@ def stored(sizes: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> St
     width = max(-(-(a + b) // shape.page) for a, b in sizes)
     page_bytes = LAYERS * layer.token_bytes(dtype.itemsize) * shape.page
     pages = len(sizes) * width + 1
-    group = Group(tuple(range(LAYERS)), shape.page, page_bytes, shape.window)
-    geometry = Geometry(Layout.PAGED, pages, page_bytes, len(sizes) + 1, width, (group,), dtype.itemsize)
+    geometry = one_size(
+        (tuple(range(LAYERS)), shape.window), pages=pages, page_bytes=page_bytes, slots=len(sizes) + 1, width=width,
+        tokens=shape.page, itemsize=dtype.itemsize,
+    )  # fmt: skip
     store = Store(geometry, spec, dtype, DEVICE)
     store.pages[1:].fill_(torch.nan)
     free = (np.random.default_rng(0).permutation(pages - 1) + 1).tolist()

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.control.request import SamplingParams
 from quire.data.kernels.triton import sampling
 from quire.data.kernels.triton.sampling import Scratch
 from quire.data.runner.draws import SCALE, draw, truncate
 from quire.data.runner.fused import FusedSampling
 from quire.data.runner.sampler import Sampler
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Birth, Row, Sampled
 
 CUDA = torch.cuda.is_available()

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from geometries import one_size
 
-from quire.control.request import SamplingParams
 from quire.data.models import resolve
 from quire.data.models.configs import named_config
 from quire.data.runner.batch import build_batch
 from quire.data.runner.context import StepContext
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.weights.dummy import fill_dummy
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
-from quire.vocabulary.specs import Geometry, Group, Layout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE, SLOTS, WIDTH = 4, 5, 8
@@ -42,8 +42,9 @@ def a_model(name: str) -> tuple[Any, Any]:
 def a_runner(model: Any, spec: Any, attention: str) -> ModelRunner:
     runner = ModelRunner(model, spec, torch.float32, DEVICE, attention)
     page_bytes = sum(layer.token_bytes(4) for layer in spec.layers) * PAGE
-    group = Group(tuple(range(len(spec.layers))), PAGE, page_bytes, None)
-    runner.bind(Geometry(Layout.PAGED, SLOTS * WIDTH + 1, page_bytes, SLOTS, WIDTH, (group,), 4))
+    layers = tuple(range(len(spec.layers)))
+    pages = SLOTS * WIDTH + 1
+    runner.bind(one_size((layers, None), pages=pages, page_bytes=page_bytes, slots=SLOTS, width=WIDTH, tokens=PAGE))
     runner.store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
     return runner
 

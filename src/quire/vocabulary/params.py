@@ -1,0 +1,249 @@
+"""What a request may ask for: how tokens are chosen and when to stop. Every value is checked where it comes in, and an
+error names the value and the limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import InputError
+from quire.vocabulary.method import Method
+
+MAX_N = 128
+MAX_BEAM_WIDTH = 64
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_IDS = 1024  # in all of them together
+MAX_TOKENS = 2**31 - 1
+MAX_TOKEN_IDS = 2**20
+MAX_STOP_IDS = 1024
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} must be an integer, got {type(value).__name__}", name)
+    if not low <= value <= high:
+        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", name)
+    return value
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name} must be a number, got {type(value).__name__}", name)
+    if isinstance(value, int) and abs(value) > 2**53:
+        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", name)
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", name)
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, got {type(value).__name__}", name)
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value as an error may show it: short, whatever was sent."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _texts(name: str, value: Any, count: int, chars: int) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, Iterable) or isinstance(items, bytes | Mapping):
+        raise InputError(f"{name} must be a string or a list of strings, got {type(value).__name__}", name)
+    texts = tuple(items)
+    if len(texts) > count:
+        raise InputError(f"{name} may have at most {count} entries, got {len(texts)}", name)
+    for text in texts:
+        if not isinstance(text, str):
+            raise InputError(f"{name} must hold strings, got {type(text).__name__}", name)
+        if not 1 <= len(text) <= chars:
+            raise InputError(f"each entry of {name} must have 1 to {chars} characters, got {len(text)}", name)
+    return texts
+
+
+def _ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
+    """Distinct token ids, in their order."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise InputError(f"{name} must be a list of token ids, got {type(value).__name__}", name)
+    ids = tuple(value)
+    if len(ids) > most:
+        raise InputError(f"{name} may have at most {most} entries, got {len(ids)}", name)
+    for i, item in enumerate(ids):
+        if type(item) is not int or not 0 <= item <= MAX_TOKENS:
+            _integer(f"{name}[{i}]", item, 0, MAX_TOKENS)
+    return tuple(dict.fromkeys(ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; vLLM's names. Every value is checked here: InputError names the limit.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps all tokens. `max_tokens` None means as many as the model's length
+    allows. `logprobs` k returns the chosen token's log-probability and those of the k most likely. `seed` makes the
+    result a function of (seed, prompt) whatever else is in the batch. `bad_word_ids` and `stop_automaton` are filled
+    from `bad_words` and `stop` by the engine's tokenizer, before the request is queued.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    method: Callable[[], Method] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] | list[str] | str | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    bad_words: tuple[str, ...] | list[str] | None = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    stop_automaton: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # frozen: normalised once, here
+
+        _integer("n", self.n, 1, MAX_N)
+        self._check_branches()
+        put("temperature", _number("temperature", self.temperature, 0.0, 100.0))
+        put("top_p", _number("top_p", self.top_p, 0.0, 1.0))
+        if self.top_p == 0.0:
+            raise InputError("top_p must be above 0 and at most 1, got 0", "top_p")
+        put("top_k", max(_integer("top_k", self.top_k, -1, MAX_TOKENS), 0))
+        put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        put("stop", _texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
+        put(
+            "stop_token_ids",
+            _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOP_IDS),
+        )
+        put("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        if (total := sum(map(len, self.bad_word_ids))) > MAX_BAD_WORD_IDS:
+            raise InputError(
+                f"bad_word_ids may have at most {MAX_BAD_WORD_IDS} tokens in all, got {total}", "bad_word_ids"
+            )
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InputError("allowed_token_ids must not be empty", "allowed_token_ids")
+        if self.logit_bias is not None:
+            put("logit_bias", self._biases(self.logit_bias))
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+            _flag(name, getattr(self, name))
+        if self.stop and not self.detokenize:
+            raise InputError("stop strings need detokenize=True", "stop")
+
+    def _check_branches(self) -> None:
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_N)
+            if self.best_of < self.n:
+                raise InputError(f"best_of must be at least n ({self.n}), got {self.best_of}", "best_of")
+        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
+        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+            raise InputError(
+                f'early_stopping must be true, false or "never", got {_shown(self.early_stopping)}', "early_stopping"
+            )
+        if self.beam_width is None:
+            return
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.n > self.beam_width:
+            raise InputError(f"n must be at most beam_width ({self.beam_width}), got {self.n}", "n")
+        for name, clash in (
+            ("best_of", self.best_of not in (None, self.beam_width)),
+            ("stop", bool(self.stop)),
+            ("method", self.method is not None),
+        ):
+            if clash:
+                hint = "; stop_token_ids works" if name == "stop" else ""
+                raise InputError(f"{name} can't be combined with beam search{hint}", name)
+
+    @staticmethod
+    def _biases(value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise InputError(f"logit_bias must map token ids to numbers, got {type(value).__name__}", "logit_bias")
+        if len(value) > MAX_BIASES:
+            raise InputError(f"logit_bias may have at most {MAX_BIASES} entries, got {len(value)}", "logit_bias")
+        biases: dict[int, float] = {}
+        for key, bias in value.items():
+            if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit():
+                key = int(key)
+            biases[_integer("logit_bias key", key, 0, MAX_TOKENS)] = _number("logit_bias value", bias, -100.0, 100.0)
+        return biases
+
+    @property
+    def width(self) -> int:
+        """The most sequences that a request of these parameters holds at once."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def ranked(self) -> bool:
+        """Which branches are returned is known at the end only: best_of above n."""
+        return self.beam_width is None and self.best_of is not None and self.best_of > self.n
+
+    @property
+    def greedy(self) -> bool:
+        """The most likely token is chosen; no noise is drawn."""
+        return self.temperature < 1e-5
+
+    @property
+    def needs_history(self) -> bool:
+        """The sampler must know the tokens so far: penalties and multi-token bad words."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or any(len(word) > 1 for word in self.bad_word_ids)
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError for a token id that the model doesn't have."""
+        assert self.stop_token_ids is not None
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logit_bias", tuple(self.logit_bias or ())),
+        ):
+            for token in ids:
+                if token >= vocab_size:
+                    raise InputError(f"{name} holds token {token}, but the vocabulary has {vocab_size}", name)
