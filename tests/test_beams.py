@@ -100,7 +100,7 @@ def drive(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]])
         for output in engine.step():
             outputs[output.request][output.branch].append(output)
         engine.scheduler.memory.check()
-    assert engine.scheduler.memory.usage().used == 0
+    assert engine.scheduler.memory.account().usage.used == 0
     return {
         id: Found(
             [[token for output in branch for token in output.tokens] for branch in branches],

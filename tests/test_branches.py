@@ -42,7 +42,7 @@ def test_a_step_in_flight_does_not_answer_for_tokens_appended_since(depth: int) 
     second.append(9)
     first.next(1)
     second.append(10)
-    state = states([1, 2, 3, 9, 10], [None])[-1]
+    state = states([1, 2, 3, 9, 10])[-1]
     assert second.next(5).ids == fake_top(state, 0, 5, VOCAB).ids
 
 
@@ -56,7 +56,7 @@ def test_a_branch_that_others_wait_for_is_computed_before_it_is_freed() -> None:
     engine.scheduler._drop(next(iter(engine.scheduler.running)))
     engine.step()
     first.free()
-    state = states([*range(1, 13), 21], [None])[-1]
+    state = states([*range(1, 13), 21])[-1]
     assert second.next(5).ids == fake_top(state, 0, 5, VOCAB).ids
     engine.scheduler.memory.check()
 

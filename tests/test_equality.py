@@ -156,7 +156,7 @@ def test_preemption_does_not_change_tokens(oracle, family: str, caching: bool) -
     # A window bounds what a request holds, and a long prompt holds it from the start: only short ones grow afterwards.
     assert_equal(model, engine, model.prompts if family != "mistral" else model.prompts[:2] * 4)
     assert engine.scheduler.preemptions > 0
-    assert engine.scheduler.memory.usage().used == 0
+    assert engine.scheduler.memory.account().usage.used == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -324,7 +324,7 @@ def test_requests_of_all_kinds_survive_preemption(oracle, plenty, family: str, p
         )  # fmt: skip
         ran = run_all(engine, model, [(0, kind) for kind in [*KINDS][turn:] + [*KINDS][:turn]])
         assert_same(ran, plenty(family))
-        assert engine.scheduler.memory.usage().used == 0
+        assert engine.scheduler.memory.account().usage.used == 0
         hurt = {kind: hurt[kind] + ran.preemptions[kind] for kind in KINDS}
         ways = {way: ways[way] + count for way, count in engine.scheduler.preempted.items()}
     assert any(hurt[kind] for kind in GROUPS), hurt

@@ -222,7 +222,7 @@ def test_ctrl_c_aborts_all_and_leaves_the_llm_usable() -> None:
         llm.generate([[i + 1] for i in range(8)], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
     timer.join()
     assert not llm.engine.unfinished
-    usage = llm.engine.scheduler.memory.usage()
+    usage = llm.engine.scheduler.memory.account().usage
     assert usage.free + usage.cached == usage.total
     assert llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == wanted([1, 2])
 

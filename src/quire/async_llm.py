@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from quire.control.engine import Output
-from quire.control.memory.usage import Sharing, Usage
+from quire.control.memory import Account
 from quire.control.request import Request
 from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.text.outputs import Assembly, RequestOutput
@@ -70,8 +70,7 @@ class AsyncLLM:
     def _start(self, built: Built, observer: Observer | None, stall_after: float) -> None:
         self.built, self.engine, self.prompts = built, built.engine, Prompts(built)
         self.observer, self.stall_after = observer, stall_after
-        self.usage: Usage = self.engine.scheduler.memory.usage()
-        self.sharing: Sharing = self.engine.scheduler.memory.sharing()
+        self.account: Account = self.engine.scheduler.memory.account()
         self.aborted = self.rejected = 0
         self.error: Exception | None = None
         self.accepting = True
@@ -337,7 +336,7 @@ class AsyncLLM:
 
     def _look(self, now: float) -> None:
         memory = self.engine.scheduler.memory
-        self.usage, self.sharing, self._looked = memory.usage(), memory.sharing(), now
+        self.account, self._looked = memory.account(), now
 
     def _add(self, streams: list[Stream], add: Callable[[], None]) -> None:
         first = streams[0]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 
 from quire.config import EngineConfig
-from quire.control.memory.paged import page_layout
+from quire.control.memory.layout import page_layout
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.specs import ModelSpec
@@ -65,8 +65,8 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     activations = activation_bytes(config, spec, itemsize)
     if device != "cpu":
         activations += replay_bytes(config, spec, itemsize)
-    sets, page_bytes = page_layout(config, spec, itemsize)
-    token_bytes = -(-len(sets) * page_bytes // config.page_size)  # what pads smaller groups' pages is taken too
+    pages = sum(sheet.page_bytes for sheet in page_layout(config, spec, itemsize))
+    token_bytes = -(-pages // config.page_size)  # what pads smaller groups' pages is taken too
     usable = free if device == "cpu" else int(total * config.gpu_memory_utilization) - (total - free)
     room = usable - weights - activations
     wanted_len = config.max_model_len or spec.max_len
@@ -130,7 +130,7 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     sequence has said each token, and room to double that; page tables."""
     assert config.max_num_seqs is not None, "a sized config"
     rows = min(config.max_num_seqs, MOST_GRAPH_ROWS)
-    groups = len(spec.layers) if config.table_scope == "layer" else len(set(spec.layers))
+    groups = len(page_layout(config, spec, itemsize))
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     tables = groups * (config.max_num_seqs + 1) * -(-longest // config.page_size) * 8
     return rows * spec.vocab_size * (2 * itemsize + 4 + 6) + tables

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.budget import MemoryPlan, plan_memory
 from quire.config import EngineConfig
+from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
 from quire.control.engine import Engine
 from quire.control.limits import Limits
 from quire.control.memory import Size, build_memory
-from quire.control.memory.reserved import STATIC, ReservedMemory
-from quire.control.scheduler import Scheduler
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import CONFIGS
 from quire.data.weights.checkpoint import locate, read_config, read_generation_config
@@ -113,29 +112,11 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
         runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
-    if isinstance(memory, ReservedMemory) and not memory.fits([plan.max_len]):
-        raise StartupError(
-            f"--memory {config.memory} finds no room for a sequence of {plan.max_len} tokens in {plan.kv_tokens}",
-            "Use a smaller --max-model-len, or a larger --kv-gib or --kv-tokens",
-        )
     assert config.max_num_batched_tokens is not None, "sized above"
-    assert config.max_num_seqs is not None, "sized above"
     with _enough_memory(device):
         runner.bind(memory.geometry)
         if config.warm_up:
             runner.warm_up(config.max_num_batched_tokens, plan.max_len)
-    scheduler = Scheduler(
-        memory,
-        budget=config.max_num_batched_tokens,
-        max_seqs=config.max_num_seqs,
-        max_len=plan.max_len,
-        eos_ids=eos_ids,
-        preemption=config.preemption if config.swap_gib else "recompute",
-        costs=_read_costs(config.calibration) if config.calibration else DEFAULT,
-        static=config.memory in STATIC,
-    )
-    if isinstance(memory, ReservedMemory):
-        memory.queue = scheduler.waiting
     held_by = "the KV memory" if plan.clipped else "the model"
     limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
     text = None
@@ -143,7 +124,8 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
         from quire.text.stream import TokenText
 
         text = TokenText(tokenizer)
-    engine = Engine(scheduler, runner, limits, clock=time.monotonic, text=text, seed=config.seed, depth=config.depth)
+    costs = _read_costs(config.calibration) if config.calibration else DEFAULT
+    engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=eos_ids, costs=costs, text=text)
     defaults = _sampling_defaults(source)
     notices = _notices(config, source, plan, eos_ids, defaults)
     if runner.attention == "triton":

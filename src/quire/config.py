@@ -14,6 +14,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
+PAGE_SIZES = ("one", "own")
 MAX_PAGE_SIZE = 1024
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
 MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
@@ -26,7 +27,9 @@ class EngineConfig:
 
     `memory` is how the KV memory is managed: in pages, or as the baselines of PagedAttention §6.1 did (RESERVED), which
     share nothing, preempt nobody, and hence ignore the settings of prefix caching and preemption.
-    `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1).
+    `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
+    "one" gives layers of unlike kinds pages of one size, padded, out of one pool; "own" pages as large as their tokens
+    are, and a share of the memory for each size.
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
     `max_num_seqs` depend on the device where they are None (MOST, `sized`).
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
@@ -49,6 +52,7 @@ class EngineConfig:
     attention: str = "auto"
     page_size: int = 16
     table_scope: str = "model"
+    page_sizes: str = "one"
     kv_tokens: int | None = None
     kv_gib: float | None = None
     gpu_memory_utilization: float = 0.9
@@ -77,6 +81,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
+            ("page_sizes", PAGE_SIZES),
             ("preemption", PREEMPTIONS),
         ):
             if getattr(self, name) not in allowed:

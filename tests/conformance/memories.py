@@ -3,7 +3,6 @@ pages, which share, swap and register prefixes, are MEMORIES."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,8 +11,7 @@ from quire.config import EngineConfig
 from quire.control.memory import KVMemory, Size, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.reserved import ReservedMemory
-from quire.control.request import Request, Sequence
-from quire.vocabulary.params import SamplingParams
+from quire.control.request import Sequence
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 VOCAB = 64
@@ -48,7 +46,9 @@ def paged(windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Ca
         size = Size(build.tokens, build.max_len, 2)
         memory = build_memory(config, spec(windows, build.max_len), size)
         if build.host:
-            config = replace(config, swap_gib=build.host * memory.geometry.page_bytes / 2**30)
+            total = memory.account().usage.total
+            count = sum(len(ids) for ids in {group.ids for group in memory.geometry.groups})
+            config = replace(config, swap_gib=build.host * total / count / 2**30)
             memory = build_memory(config, spec(windows, build.max_len), size)
         assert isinstance(memory, PagedMemory)
         return memory
@@ -56,33 +56,14 @@ def paged(windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Ca
     return make
 
 
-class Alone(ReservedMemory):
-    """A reserved memory with the insides of a paged one that tests look at, as far as it has such things: none of its
-    pages is cached, shared, swapped or pinned."""
-
-    swapped: tuple[int, ...] = ()
-    host_pages: tuple[int, ...] = ()
-    prefix_pages = pinned_pages = evictions = 0
-
-    @property
-    def pages(self) -> Alone:
-        return self
-
-    @property
-    def prefixes(self) -> Alone:
-        return self
-
-    @property
-    def available(self) -> int:
-        return self.pool.available * self.groups
-
-
-def reserved(rule: str, windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Callable[[Build], Alone]:
-    def make(build: Build) -> Alone:
+def reserved(
+    rule: str, windows: tuple[int | None, ...] = (None, None), **settings: Any
+) -> Callable[[Build], ReservedMemory]:
+    def make(build: Build) -> ReservedMemory:
         config = EngineConfig(
             memory=rule, max_num_seqs=build.max_seqs, max_num_batched_tokens=build.chunk, **settings
         )  # fmt: skip
-        return Alone.build(config, spec(windows, build.max_len), build.tokens, build.max_len, 2)
+        return ReservedMemory.build(config, spec(windows, build.max_len), Size(build.tokens, build.max_len, 2))
 
     return make
 
@@ -100,7 +81,7 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "mixed-uncached": paged((6, None), page_size=4, enable_prefix_caching=False),
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]
-RESERVED: dict[str, Callable[[Build], Alone]] = {
+RESERVED: dict[str, Callable[[Build], ReservedMemory]] = {
     "orca-oracle": reserved("orca-oracle", page_size=4),
     "orca-pow2": reserved("orca-pow2", page_size=1),
     "orca-max": reserved("orca-max", page_size=4, debug=True),
@@ -111,19 +92,14 @@ RESERVED: dict[str, Callable[[Build], Alone]] = {
 EVERY: dict[str, Callable[[Build], Any]] = {**MEMORIES, **RESERVED}
 
 
-def tell(memory: KVMemory, seq: Sequence, length: int) -> None:
-    """Sequences get that long: what an engine's queue tells a memory that reserves."""
-    if isinstance(memory, ReservedMemory):
-        output = length - seq.prompt_len
-        memory.queue = [Request(str(seq.id), seq, SamplingParams(), arrival=0.0, max_tokens=output)]
+def evictions(memory: KVMemory) -> int:
+    """Cached pages given out anew."""
+    return memory.pages.evictions if isinstance(memory, PagedMemory) else 0
 
 
-def connect(memory: KVMemory, waiting: deque[Request]) -> bool:
-    """Let a memory that reserves see the queue. Returns whether it is for static batches."""
-    if isinstance(memory, ReservedMemory):
-        memory.queue = waiting
-        return memory.static
-    return False
+def is_static(memory: KVMemory) -> bool:
+    """Whether it is for static batches."""
+    return isinstance(memory, ReservedMemory) and memory.static
 
 
 def check_published(memory: KVMemory, seqs: Iterable[Sequence]) -> None:
@@ -132,9 +108,11 @@ def check_published(memory: KVMemory, seqs: Iterable[Sequence]) -> None:
         return
     assert isinstance(memory, PagedMemory)
     for seq in seqs:
-        for table in memory.place(seq).tables:
-            for page in table[seq.computed // memory.page_tokens :]:
-                assert not page or memory.pages.keys[page] is None, f"page {page} is published before it is computed"
+        for g, table in enumerate(memory.place(seq).tables):
+            keys = memory.pages.of[g].keys
+            coming = memory.policies[g].writes(seq, seq.computed, seq.computed + 1)
+            for page in table[coming.start :] if coming else ():
+                assert not page or keys[page] is None, f"page {page} is published before it is computed"
 
 
 def insides(memory: KVMemory) -> tuple[object, ...]:
@@ -147,21 +125,39 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
             tuple(memory.entries),
             {id: (r.slot, r.base, r.held, r.family) for id, r in memory.residents.items()},
             [(f.members, f.coming, tuple(f.spares)) for f in (r.family for r in memory.residents.values())],
-            (memory.batch, memory.padding, tuple(memory.prompts)),
+            memory.batch,
         )
     assert isinstance(memory, PagedMemory)
-    pages = memory.pages
+    pages, swap = memory.pages, memory.swap
     return (
-        memory.usage(),
-        tuple(pages.empty),
-        tuple(pages.cached),
-        tuple(pages.refs),
-        tuple(pages.keys),
+        memory.account(),
+        [(tuple(pool.empty), tuple(pool.cached), tuple(pool.refs), tuple(pool.keys)) for pool in pages.pools],
         tuple(memory.slots),
         tuple(memory.entries),
-        {id: (r.slot, r.capacity, r.committed, tuple(map(tuple, r.tables))) for id, r in memory.residents.items()},
-        {id: tuple(map(tuple, r.tables)) for id, r in memory.swapped.items()},
-        tuple(memory.host_pages),
+        {id: (r.slot, r.room, r.committed, tuple(map(tuple, r.tables))) for id, r in memory.residents.items()},
+        {id: tuple(map(tuple, r.tables)) for id, r in swap.residents.items()},
+        [tuple(pool.empty) for pool in swap.host.pools],
         tuple(memory.prefixes.registered),
-        (memory.queries, memory.hits, pages.evictions),
+        pages.evictions,
     )
+
+
+def admit_one(memory: KVMemory, seq: Sequence, budget: int = 64) -> int | Later | None:
+    """Admit a sequence alone: the length that it reuses, if it came in."""
+    admitted = memory.admit([seq], budget)
+    return admitted[0].reused if isinstance(admitted, list) else admitted
+
+
+def reset(memory: KVMemory) -> int:
+    """Forget cached prefixes: the pages emptied."""
+    return memory.prefixes.reset() if memory.prefixes is not None else 0
+
+
+def host_free(memory: PagedMemory) -> int:
+    """Host pages that nothing is in."""
+    return sum(pool.available for pool in memory.swap.host.pools)
+
+
+def host_total(memory: PagedMemory) -> int:
+    """Host pages."""
+    return sum(len(pool.ids) for pool in memory.swap.host.pools)

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from memories import MAX_LEN, MEMORIES, VOCAB, Build
+from memories import MAX_LEN, MEMORIES, VOCAB, Build, host_free, host_total
 from traces import Trace, draw_request
 
 from quire.control.engine import Engine
@@ -85,9 +85,9 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2) -> dict[str, float]:
         "preemptions_by_recomputation": scheduler.preempted["recompute"],
         **runner.counts,
         "evictions": memory.pages.evictions,
-        "pages_left": memory.pages.total - memory.pages.available,
+        "pages_left": sum(memory.pages.used),
         "slots_left": memory.geometry.slots - 1 - len(memory.slots),
-        "host_pages_left": memory.geometry.host_pages - len(memory.host_pages),
+        "host_pages_left": host_total(memory) - host_free(memory),
     }
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import CACHED, EVERY, MEMORIES, Build, insides, tell
+from memories import CACHED, EVERY, MEMORIES, Build, admit_one, host_free, host_total, insides, reset
 
-from quire.control.memory import KVMemory
+from quire.control.memory import LATER, KVMemory
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, In, Journal, Out, Poison
@@ -42,9 +42,10 @@ def compute(memory: KVMemory, seq: Sequence, count: int) -> bool:
 
 
 def admit(memory: KVMemory, seq: Sequence, budget: int = 64) -> int | None:
-    reused = memory.admit(seq, budget)
-    if reused is not None:
-        seq.computed = seq.planned = reused
+    reused = admit_one(memory, seq, budget)
+    if reused is None or reused is LATER:
+        return None
+    seq.computed = seq.planned = reused
     return reused
 
 
@@ -101,7 +102,7 @@ def test_shortage_is_a_value_and_changes_nothing(name: str) -> None:
     residents = fill(memory)
     memory.take_journal()
     before = insides(memory)
-    assert memory.admit(sequence(2, 40), 64) is None
+    assert admit_one(memory, sequence(2, 40), 64) is None
     assert insides(memory) == before
     blocked = next(seq for seq in residents if not memory.grow(seq, seq.planned + 16))
     assert insides(memory) == before
@@ -124,7 +125,7 @@ def test_a_failed_admit_leaves_the_order_of_eviction_alone(name: str) -> None:
         pass
     before = insides(memory)
     greedy = sequence(4, 47, branches=10**6)
-    assert memory.admit(greedy, 64) is None
+    assert admit_one(memory, greedy, 64) is None
     assert insides(memory) == before
 
 
@@ -133,12 +134,12 @@ def test_a_failed_admit_is_retried_only_after_pages_were_released(name: str) -> 
     memory = EVERY[name](Build(tokens=64, max_seqs=64))
     residents = fill(memory)
     blocked = sequence(2, 40)
-    first = lines_run(lambda: memory.admit(blocked, 64))
-    again = lines_run(lambda: memory.admit(blocked, 64))
+    first = lines_run(lambda: admit_one(memory, blocked, 64))
+    again = lines_run(lambda: admit_one(memory, blocked, 64))
     assert again < 10 < first
     for seq in residents:
         memory.free(seq)
-    assert memory.admit(blocked, 64) is not None
+    assert admit_one(memory, blocked, 64) is not None
 
 
 @every_memory
@@ -160,12 +161,12 @@ def test_admit_is_undone_exactly_by_free(name: str) -> None:
     old = sequence(1, 20)
     serve(memory, old)
     memory.free(old)
-    before = memory.usage()
+    before = memory.account().usage
     for length in (1, 16, 20, 33):
         seq = sequence(2, length)
-        assert memory.admit(seq, 64) is not None
+        assert admit_one(memory, seq, 64) is not None
         memory.free(seq)
-        assert memory.usage() == before
+        assert memory.account().usage == before
     memory.check()
 
 
@@ -219,7 +220,7 @@ def test_fits_means_that_they_can_be_held_together(
     if data.draw(st.booleans()):  # idle, but full of cached prefixes
         for id in range(1000, 1006):
             old = sequence(id, 12, start=id)
-            tell(memory, old, 12)
+            old.final = 12
             if memory.fits([12]) and admit(memory, old, chunk) is not None:
                 while old.planned < 12:
                     assert compute(memory, old, min(chunk, 12 - old.planned))
@@ -227,7 +228,7 @@ def test_fits_means_that_they_can_be_held_together(
     seqs = []
     for id, length in enumerate(lengths):
         seq = sequence(id, data.draw(st.just(length) | st.integers(1, length)), start=100 * id)
-        tell(memory, seq, length)
+        seq.final = length
         assert admit(memory, seq, chunk) is not None, f"{lengths} fit, but sequence {id} isn't admitted"
         seqs.append((seq, length))
     while any(seq.planned < length for seq, length in seqs):
@@ -306,7 +307,7 @@ def test_the_journal_has_the_effect_of_in_order_replay(name: str) -> None:
         for seq in held[:-1]:
             memory.free(seq)
         late = sequence(10 * round + 9, 11, start=3)
-        assert memory.admit(late, 30) is not None
+        assert admit_one(memory, late, 30) is not None
         replay(memory.take_journal()[0])
         for seq in (held[-1], late):
             place = memory.place(seq)
@@ -318,22 +319,23 @@ def test_the_journal_has_the_effect_of_in_order_replay(name: str) -> None:
 @every_memory
 def test_conservation(name: str) -> None:
     memory = EVERY[name](Build())
-    total = memory.usage().total
+    total = memory.account().usage.total
     geometry = memory.geometry
-    assert total == (geometry.pages - 1) * geometry.page_bytes
+    size = geometry.groups[0].page_bytes
+    assert total == len(geometry.groups[0].ids) * size
     seqs = []
     for id in range(4):
         seq = sequence(id, 11)
         assert serve(memory, seq) is not None
         seqs.append(seq)
-        usage = memory.usage()
+        usage = memory.account().usage
         assert usage.total == total
         held = {page for seq in seqs for page in pages_of(memory, seq)}
-        assert usage.used + usage.reserved + usage.internal == len(held) * geometry.page_bytes
+        assert usage.used + usage.reserved + usage.internal == len(held) * size
     for seq in seqs:
         memory.free(seq)
-        assert memory.usage().total == total
-    usage = memory.usage()
+        assert memory.account().usage.total == total
+    usage = memory.account().usage
     assert usage.used == usage.reserved == usage.internal == 0
     assert usage.cached + usage.external + usage.free == total
 
@@ -399,8 +401,8 @@ def test_admission_leaves_room_for_the_branches_to_come(name: str) -> None:
     tight = next(tokens for tokens in range(1, 200) if EVERY[name](Build(tokens)).fits([9]))
     for branches, admitted in ((0, 0), (100, None)):
         memory, seq = EVERY[name](Build(tight)), sequence(1, 9, branches=branches)
-        tell(memory, seq, 9)
-        assert memory.admit(seq, 64) == admitted
+        seq.final = 9
+        assert admit_one(memory, seq, 64) == admitted
 
 
 @every_memory
@@ -423,13 +425,13 @@ def test_slots_are_dense_and_scratch_is_nobodys(name: str) -> None:
     memory = EVERY[name](Build(max_seqs=3))
     seqs = [sequence(id, 4, start=10 * id) for id in range(3)]
     for seq in seqs:
-        assert memory.admit(seq, 64) is not None
+        assert admit_one(memory, seq, 64) is not None
     assert sorted(memory.slot(seq) for seq in seqs) == [1, 2, 3]
     assert 0 not in [page for seq in seqs for page in pages_of(memory, seq)]
-    assert memory.admit(sequence(3, 4), 64) is None
+    assert admit_one(memory, sequence(3, 4), 64) is None
     memory.free(seqs[1])
     late = sequence(4, 4)
-    assert memory.admit(late, 64) is not None
+    assert admit_one(memory, late, 64) is not None
     assert memory.slot(late) == 2
 
 
@@ -437,7 +439,7 @@ def test_slots_are_dense_and_scratch_is_nobodys(name: str) -> None:
 
 
 def host_keeps(memory: PagedMemory, seqs: Iterable[Sequence]) -> set[int]:
-    return {page for seq in seqs for table in memory.swapped[seq.id].tables for page in table if page}
+    return {page for seq in seqs for table in memory.swap.residents[seq.id].tables for page in table if page}
 
 
 @every_paged
@@ -510,7 +512,7 @@ def test_pages_go_out_before_they_are_used_again_and_come_in_before_they_are_rea
 def test_conservation_on_the_host(name: str) -> None:
     """Shared pages go out once and come back shared; none is lost; there are never more than pages."""
     memory = EVERY[name](Build(tokens=128, max_seqs=64, host=10**6))
-    assert memory.geometry.host_pages == memory.geometry.pages - 1
+    assert host_total(memory) == len(memory.geometry.groups[0].ids)
     parent = sequence(1, 18)
     serve(memory, parent)
     child = parent.fork(2, 1, 0)
@@ -522,20 +524,20 @@ def test_conservation_on_the_host(name: str) -> None:
         assert memory.swap_out([parent, child])
         memory.check()
         assert len(host_keeps(memory, (parent, child))) == len(held)
-        assert len(memory.host_pages) == memory.geometry.host_pages - len(held)
-        assert memory.usage().used == memory.usage().internal == 0
+        assert host_free(memory) == host_total(memory) - len(held)
+        assert memory.account().usage.used == memory.account().usage.internal == 0
         assert memory.swap_in([parent, child])
         memory.check()
-        assert len(memory.host_pages) == memory.geometry.host_pages
+        assert host_free(memory) == host_total(memory)
     back = [memory.place(seq).tables for seq in (parent, child)]
     names = [[page for tables in place for table in tables for page in table] for place in (places, back)]
     assert [names[0].index(page) for page in names[0]] == [names[1].index(page) for page in names[1]]
     assert memory.swap_out([parent, child])
-    memory.drop_swapped(parent)
-    assert len(host_keeps(memory, [child])) == memory.geometry.host_pages - len(memory.host_pages)
+    memory.free(parent)
+    assert len(host_keeps(memory, [child])) == host_total(memory) - host_free(memory)
     memory.check()
-    memory.drop_swapped(child)
-    assert len(memory.host_pages) == memory.geometry.host_pages
+    memory.free(child)
+    assert host_free(memory) == host_total(memory)
     memory.check()
 
 
@@ -572,11 +574,11 @@ def test_what_fits_with_a_common_prefix_comes_back_together(
     for id, tail in enumerate(tails):
         seq = sequence(id, min(shared + tail, 48))
         seq.tokens[shared:] = [1000 * id + i for i in range(len(seq.tokens) - shared)]
-        # As the scheduler does: all of a group's tokens are asked for, so that they can be shared.
-        reused = memory.admit(seq, chunk if len(tails) == 1 else len(seq.tokens), group[0] if group else None)
-        assert reused is not None, f"{lengths} fit with {shared} in common, but sequence {id} isn't admitted"
-        seq.computed = seq.planned = reused
         group.append(seq)
+    admitted = memory.admit(group, chunk)
+    assert isinstance(admitted, list), f"{lengths} fit with {shared} in common, but aren't admitted"
+    for seq, (reused, _) in zip(group, admitted):
+        seq.computed = seq.planned = reused
     while any(seq.planned < length for seq, length in zip(group, lengths)):
         for seq, length in zip(group, lengths):
             count = min(length - seq.planned, data.draw(st.integers(1, chunk)))
@@ -601,6 +603,6 @@ def test_what_filled_the_memory_comes_back_when_it_is_alone(name: str) -> None:
     seq = sequence(1, 40)
     assert serve(memory, seq) == 0
     assert memory.swap_out([seq])
-    memory.reset_prefix_cache()
+    reset(memory)
     assert memory.swap_in([seq])
     memory.check()

@@ -75,7 +75,7 @@ class Schedules(RuleBasedStateMachine):
         engine.depth = depth
 
     def prefix(self, rng: random.Random) -> None:
-        if self.trace.memory.prefix_pages:
+        if self.trace.registers:
             self.trace.prefixes()
 
     def settle(self, rng: random.Random) -> None:

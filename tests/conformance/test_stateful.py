@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from memories import EVERY, Build, check_published, insides
+from memories import EVERY, Build, admit_one, check_published, insides, reset
 from traces import STEMS
 
 from quire.control.request import Sequence
@@ -50,6 +50,8 @@ class Calls(RuleBasedStateMachine):
     def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
         self.memory = EVERY[self.name](Build(tokens, chunk, max_seqs))
         self.chunk, self.size = chunk, self.memory.geometry.groups[0].page_tokens
+        pools = {group.ids: len(group.ids) * group.page_bytes for group in self.memory.geometry.groups}
+        self.total = sum(pools.values())  # groups with the same ids share them
         self.device = Device()
         self.alive: dict[int, Sequence] = {}
         self.contents: dict[int, list[Content]] = {}  # the reference
@@ -72,8 +74,8 @@ class Calls(RuleBasedStateMachine):
         seq = Sequence(self.born, [*stem[:length], *tail], salt=salt)
         seq.branches = branches
         before = insides(self.memory)
-        reused = self.memory.admit(seq, self.chunk)
-        if reused is None:
+        reused = admit_one(self.memory, seq, self.chunk)
+        if not isinstance(reused, int):
             assert insides(self.memory) == before
             return
         assert reused < len(seq.tokens)
@@ -137,8 +139,8 @@ class Calls(RuleBasedStateMachine):
             self.memory.free(seq)
 
     def reset(self, data: st.DataObject) -> None:
-        self.memory.reset_prefix_cache()
-        assert self.memory.usage().cached == 0
+        reset(self.memory)
+        assert self.memory.account().usage.cached == 0
 
     def read(self, data: st.DataObject | None = None) -> None:
         """Through the replayed tables, each sequence finds what the reference holds, as far as it may look back."""
@@ -158,8 +160,8 @@ class Calls(RuleBasedStateMachine):
         if hasattr(self, "memory"):
             self.memory.check()
             check_published(self.memory, self.alive.values())
-            usage = self.memory.usage()
-            assert usage.total == (self.memory.geometry.pages - 1) * self.memory.geometry.page_bytes
+            usage = self.memory.account().usage
+            assert usage.total == self.total
             assert min(usage) >= 0
 
     def teardown(self) -> None:
@@ -169,7 +171,7 @@ class Calls(RuleBasedStateMachine):
                 seq.computed = seq.planned
                 self.memory.free(seq)
             self.memory.check()
-            usage = self.memory.usage()
+            usage = self.memory.account().usage
             assert usage.used == usage.internal == usage.reserved == 0
 
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from memories import MAX_LEN, VOCAB, Build, check_published, connect, insides
+from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static
 
 from quire.control.costs import Costs
 from quire.control.engine import Engine, Output
 from quire.control.limits import Limits
-from quire.control.memory import KVMemory
+from quire.control.memory import Admitted, KVMemory, Later
+from quire.control.memory.paged import PagedMemory
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.errors import InputError
@@ -32,6 +33,8 @@ class Watched:
     def __init__(self, memory: KVMemory) -> None:
         self.memory = memory
         self.residents: dict[int, Sequence] = {}
+        self.away: set[int] = set()  # sequences that are swapped out
+        self.later: set[int] = set()  # sequences that were told to come later
         self.placed: deque[dict[int, tuple[tuple[int, ...], ...]]] = deque()  # one entry a plan in flight
         self.content: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (group, page) -> (salt, prefix)
         self.shortages = self.hits = self.partial = self.swaps = 0
@@ -40,33 +43,36 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.memory, name)
 
-    def _prefix(self, seq: Sequence, page: int) -> tuple[str, tuple[int, ...]]:
-        return seq.salt, tuple(seq.tokens[: (page + 1) * self.memory.geometry.groups[0].page_tokens])
+    def _prefix(self, seq: Sequence, group: int, page: int) -> tuple[str, tuple[int, ...]]:
+        """What a full page holds: the tokens up to its end, a token that goes on in the next page included."""
+        pages = self.memory.geometry.groups[group]
+        return seq.salt, tuple(seq.tokens[: -(-(page + 1) * pages.run_tokens // pages.run_pages)])
 
     def _unchanged(self, before: object) -> None:
         self.shortages += 1
         assert insides(self.memory) == before, "a call that reported shortage changed the memory"
 
-    def admit(self, seq: Sequence, budget: int, sibling: Sequence | None = None) -> int | None:
+    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
         before = insides(self.memory)
-        reused = self.memory.admit(seq, budget, sibling)
-        if reused is None:
+        admitted = self.memory.admit(seqs, budget)
+        if not isinstance(admitted, list):
             self._unchanged(before)
-            return None
-        assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
-        if sibling is None:  # what siblings share was scored before they were forked
-            assert reused <= seq.reusable, "more is reused than the sequence allows"
-        self.hits += reused > 0
-        self.partial += reused % self.memory.geometry.groups[0].page_tokens > 0
-        self.residents[seq.id] = seq
-        size = self.memory.geometry.groups[0].page_tokens
-        for g, table in enumerate(self.memory.place(seq).tables):
-            for i, page in enumerate(table[: reused // size]):
-                if page:
-                    assert sibling is not None or self.content.get((g, page)) == self._prefix(seq, i), (
-                        "a prefix hit has another content"
-                    )
-        return reused
+            self.later |= {seq.id for seq in seqs} if admitted else set()
+            return admitted
+        assert len(admitted) == len(seqs), "a branch was left behind"
+        for seq, (reused, after) in zip(seqs, admitted):
+            assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
+            if len(seqs) == 1:  # what branches share was scored before they were forked
+                assert reused <= seq.reusable, "more is reused than the sequence allows"
+            self.hits += reused > 0
+            groups = self.memory.geometry.groups
+            self.partial += any(group.pages(reused) > group.whole(reused) for group in groups)
+            self.residents[seq.id] = seq
+            for g, table in enumerate(self.memory.place(seq).tables):
+                for i, page in enumerate(table[: groups[g].whole(reused)]):
+                    if page and after is None and len(seqs) == 1:
+                        assert self.content.get((g, page)) == self._prefix(seq, g, i), "a hit has another content"
+        return admitted
 
     def grow(self, seq: Sequence, length: int) -> bool:
         before = insides(self.memory)
@@ -77,11 +83,10 @@ class Watched:
 
     def _hold(self, seq: Sequence) -> None:
         """Note what the sequence's full pages hold."""
-        size = self.memory.geometry.groups[0].page_tokens
         for g, table in enumerate(self.memory.place(seq).tables):
-            for i, page in enumerate(table[: seq.computed // size]):
+            for i, page in enumerate(table[: self.memory.geometry.groups[g].whole(seq.computed)]):
                 if page:
-                    self.content[g, page] = self._prefix(seq, i)
+                    self.content[g, page] = self._prefix(seq, g, i)
 
     def commit(self, seq: Sequence) -> None:
         assert seq.computed <= len(seq.tokens), "a token that the sequence never got is published"
@@ -104,6 +109,7 @@ class Watched:
             return False
         for seq in seqs:
             del self.residents[seq.id]
+            self.away.add(seq.id)
         return True
 
     def swap_in(self, seqs: Seq[Sequence]) -> bool:
@@ -114,13 +120,17 @@ class Watched:
         self.swaps += 1
         for seq in seqs:
             self.residents[seq.id] = seq
+            self.away.discard(seq.id)
             if seq.sibling is None:
                 self._hold(seq)
         return True
 
     def free(self, seq: Sequence) -> None:
         assert seq.quiet, f"sequence {seq.id} is freed while in flight"
-        del self.residents[seq.id]
+        if seq.id in self.away:
+            self.away.discard(seq.id)
+        else:
+            del self.residents[seq.id]
         self.memory.free(seq)
 
     def take_journal(self) -> tuple[Any, Any]:
@@ -150,7 +160,7 @@ class Checked:
         result = self.runner.collect(ticket)
         for slot, tables in self.memory.placed.popleft().items():
             for g, table in enumerate(tables):
-                replayed = tuple(int(page) for page in self.runner.tables[g][slot, : len(table)])
+                replayed = tuple(int(page) for page in self.runner.groups[g].table[slot, : len(table)])
                 assert replayed == table, f"the replayed table of slot {slot} is {replayed}, not {table}"
         return result
 
@@ -235,23 +245,23 @@ class Trace:
         echo = runner or EchoRunner(depth, vocab_size=VOCAB)
         self.runner = Checked(echo, self.memory, budget)
         self.runner.bind(memory.geometry)
-        self.windows = tuple(group.window for group in memory.geometry.groups)
+        self.groups = memory.geometry.groups
         # Under "auto" victims of a few pages are swapped, larger ones recomputed.
-        costs = Costs(0, 1, 6 * memory.geometry.page_bytes, 0, 0)
+        costs = Costs(0, 1, 6 * max(group.page_bytes for group in self.groups), 0, 0)
         self.scheduler = Scheduler(
             self.memory, budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS), preemption=preemption,
-            costs=costs,
+            costs=costs, static=is_static(memory),
         )  # fmt: skip
-        self.scheduler.static = connect(memory, self.scheduler.waiting)
         limits = Limits(VOCAB, MAX_LEN, 1000)
         self.engine = Engine(self.scheduler, self.runner, limits, clock=lambda: 0.0)
-        self.total = memory.usage().total
+        self.total = memory.account().usage.total
         self.asked: dict[str, Asked] = {}
         self.outputs: dict[str, list[Output]] = {}
         self.aborted: set[str] = set()
         self.aborts: Counter[str] = Counter()
         self.ran: set[Request] = set()
         self.refused = self.steps = self.siblings = 0
+        self.registers = memory.prefixes is not None and memory.account().sharing.prefix_capacity > 0
 
     def add(self, asked: Asked) -> None:
         try:
@@ -290,27 +300,31 @@ class Trace:
         self._scheduled()
         self.memory.check()
         check_published(self.memory.memory, self.memory.residents.values())
-        assert self.memory.usage().total == self.total, f"usage doesn't add up: {self.memory.usage()}"
-        assert min(self.memory.usage()) >= 0, f"usage is negative: {self.memory.usage()}"
+        usage = self.memory.account().usage
+        assert usage.total == self.total, f"usage doesn't add up: {usage}"
+        assert min(usage) >= 0, f"usage is negative: {usage}"
         return outputs
 
     def _scheduled(self) -> None:
-        """First come first served, all sequences of a request together, nobody new while somebody is swapped."""
+        """First come first served, all sequences of a request together, nobody new while somebody older is swapped."""
         running, swapped, waiting = ([*queue] for queue in self.scheduler_queues())
         # Who was admitted and, since it couldn't be forked, dropped within one step was never seen running.
         self.ran |= {request for request in (*swapped, *waiting) if request.preemptions}
         fresh = set(running) - self.ran
         self.ran |= fresh
-        assert not (fresh and swapped), "a request was admitted while another is swapped"
+        oldest = min((request.order for request in swapped), default=0)
+        assert not any(request.order > oldest > 0 for request in fresh), "a request was admitted before a swapped one"
         away = sorted([*swapped, *waiting], key=lambda request: request.order)
-        for queue in (running, swapped, waiting, [] if self.memory.unforked else [*running, *away]):
+        # Whoever waits for what another one computes lets others pass.
+        held_up = [request for request in away if not self.memory.later & {seq.id for seq in request.live}]
+        for queue in (running, swapped, waiting, [] if self.memory.unforked else [*running, *held_up]):
             assert [request.order for request in queue] == sorted(request.order for request in queue), "out of order"
         for request in (*running, *away):
             where = Status.SWAPPED if request in swapped else Status.WAITING if request in waiting else Status.RUNNING
             assert request.status is where, f"request {request.id} is {request.status}, but stands with {where}"
             for seq in request.live:
                 assert (seq.id in self.memory.residents) == (where is Status.RUNNING), "a branch is elsewhere"
-                assert (seq.id in self.memory.swapped) == (where is Status.SWAPPED), "a branch is elsewhere"
+                assert (seq.id in self.memory.away) == (where is Status.SWAPPED), "a branch is elsewhere"
                 self.siblings += seq.sibling is not None
 
     def scheduler_queues(self) -> tuple[Iterable[Request], ...]:
@@ -319,7 +333,7 @@ class Trace:
     def run(self, requests: int = 16, aborts: float = 0.04, arrivals: float = 0.4) -> Told:
         """Serve a random stream, then check everything that must hold at the end."""
         added = 0
-        for _ in range(3 if self.memory.prefix_pages else 0):
+        for _ in range(3 if self.registers else 0):
             self.prefixes()
         while added < requests or self.engine.unfinished:
             while added < requests and (self.rng.random() < arrivals or not self.engine.unfinished):
@@ -327,7 +341,7 @@ class Trace:
                 added += 1
             if self.rng.random() < aborts and self.asked:
                 self.abort(self.rng.choice(list(self.asked)))
-            if self.memory.prefix_pages and self.rng.random() < 0.04:
+            if self.registers and self.rng.random() < 0.04:
                 self.prefixes()
             if self.engine.unfinished:
                 self.step()
@@ -343,7 +357,7 @@ class Trace:
             self.memory.shortages,
             self.memory.hits,
             self.memory.partial,
-            self.memory.pages.evictions,
+            evictions(self.memory.memory),
             self.siblings,
             self.aborts,
         )
@@ -351,13 +365,15 @@ class Trace:
     def drained(self) -> None:
         """Nothing is left but registered prefixes, then nothing; and every output is the oracle's."""
         memory = self.memory.memory
-        referenced = memory.usage().total // memory.geometry.page_bytes - memory.pages.available
-        assert referenced == memory.prefixes.pinned_pages, "pages did not come back"
+        usage, sharing = memory.account()
+        assert sharing.tables == 0, "sequences still hold pages"
+        if isinstance(memory, PagedMemory):
+            assert sum(memory.pages.used) == len(memory.prefixes.pins), "pages did not come back"
         for name in list(self.engine.prefixes):
             assert self.engine.release_prefix(name)
-        usage = self.memory.usage()
+        usage, sharing = memory.account()
         assert usage.used == usage.internal == usage.reserved == 0, f"pages did not come back: {usage}"
-        assert len(memory.host_pages) == memory.geometry.host_pages, "host pages did not come back"
+        assert sharing.host_pages_used == 0, "host pages did not come back"
         assert len(memory.slots) == memory.geometry.slots - 1, "slots did not come back"
         assert not self.memory.residents, "sequences did not leave"
         assert not self.scheduler.running, "requests still run"
@@ -369,14 +385,14 @@ class Trace:
 
     def _wanted(self, asked: Asked) -> list[Found]:
         """What each branch must be, computed without a memory."""
-        params, settings = asked.params, {"vocab_size": VOCAB, "windows": self.windows, "max_len": MAX_LEN}
+        params, settings = asked.params, {"vocab_size": VOCAB, "groups": self.groups, "max_len": MAX_LEN}
         if params.beam_width is not None:
             return expected_beams(asked.prompt, params, eos_ids=EOS, **settings)
         found = []
         assert params.seed is not None
         for branch in range(params.width):
             tokens = expected(asked.prompt, params, branch_seed(params.seed, branch), eos_ids=EOS, **settings)
-            known = states([*asked.prompt, *tokens], self.windows)[len(asked.prompt) - 1 :]
+            known = states([*asked.prompt, *tokens], self.groups)[len(asked.prompt) - 1 :]
             logprob = sum(fake_top(state, token, 0, VOCAB).logprob for state, token in zip(known, tokens))
             found.append(Found(tokens, logprob, *ending(params, tokens)))
         return sorted(found, key=lambda one: -one.logprob)[: params.n] if params.ranked else found[: params.n]
@@ -399,7 +415,7 @@ class Trace:
 
     def _compare_tops(self, asked: Asked, mine: list[Output], want: list[int]) -> None:
         params, prompt = asked.params, asked.prompt
-        known = states([*prompt, *want], self.windows)
+        known = states([*prompt, *want], self.groups)
         if params.logprobs is not None:
             tops = [top for output in mine for top in output.tops]
             assert tops == [fake_top(known[len(prompt) - 1 + i], t, params.logprobs, VOCAB) for i, t in enumerate(want)]

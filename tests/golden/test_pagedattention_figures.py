@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from memories import connect, spec
+from memories import admit_one, connect, spec
 
 from quire.config import EngineConfig
 from quire.control.decoding import method_of
@@ -153,7 +153,7 @@ def test_figure_7_two_requests_at_the_same_time() -> None:
     assert b.tokens[:6] == ids("it was the best of times")
 
     # Waste is within one block a request; the neighbours of both lie apart.
-    usage, block_bytes = server.memory.usage(), server.memory.geometry.page_bytes
+    usage, block_bytes = server.memory.account().usage, server.memory.geometry.page_bytes
     assert usage.internal == (3 + 2) * block_bytes // BLOCK
     assert usage.free == (BLOCKS - 5) * block_bytes
 
@@ -259,7 +259,7 @@ def test_figure_10_a_shared_prompt_is_mapped_and_its_last_block_copied_on_write(
     while server.scheduler.unfinished:
         server.run()
     assert [server.refs(block) for block in range(BLOCKS)] == [1, 1] + [0] * (BLOCKS - 2)
-    assert server.memory.unpin("translate")
+    assert server.memory.prefixes.unpin("translate")
     assert server.memory.pages.available == BLOCKS
 
 
@@ -284,7 +284,7 @@ def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.update(plan, runner.collect(runner.submit(plan)))
-        usage = memory.usage()
+        usage = memory.account().usage
         wasted = [-seq.computed % page for seq in seqs]
         assert (usage.reserved, usage.external) == (0, 0)
         assert usage.internal == sum(wasted) * token
@@ -323,7 +323,7 @@ class Chunks:
 
     def slots(self) -> tuple[int, ...]:
         """Used, reserved, internal, external, free."""
-        usage, slot = self.memory.usage(), self.memory.geometry.page_bytes
+        usage, slot = self.memory.account().usage, self.memory.geometry.page_bytes
         return tuple(part // slot for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
 
 
@@ -353,5 +353,5 @@ def test_figure_3_two_requests_keep_others_out() -> None:
     assert [len(row.tokens) for row in plan.rows] == [1, 1]
 
     late = chunks.add(*A)
-    assert chunks.memory.admit(late, 64) is None
+    assert chunks.admit_one(memory, late, 64) is None
     assert chunks.slots() == (8 + 4, 2 + 1, 2038 + 507, 1024 + 512, 0)

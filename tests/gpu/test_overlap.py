@@ -107,7 +107,7 @@ def test_a_wasted_row_is_all_that_a_late_stop_costs(engine: Engine) -> None:
         tokens += [t for o in engine.step() for t in o.tokens]
     assert tokens == first[: first.index(stop) + 1]
     assert engine.stats.rows - rows <= len(tokens) + 1
-    assert engine.scheduler.memory.usage().used == 0
+    assert engine.scheduler.memory.account().usage.used == 0
 
 
 def test_a_step_that_samples_nothing_has_run_when_it_is_collected(engine: Engine) -> None:

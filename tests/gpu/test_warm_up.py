@@ -104,7 +104,7 @@ def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) ->
     assert not compiled, "\n".join(compiled)
     if graphs is not None:
         assert captured == len(graphs.ends) == len(graphs.sizes) * len(graphs.tails)
-    assert engine.scheduler.memory.usage().used == 0
+    assert engine.scheduler.memory.account().usage.used == 0
     engine.close()
 
 

@@ -9,6 +9,7 @@ import time
 import echo_service
 import httpx
 from echo_service import Echo
+from memories import host_total
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.run import status_line
@@ -52,7 +53,7 @@ def test_counts_after_three_requests() -> None:
         assert found["quire_prefix_cache_hits_total"] == 8
         assert found["quire_num_preemptions_total"] == 0
         categories = [value for name, value in found.items() if name.startswith("quire_kv_bytes:")]
-        assert sum(categories) == running.llm.engine.scheduler.memory.usage().total
+        assert sum(categories) == running.llm.engine.scheduler.memory.account().usage.total
         assert found["quire_cache_config_info"] == 1
 
 
@@ -74,7 +75,7 @@ def test_memory_swaps_and_sharing_are_live() -> None:
             while not all(answer.done() for answer in answers):
                 found = samples(running.url)
                 categories = [value for name, value in found.items() if name.startswith("quire_kv_bytes:")]
-                assert sum(categories) == memory.usage().total
+                assert sum(categories) == memory.account().usage.total
                 assert found["quire_kv_sharing_saved_bytes"] <= found["quire_kv_unshared_bytes"]
                 shared = max(shared, found["quire_kv_sharing_saved_bytes"])
                 swapped = max(swapped, found["quire_host_pages_used"])
@@ -87,17 +88,18 @@ def test_memory_swaps_and_sharing_are_live() -> None:
         assert swapped > 0
         assert any("saved by sharing" in line and "host pages" in line and "preempted" in line for line in lines), lines
         end = time.monotonic() + 5
-        while (found := samples(running.url))["quire_num_requests_running"] or running.llm.sharing.tables:
+        while (found := samples(running.url))["quire_num_requests_running"] or running.llm.account.sharing.tables:
             assert time.monotonic() < end
             time.sleep(0.02)
-        page = memory.geometry.page_bytes
+        page = memory.geometry.groups[0].page_bytes
         ways = [found["quire_preemptions_total:swap"], found["quire_preemptions_total:recompute"]]
         assert sum(ways) == found["quire_num_preemptions_total"]
         assert ways[0] > 0
-        assert found["quire_swapped_out_bytes_total"] == memory.swapped_out_pages * page > 0
-        assert found["quire_swapped_in_bytes_total"] == memory.swapped_in_pages * page > 0
+        assert found["quire_swapped_out_bytes_total"] == memory.swap.out_bytes > 0
+        assert memory.swap.out_bytes % page == memory.swap.in_bytes % page == 0
+        assert found["quire_swapped_in_bytes_total"] == memory.swap.in_bytes > 0
         assert found["quire_kv_pages_copied_total"] >= 6  # the prefix's partial page, once for each request
-        assert found["quire_host_pages"] == memory.geometry.host_pages
+        assert found["quire_host_pages"] == host_total(memory)
         for name, value in (
             ("host_pages_used", 0),
             ("num_requests_swapped", 0),
@@ -126,9 +128,9 @@ def test_saved_is_what_the_tables_name_more_than_once() -> None:
     while engine.unfinished:
         engine.step()
         tables = [page for resident in memory.residents.values() for page in resident.tables[0] if page]
-        sharing = memory.sharing()
-        assert sharing.tables == len(tables) * memory.geometry.page_bytes
-        assert sharing.saved == (len(tables) - len(set(tables))) * memory.geometry.page_bytes
+        sharing = memory.account().sharing
+        assert sharing.tables == len(tables) * memory.geometry.groups[0].page_bytes
+        assert sharing.saved == (len(tables) - len(set(tables))) * memory.geometry.groups[0].page_bytes
         saved.append(sharing.saved)
     assert max(saved) > 0
-    assert memory.sharing().saved == 0
+    assert memory.account().sharing.saved == 0

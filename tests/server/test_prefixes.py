@@ -40,7 +40,7 @@ def http(shop: Running) -> Iterator[httpx.Client]:
         memory = shop.llm.engine.scheduler.memory
         assert asyncio.run(_settled(shop.llm)) == ({}, frozenset())
         memory.check()
-        assert memory.usage().free == memory.usage().total
+        assert memory.account().usage.free == memory.account().usage.total
 
 
 async def _settled(llm: AsyncLLM) -> object:
@@ -70,7 +70,8 @@ def test_register_use_and_release(shop: Running, http: httpx.Client) -> None:
     assert cached(http, IDS) == 20  # one token is always computed: whole pages below it
     assert cached(http, [*IDS[:9], 1, 2]) == 8
     assert cached(http, prompt, cache_salt="tenant") == 0
-    assert shop.llm.engine.scheduler.memory.sharing()[-3:] == (1, 22, 40)
+    sharing = shop.llm.engine.scheduler.memory.account().sharing
+    assert (sharing.prefixes, sharing.prefix_tokens, sharing.prefix_capacity) == (1, 22, 40)
     assert http.delete("/v1/prefixes/rules").json()["deleted"] is True
     assert cached(http, prompt) == 0
     assert http.get("/v1/prefixes").json()["data"] == []

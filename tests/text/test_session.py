@@ -93,25 +93,25 @@ def test_random_trees_are_what_the_model_says(llm: quire.LLM, model: Any, way: s
         if way:
             assert scheduler.preempted[way] > 3
     assert not llm.engine.unfinished
-    assert scheduler.memory.usage().used == 0
+    assert scheduler.memory.account().usage.used == 0
 
 
 def test_branches_share_their_pages(llm: quire.LLM) -> None:
-    page = llm.engine.scheduler.memory.geometry.page_bytes
+    page = llm.engine.scheduler.memory.geometry.groups[0].page_bytes
     with llm.session(list(range(10, 51)), width=8) as root:
         root.next(1)
-        alone = llm.engine.scheduler.memory.usage().used
+        alone = llm.engine.scheduler.memory.account().usage.used
         children = [root.fork() for _ in range(7)]
-        assert llm.engine.scheduler.memory.usage().used == alone
+        assert llm.engine.scheduler.memory.account().usage.used == alone
         for child in children:
             child.append(9)
             child.next(1)
         # Each writes into its own copy of the last page.
-        assert llm.engine.scheduler.memory.usage().used <= alone + len(children) * page
+        assert llm.engine.scheduler.memory.account().usage.used <= alone + len(children) * page
         for child in children:
             child.free()
             child.free()
-        assert llm.engine.scheduler.memory.usage().used == alone
+        assert llm.engine.scheduler.memory.account().usage.used == alone
 
 
 def test_limits(llm: quire.LLM) -> None:

@@ -38,13 +38,13 @@ class EagerMemory(PagedMemory):
     """Paged memory whose fork copies every page at once: nothing is shared."""
 
     def fork(self, parent: Seq, child: Seq) -> bool:
-        pages = -(-parent.computed // self.page_tokens) * len(self.policies)
-        if pages > self.pages.available or not super().fork(parent, child):
+        needs = [group.pages(parent.computed) for group in self.groups]
+        if not self.pages.affords(needs) or not super().fork(parent, child):
             return False
         resident = self.residents[child.id]
         for g, pages_of_group in enumerate(resident.tables):
             for at in range(resident.first[g], len(pages_of_group)):
-                self._copy_on_write(child, resident, g, at)
+                self._copy_on_write(resident, g, at)
         resident.forked = self.residents[parent.id].forked = False
         return True
 
@@ -122,7 +122,7 @@ def _same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> int:
 def _eager(engine: Engine) -> EagerMemory:
     """A memory of the same geometry, for the same tensors."""
     memory: Any = engine.scheduler.memory
-    return EagerMemory(memory.geometry, chunk=memory.chunk, caching=False, watermark=memory.watermark)
+    return EagerMemory(memory.geometry, chunk=memory.chunk, caching=False)
 
 
 def _ours(engine: Engine, memory: PagedMemory, jobs: list[Job], width: int) -> dict[str, Any]:

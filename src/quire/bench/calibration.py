@@ -7,6 +7,7 @@ fastest of its repeats counts: whatever disturbs a sample makes it slower.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
@@ -18,6 +19,7 @@ from quire.control.costs import Costs
 from quire.control.engine import Engine
 from quire.control.request import Sequence as Seq
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.specs import Geometry
 
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample
@@ -63,13 +65,18 @@ def calibrate(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
 def _lengths(engine: Engine) -> list[int]:
     """Lengths from FIRST on, each half as long again as the one before, that the memory and the host pages hold."""
     memory: Any = engine.scheduler.memory
-    geometry = memory.geometry
-    most = min(engine.limits.max_len - 2, LONGEST, geometry.host_pages * memory.page_tokens // len(geometry.groups))
+    most = min(engine.limits.max_len - 2, LONGEST, host_tokens(memory.geometry))
     lengths, length = [], FIRST
     while length <= most and memory.fits([length + 1, ROOM]):
         lengths.append(length)
         length += -(-length // 2)
     return lengths
+
+
+def host_tokens(geometry: Geometry) -> int:
+    """Tokens of the longest sequence that host memory holds."""
+    sharing = Counter(group.host_ids for group in geometry.groups)
+    return min(group.until(len(group.host_ids) // sharing[group.host_ids]) for group in geometry.groups)
 
 
 def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
@@ -81,7 +88,7 @@ def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
     held = 0
     for _ in range(repeats):
         seq = Seq(engine.scheduler.new_id(), [TOKEN] * length)
-        assert memory.admit(seq, length) is not None, "a sequence doesn't fit into an idle memory"
+        assert memory.admit([seq], length) is not None, "a sequence doesn't fit into an idle memory"
         seq.computed = seq.planned = length
         held, _ = memory.held([seq])
         store.replay(memory.take_journal()[0])

@@ -62,7 +62,7 @@ class Saved:
 
     def sample(self, engine: Engine) -> None:
         """To be called after each step."""
-        sharing = engine.scheduler.memory.sharing()
+        sharing = engine.scheduler.memory.account().sharing
         self.tables += sharing.tables
         self.saved += sharing.saved
 
@@ -87,7 +87,7 @@ class Watch:
     def _counters(self) -> dict[str, int]:
         stats, scheduler = self.engine.stats, self.engine.scheduler
         memory: Any = scheduler.memory
-        sharing = memory.sharing()
+        sharing = memory.account().sharing
         return {
             "steps": stats.steps,
             "rows": stats.rows,
@@ -96,8 +96,8 @@ class Watch:
             "swapped_out_bytes": sharing.swapped_out,
             "swapped_in_bytes": sharing.swapped_in,
             "copied_pages": sharing.copies,
-            "prefix_hit_tokens": memory.hits,
-            "prefix_query_tokens": memory.queries,
+            "prefix_hit_tokens": sharing.hits,
+            "prefix_query_tokens": sharing.queries,
         }
 
     def step(self, outputs: Sequence[Output]) -> None:
@@ -107,7 +107,7 @@ class Watch:
         self._saved.sample(self.engine)
         now = time.perf_counter()
         if not self._samples or self._spent < WATCHING * (now - self._began):
-            self._samples.append(self.engine.scheduler.memory.usage())
+            self._samples.append(self.engine.scheduler.memory.account().usage)
             self._spent += time.perf_counter() - now
 
     def facts(self) -> dict[str, Any]:

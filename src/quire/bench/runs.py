@@ -104,7 +104,8 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
     engine.limits = engine.limits._replace(max_queued=sys.maxsize)
 
     def attempt(jobs: Sequence[Job], load: Load) -> tuple[list[Trace], dict[str, Any]]:
-        engine.scheduler.memory.reset_prefix_cache()  # type: ignore[attr-defined]
+        if (prefixes := engine.scheduler.memory.prefixes) is not None:
+            prefixes.reset()
         return drive(engine, jobs, load, decoding)
 
     def facts() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from quire.bench.calibration import TOKEN, swap_seconds
+from quire.bench.calibration import TOKEN, host_tokens, swap_seconds
 from quire.control.engine import Engine
 from quire.sim.cost import Coefficients, Shape, Work, work_of
 from quire.vocabulary.params import SamplingParams
@@ -180,11 +180,12 @@ def moves(engine: Engine) -> Coefficients:
     memory: Any = engine.scheduler.memory
     runner: Any = engine.runner
     geometry = memory.geometry
-    most = min(geometry.host_pages, geometry.pages // 2) * memory.page_tokens // len(geometry.groups)
+    group = geometry.groups[0]
+    most = min(host_tokens(geometry), group.until(len(group.ids) // (2 * len(geometry.groups))))
     swaps = [swap_seconds(engine, n, REPEATS) for n in SWAPS if n <= most and n + 2 <= engine.limits.max_len]
     swapped = sum(s.out + s.back for s in swaps) / max(sum(2 * s.bytes for s in swaps), 1)
-    count = min(COPIED, (geometry.pages - 1) // 2)
-    entries = tuple(Copy(0, 1 + i, 1 + count + i) for i in range(count))
+    count = min(COPIED, len(group.ids) // 2)
+    entries = tuple(Copy(0, group.ids[i], group.ids[count + i]) for i in range(count))
     seconds = []
     clock = clock_of(runner)
     for _ in range(REPEATS):
@@ -192,7 +193,7 @@ def moves(engine: Engine) -> Coefficients:
         runner.store.replay(entries)
         _wait(runner.device)
         seconds.append(clock() - began)
-    copied = min(seconds) / (count * geometry.groups[0].page_bytes)
+    copied = min(seconds) / (count * group.page_bytes)
     return NOTHING._replace(swapped_byte=swapped, copied_byte=copied)
 
 

@@ -9,7 +9,17 @@ import argparse
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from quire.config import ATTENTIONS, DEVICES, DTYPE_ALIASES, DTYPES, MEMORIES, PREEMPTIONS, TABLE_SCOPES, EngineConfig
+from quire.config import (
+    ATTENTIONS,
+    DEVICES,
+    DTYPE_ALIASES,
+    DTYPES,
+    MEMORIES,
+    PAGE_SIZES,
+    PREEMPTIONS,
+    TABLE_SCOPES,
+    EngineConfig,
+)
 from quire.errors import InputError
 
 
@@ -33,6 +43,7 @@ ENGINE = (
     Flag("page_size", int, "tokens of a page", aliases=("--block-size",), metavar="N"),
     Flag("memory", str, "how the KV memory is managed: in pages, or as earlier systems did", MEMORIES),
     Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
+    Flag("page_sizes", str, "pages of one size for layers of all kinds, padded, or of their own sizes", PAGE_SIZES),
     Flag("attention", str, "the attention backend", ATTENTIONS),
     Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),
     Flag("device", str, "where to compute", DEVICES),

@@ -154,7 +154,7 @@ class Engine:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), tokens, seed=seed, salt=salt)
-        seq.branches = params.width - 1
+        seq.branches, seq.final = params.width - 1, len(tokens) + max_tokens
         if params.prompt_logprobs is not None:
             seq.reusable = 0
         request = Request(id, seq, params, arrival=self.clock(), max_tokens=max_tokens)
@@ -193,7 +193,7 @@ class Engine:
         memory = self.scheduler.memory
         if name in self.prefixes:
             raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
-        if not memory.room_for_prefix(len(tokens)):
+        if memory.prefixes is None or not memory.prefixes.room(len(tokens)):
             raise PrefixesFull(
                 f"a prefix of {len(tokens)} tokens exceeds what is left of what is kept for prefixes (--prefix-tokens)",
                 "prefix",
@@ -208,7 +208,8 @@ class Engine:
         request = self.requests.get(f"prefix:{name}")
         if request is not None and request.prefix == name:
             self.abort(request.id)
-        self.scheduler.memory.unpin(name)
+        assert self.scheduler.memory.prefixes is not None, "a prefix was registered where none is kept"
+        self.scheduler.memory.prefixes.unpin(name)
         return True
 
     # Step

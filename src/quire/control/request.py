@@ -44,7 +44,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "branches", "computed", "cumulative_logprob", "finish", "id", "index", "keys", "pending", "planned",
+        "branches", "computed", "cumulative_logprob", "final", "finish", "id", "index", "keys", "pending", "planned",
         "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason", "tokens", "tops",
     )  # fmt: skip
 
@@ -57,6 +57,7 @@ class Sequence:
         self.pending = 0
         self.index = index
         self.branches = 0  # siblings that will be forked from this one
+        self.final = 0  # tokens that it will have at most, its prompt included; 0: that isn't known
         self.seed = seed
         self.salt = salt
         self.reusable = MAX_TOKENS  # the longest prefix hit allowed; 0 when prompt log-probabilities are wanted
@@ -88,7 +89,7 @@ class Sequence:
         assert not self.pending, f"sequence {self.id} is forked with a sample unseen"
         child = Sequence(id, list(self.tokens), seed=seed, salt=self.salt, index=index)
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
-        child.reusable, child.keys = self.reusable, list(self.keys)
+        child.final, child.reusable, child.keys = self.final, self.reusable, list(self.keys)
         child.cumulative_logprob, child.tops = self.cumulative_logprob, list(self.tops)
         child.prompt_tops = self.prompt_tops  # one prompt, scored once, before it is forked
         return child

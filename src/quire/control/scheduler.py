@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from quire.control.costs import DEFAULT, Costs
 from quire.control.decoding import append, context_of
-from quire.control.memory import KVMemory
-from quire.control.request import Request, Sequence, Status, common_prefix
+from quire.control.memory import KVMemory, Later
+from quire.control.request import Request, Sequence, Status
 from quire.vocabulary.method import Branch
 from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Top
 from quire.vocabulary.seeds import branch_seed
@@ -57,8 +57,6 @@ class Scheduler:
         self.births: list[Birth] = []
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = self.added = 0
-        self.left = 0  # sequences that left memory, swapped out or for good
-        self.blocked: tuple[Request, int] | None = None  # the request that failed to be admitted, `left` at that time
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
 
     def new_id(self) -> int:
@@ -161,7 +159,6 @@ class Scheduler:
             if self.memory.swap_out(victim.live):
                 for slot in slots:
                     del self.by_slot[slot]
-                self.left += len(slots)
                 del self.running[victim]
                 victim.status = Status.SWAPPED
                 _enqueue(self.swapped, victim)
@@ -193,72 +190,61 @@ class Scheduler:
     # Admission
 
     def _join(self, rows: list[Row]) -> None:
-        """Bring requests in, oldest first, while the budget, the slots and the memory allow. Whoever was preempted is
-        older than whoever wasn't admitted yet, so nobody new is admitted until the preempted are back (§4.5)."""
-        if self.static and self.running:
-            return
-        if not (self.swapped or self.waiting):
+        """Bring requests in, oldest first, while the budget, the slots and the memory allow: nobody new is admitted
+        before older ones that were preempted are back (§4.5). Who is told to come later keeps its place, and the next
+        one is tried: what it waits for is running, so it isn't overtaken for long."""
+        if (self.static and self.running) or not (self.swapped or self.waiting):
             return
         budget = self.budget - sum(len(row.tokens) for row in rows)
         slots = self.max_seqs - sum(map(_width, self.running))  # those of sequences to be forked are taken too
+        later: list[Request] = []
         while (budget > 0 or self.static) and (self.swapped or self.waiting):
             queue = min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order)
             request = queue[0]
-            slots -= _width(request)
-            if slots < 0:
-                return
+            if _width(request) > slots:
+                break
             joined = self._swap_in(request, budget) if queue is self.swapped else self._admit(request, budget)
             if joined is None:
-                return
+                break
             queue.popleft()
+            if isinstance(joined, Later):
+                later.append(request)
+                continue
+            slots -= _width(request)
             request.status = Status.RUNNING
             late = bool(self.running) and next(reversed(self.running)).order > request.order
             self.running[request] = None
-            if late:  # it was dropped because it couldn't be forked, and younger ones went on
+            if late:  # it was told to wait, or dropped because it couldn't be forked, and younger ones went on
                 self.running = dict.fromkeys(sorted(self.running, key=lambda other: other.order))
             rows.extend(joined)
             budget -= sum(len(row.tokens) for row in joined)
+        self.waiting.extendleft(reversed(later))
 
     def _swap_in(self, request: Request, budget: int) -> list[Row] | None:
-        """Bring all live sequences of a swapped request back, or none; those that find room compute in this step."""
-        if not self.memory.swap_in(request.live):
-            return None
+        """Bring all live sequences of a swapped request back, or none."""
+        return self._enter(request, budget) if self.memory.swap_in(request.live) else None
+
+    def _admit(self, request: Request, budget: int) -> list[Row] | Later | None:
+        """Bring all live sequences of a request into memory, or none. What they have in common is computed by one of
+        them, a step before the others."""
+        admitted = self.memory.admit(request.live, budget)
+        if not isinstance(admitted, list):
+            return admitted
+        for seq, (reused, after) in zip(request.live, admitted):
+            seq.computed = seq.planned = reused
+            seq.sibling = after
+        if not request.preemptions:
+            request.cached_tokens = request.live[0].planned
+        return self._enter(request, budget)
+
+    def _enter(self, request: Request, budget: int) -> list[Row]:
+        """Its sequences are in memory; those that find room compute in this step."""
         rows: list[Row] = []
         for seq in request.live:
             self.by_slot[self.memory.slot(seq)] = (request, seq)
             self._born(request, seq)
             count = min(self._wanted(request, seq), budget)
             if count > 0 and self.memory.grow(seq, seq.planned + count):
-                rows.append(self._row(request, seq, count))
-                budget -= count
-        return rows
-
-    def _admit(self, request: Request, budget: int) -> list[Row] | None:
-        """Bring all live sequences of a request into memory, or none. Those of a preempted group share again what they
-        have in common: one computes it, the others follow a step later."""
-        if self.blocked == (request, self.left):
-            return None  # some of its branches fit, not all: trying again would only evict
-        live = request.live
-        for i, seq in enumerate(live):
-            sibling, common = _closest(seq, live[:i])
-            reused = self.memory.admit(seq, budget if len(live) == 1 else len(seq.tokens), sibling)
-            if reused is None:
-                for earlier in live[:i]:
-                    earlier.computed = earlier.planned = 0
-                    self._leave(earlier)
-                if i:
-                    self.blocked = (request, self.left)
-                return None
-            seq.computed = seq.planned = reused
-            seq.sibling = sibling if reused <= common else None  # more was found elsewhere, and is computed
-            self.by_slot[self.memory.slot(seq)] = (request, seq)
-        rows = []
-        for seq in live:
-            self._born(request, seq)
-            if request.preemptions == 0:
-                request.cached_tokens = seq.planned
-            count = min(self._wanted(request, seq), budget)
-            if count > 0:
                 rows.append(self._row(request, seq, count))
                 budget -= count
         return rows
@@ -283,7 +269,6 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         del self.by_slot[self.memory.slot(seq)]
         self.memory.free(seq)
-        self.left += 1
 
     # update
 
@@ -329,8 +314,10 @@ class Scheduler:
                 self._retire(request, branch)
             elif request.status is Status.RUNNING:
                 self._born(request, branch, parent=self.memory.slot(seq))
-        if request.prefix is not None and not sampled.error and not self.memory.pin(request.prefix, seq):
-            seq.finish, seq.stop_reason = "error", "the registered prefixes are full"
+        if request.prefix is not None and not sampled.error:
+            assert self.memory.prefixes is not None, "a prefix is registered where none is kept"
+            if not self.memory.prefixes.pin(request.prefix, seq):
+                seq.finish, seq.stop_reason = "error", "the registered prefixes are full"
 
     def _fork(self, request: Request, pairs: list[tuple[Sequence, Sequence]]) -> None:
         """Children share their parents' pages. If the memory can't fork, the whole request is preempted."""
@@ -442,7 +429,7 @@ class Scheduler:
                 return
             self._leave(seq)
         elif request.status is Status.SWAPPED:
-            self.memory.drop_swapped(seq)
+            self.memory.free(seq)
         request.live.remove(seq)
         request.done.append(seq)
         if not request.live:
@@ -463,16 +450,6 @@ def _width(request: Request) -> int:
 def _enqueue(queue: deque[Request], victim: Request) -> None:
     """Put a preempted request where its order says, near the front."""
     queue.insert(next((i for i, other in enumerate(queue) if other.order > victim.order), len(queue)), victim)
-
-
-def _closest(seq: Sequence, others: list[Sequence]) -> tuple[Sequence | None, int]:
-    """The one of `others` with the longest common prefix, and its length."""
-    best, length = None, 0
-    for other in others:
-        shared = common_prefix(seq.tokens, other.tokens, len(seq.tokens))
-        if shared > length:
-            best, length = other, shared
-    return best, length
 
 
 def _extend(seq: Sequence, token: int, logprob: float, top: Top, request: Request) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
 from quire.config import EngineConfig
+from quire.control.memory import Size
+from quire.control.memory.layout import geometry_of
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
@@ -52,7 +54,7 @@ def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables
     """The block tables after each of `steps` steps. `free` holds the free physical blocks, the next one first."""
     spec = ModelSpec("words", (LayerSpec(1, 1),), 64, 32, 1, 1, 1, 1)
     config = EngineConfig(page_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=BUDGET)
-    geometry = PagedMemory.build(config, spec, BLOCKS * BLOCK, spec.max_len, 2).geometry
+    geometry = geometry_of(config, spec, Size(BLOCKS * BLOCK, spec.max_len, 2))
     memory = PagedMemory(geometry, chunk=BUDGET, order=[block + 1 for block in free])
     scheduler = Scheduler(memory, budget=BUDGET, max_seqs=4, max_len=spec.max_len)
     numbers = {word: i for i, word in enumerate(word for request in requests for word in request.words)}

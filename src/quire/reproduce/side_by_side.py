@@ -18,10 +18,9 @@ import numpy as np
 from quire.build import ITEMSIZE, Built
 from quire.cli.simulate import plant_of
 from quire.config import EngineConfig
+from quire.control.assembly import assemble
 from quire.control.engine import Engine
 from quire.control.memory import Size, Usage, build_memory
-from quire.control.memory.reserved import STATIC, ReservedMemory
-from quire.control.scheduler import Scheduler
 from quire.errors import QuireError
 from quire.reproduce.serving import MANY, Load
 from quire.sim.simulate import Arriving, Served, Simulation
@@ -154,7 +153,7 @@ def serve(
         else:
             wait(began + min(trace[len(served)].at, span.until))
         if look <= clock() - began <= span.end:
-            usages.append(engine.scheduler.memory.usage())
+            usages.append(engine.scheduler.memory.account().usage)
             look = clock() - began + LOOK
     for name in list(engine.requests):
         engine.abort(name)
@@ -210,20 +209,12 @@ def engine_of(made: Built, config: EngineConfig, system: str) -> Engine:
     large whatever the memory, so what `made` has captured and compiled serves on."""
     runner: Any = made.engine.runner
     config = replace(config, memory=system).sized(made.plan.device)
-    assert config.max_num_seqs is not None, "sized above"
-    assert config.max_num_batched_tokens is not None, "sized above"
-    max_len = made.plan.max_len
-    memory = build_memory(config, made.spec, Size(made.plan.kv_tokens, max_len, ITEMSIZE[made.plan.dtype]), made.name)
-    there = runner.store.geometry
-    assert replace(memory.geometry, layout=there.layout) == there, "the memories have other tables"
-    scheduler = Scheduler(
-        memory, budget=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, max_len=max_len,
-        static=system in STATIC,
-    )  # fmt: skip
-    if isinstance(memory, ReservedMemory):
-        memory.queue = scheduler.waiting
+    size = Size(made.plan.kv_tokens, made.plan.max_len, ITEMSIZE[made.plan.dtype])
+    memory = build_memory(config, made.spec, size, made.name)
+    assert memory.geometry == runner.store.geometry, "the memories have other tables"
     limits = made.engine.limits._replace(max_queued=sys.maxsize)
-    return Engine(scheduler, runner, limits, clock=time.monotonic, seed=config.seed, depth=made.engine.depth)
+    config = replace(config, preemption="recompute")
+    return assemble(config, memory, runner, limits, clock=time.monotonic, depth=made.engine.depth)
 
 
 def sleep_until(moment: float) -> None:

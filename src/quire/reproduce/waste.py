@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quire.bench.document import table
-from quire.control.memory.usage import Usage
+from quire.control.memory import Usage
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured, near
 from quire.reproduce.serving import HOUR, SECONDS, SYSTEMS, Load, in_parallel
 from quire.sim.cost import load as calibration

@@ -135,7 +135,7 @@ class Service:
             {"id": name, "object": "prefix", "tokens": length, "status": "ready" if name in ready else "computing"}
             for name, length in found.items()
         ]
-        capacity = self.llm.sharing.prefix_capacity
+        capacity = self.llm.account.sharing.prefix_capacity
         return JSONResponse({"object": "list", "data": data, "capacity_tokens": capacity})
 
     async def add_prefix(self, body: PrefixRequest) -> Response:

@@ -135,7 +135,7 @@ class Metrics:
             yield HistogramMetricFamily(f"quire_{name}", text, histogram.cumulative(), histogram.total)
 
     def _gauges(self, llm: AsyncLLM) -> Iterator[Metric]:
-        usage, sharing = llm.usage, llm.sharing
+        usage, sharing = llm.account
         held = usage.total - usage.free - usage.cached
         yield GaugeMetricFamily("quire_num_requests_running", "Requests in memory", llm.running)
         yield GaugeMetricFamily("quire_num_requests_waiting", "Requests in the queue", llm.queued)
@@ -160,10 +160,14 @@ class Metrics:
         ):
             yield GaugeMetricFamily(f"quire_{name}", text, value)
         geometry = llm.engine.scheduler.memory.geometry
+        pools = {group.ids: group for group in geometry.groups}  # unlike pages have one each
+        shape = {
+            "block_size": [group.run_tokens for group in pools.values()],
+            "num_blocks": [len(ids) for ids in pools],
+            "page_bytes": [group.page_bytes for group in pools.values()],
+        }
         info = {
-            "block_size": geometry.groups[0].page_tokens,
-            "num_blocks": geometry.pages - 1,
-            "page_bytes": geometry.page_bytes,
+            **{name: ",".join(map(str, dict.fromkeys(sizes))) for name, sizes in shape.items()},
             "layout": geometry.layout.value,
         }
         facts = GaugeMetricFamily("quire_cache_config_info", "The KV memory's shape", labels=list(info))
@@ -171,10 +175,10 @@ class Metrics:
         yield facts
 
     def _counters(self, llm: AsyncLLM) -> Iterator[Metric]:
-        engine, memory, sharing = llm.engine, llm.engine.scheduler.memory, llm.sharing
+        engine, sharing = llm.engine, llm.account.sharing
         for name, text, value in (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache", getattr(memory, "queries", 0)),
-            ("prefix_cache_hits", "Tokens found in the prefix cache", getattr(memory, "hits", 0)),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache", sharing.queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache", sharing.hits),
             ("num_preemptions", "Requests preempted", engine.scheduler.preemptions),
             ("kv_pages_copied", "Pages copied on write", sharing.copies),
             ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),

@@ -240,7 +240,7 @@ async def _status(llm: AsyncLLM) -> None:
 
 def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
     """What the server is doing, in one line."""
-    usage, sharing = llm.usage, llm.sharing
+    usage, sharing = llm.account
     held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     cached = 100 * usage.cached / max(usage.total, 1)
     line = (

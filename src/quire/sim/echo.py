@@ -15,33 +15,27 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.control.decoding import method_of
+from quire.sim.cells import FULL, POISON, RULES, Pages, digest
 from quire.vocabulary.method import Branch, Context
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table, Top
 from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.specs import Geometry
+from quire.vocabulary.specs import Geometry, Group
 
-Cells = npt.NDArray[np.int64]
 BLIND_TOKEN = 7
-POISON = -1
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def _state(token: int, position: int, seen: Seq[bytes]) -> int:
     """The state of a position, from what each group sees of the positions before it."""
-    return _hash(struct.pack("<qq", token, position) + b"".join(seen))
+    return digest(struct.pack("<qq", token, position) + b"".join(seen))
 
 
 def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int) -> int:
     """A token for (state, seed); of all tokens so far too, when the parameters need them."""
     past = b"" if history is None else array("q", history).tobytes()
-    return _hash(struct.pack("<qq", state, seed) + past) % vocab_size
+    return digest(struct.pack("<qq", state, seed) + past) % vocab_size
 
 
 def fake_top(state: int, token: int, k: int, vocab_size: int) -> Top:
@@ -54,12 +48,12 @@ def fake_top(state: int, token: int, k: int, vocab_size: int) -> Top:
     return Top(token, logprobs[0], order.index(token) + 1, tuple(order[:k]), tuple(logprobs[1:]))
 
 
-def states(tokens: Seq[int], windows: Seq[int | None], known: Seq[int] = ()) -> list[int]:
+def states(tokens: Seq[int], groups: Seq[Group] = (FULL,), known: Seq[int] = ()) -> list[int]:
     """The states of all positions of `tokens`, computed without a memory; `known` are the first of them."""
     found = np.zeros(len(tokens), dtype=np.int64)
     found[: len(known)] = known
     for p in range(len(known), len(tokens)):
-        seen = [(found[_first_seen(p, window) : p] ^ g).tobytes() for g, window in enumerate(windows)]
+        seen = [RULES[group.kind].expected(group, g, tokens, found, p) for g, group in enumerate(groups)]
         found[p] = _state(tokens[p], p, seen)
     return [int(state) for state in found]
 
@@ -70,19 +64,19 @@ def expected(
     seed: int,
     *,
     vocab_size: int,
-    windows: Seq[int | None] = (None,),
+    groups: Seq[Group] = (FULL,),
     max_len: int = 2**31,
     eos_ids: frozenset[int] = frozenset(),
 ) -> list[int]:
     """The tokens that an EchoRunner must generate for one branch, whatever the memory, the batch and the schedule.
 
-    `seed` is the branch's own; `windows` has one entry a layer group, None for full attention.
+    `seed` is the branch's own; `groups` are the layer groups.
     """
     tokens, known = list(prompt), list[int]()
     limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
     for count in range(1, limit + 1):
-        known = states(tokens, windows, known)
+        known = states(tokens, groups, known)
         tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size))
         if tokens[-1] in ends and count >= params.min_tokens:
             break
@@ -103,7 +97,7 @@ def expected_beams(
     params: SamplingParams,
     *,
     vocab_size: int,
-    windows: Seq[int | None] = (None,),
+    groups: Seq[Group] = (FULL,),
     max_len: int = 2**31,
     eos_ids: frozenset[int] = frozenset(),
 ) -> list[Found]:
@@ -117,7 +111,7 @@ def expected_beams(
     live = [(list(prompt), 0.0, list[int]())]
     results: list[tuple[float, Found]] = []
     while live:
-        known = [states(tokens, windows, before) for tokens, _, before in live]
+        known = [states(tokens, groups, before) for tokens, _, before in live]
         tops = [fake_top(mine[-1], 0, k, vocab_size) for mine in known]
         branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
         advance = method.advance(branches, context)
@@ -129,10 +123,6 @@ def expected_beams(
         results = sorted(results, key=lambda result: -result[0])[: method.keep()]
         live = [([*live[i][0], token], live[i][1] + logprob, known[i]) for i, token, logprob in advance.choices]
     return [found for _, found in results[: params.n]]
-
-
-def _first_seen(position: int, window: int | None) -> int:
-    return 0 if window is None else max(0, position - window + 1)
 
 
 class Slot:
@@ -163,21 +153,15 @@ class EchoRunner:
         self.queue: deque[StepPlan] = deque()
         self.submitted = self.collected = 0
         self.slots: dict[int, Slot] = {}
-        self.tables: list[Cells] = []  # a group: [slots, pages of a sequence]
-        self.cells: Cells = np.zeros((0, 0), dtype=np.int64)  # [pages, tokens of a page]
-        self.host: Cells = np.zeros((0, 0), dtype=np.int64)  # [host pages, tokens of a page]
-        self.windows: list[int | None] = []
+        self.groups: list[Pages] = []
         self._constant = Sampled((BLIND_TOKEN,)), Sampled(())
 
     def bind(self, geometry: Geometry) -> None:
         """Allocate the tables and the page store."""
         if self.blind:
             return
-        self.windows = [group.window for group in geometry.groups]
-        self.tables = [np.zeros((geometry.slots, geometry.table_width), dtype=np.int64) for _ in geometry.groups]
-        size = geometry.groups[0].page_tokens
-        self.cells = np.zeros((geometry.pages, size), dtype=np.int64)
-        self.host = np.full((geometry.host_pages + 1, size), POISON, dtype=np.int64)
+        cells, host = np.zeros(geometry.bytes, dtype=np.uint8), np.full(geometry.host_bytes, POISON, dtype=np.uint8)
+        self.groups = [Pages(group, g, cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
 
     def submit(self, plan: StepPlan) -> int:
         """Enqueue a plan; nothing of it happens before `collect`."""
@@ -216,17 +200,18 @@ class EchoRunner:
 
     def replay(self, entry: Entry) -> None:
         """Apply one journal entry to tables and pages."""
+        group = self.groups[entry.group]
         if isinstance(entry, Table):
-            self.tables[entry.group][entry.slot, entry.at : entry.at + len(entry.pages)] = entry.pages
+            group.table[entry.slot, entry.at : entry.at + len(entry.pages)] = entry.pages
         elif isinstance(entry, Copy):
-            self.cells[entry.dst] = self.cells[entry.src]
+            group.pages[entry.dst] = group.pages[entry.src]
         elif isinstance(entry, Out):
-            self.host[entry.host] = self.cells[entry.page]
+            group.host[entry.host - 1] = group.pages[entry.page]
         elif isinstance(entry, In):
-            self.cells[entry.page] = self.host[entry.host]
-            self.host[entry.host] = POISON
+            group.pages[entry.page] = group.host[entry.host - 1]
+            group.host[entry.host - 1] = POISON
         else:
-            self.cells[entry.page] = POISON
+            group.pages[entry.page] = POISON
 
     def compute(self, row: Row) -> Sampled:
         """Write a state for each position of the row, then draw from the last one."""
@@ -237,10 +222,10 @@ class EchoRunner:
                 assert slot.last is not None, f"slot {row.slot} has no last sample"
                 token = slot.last
             position = row.start + i
-            state = _state(token, position, [self.seen(g, row.slot, position) for g in range(len(self.tables))])
-            for g, table in enumerate(self.tables):
-                page, offset = self.address(table, row.slot, position)
-                self.cells[page, offset] = state ^ g
+            seen = [group.rule.seen(group, row.slot, position) for group in self.groups]
+            state = _state(token, position, seen)
+            for group in self.groups:
+                group.rule.write(group, row.slot, position, token, state)
             if i < len(row.score):
                 scores.append(fake_top(state, row.score[i], slot.params.prompt_logprobs or 0, self.vocab_size))
         seeds = [branch_seed(slot.seed, i) for i in range(row.sample)]
@@ -252,22 +237,6 @@ class EchoRunner:
         k = slot.top
         tops = tuple(fake_top(state, token, k, self.vocab_size) for token in tokens) if k >= 0 else ()
         return Sampled(tokens, tops, tuple(scores))
-
-    def address(self, table: Cells, slot: int, position: int) -> tuple[int, int]:
-        """The page and the offset in it of a position; it must be a real page."""
-        size = self.cells.shape[1]
-        page = int(table[slot, position // size])
-        assert page, f"slot {slot} writes position {position} to the scratch page"
-        return page, position % size
-
-    def seen(self, group: int, slot: int, position: int) -> bytes:
-        """What a group sees of the positions before `position`, read through its table."""
-        size = self.cells.shape[1]
-        first = _first_seen(position, self.windows[group])
-        page = first // size
-        pages = self.tables[group][slot, page : -(-position // size)]
-        assert first == position or pages.all(), f"slot {slot} reads positions {first} to {position} from scratch"
-        return self.cells[pages].reshape(-1)[first - page * size : position - page * size].tobytes()
 
     def close(self) -> None:
         """Forget what is queued."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost, Work, padded, work_of
+from quire.sim.padding import Padded
 from quire.vocabulary.params import MAX_N
 from quire.vocabulary.plan import Birth, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
@@ -32,7 +33,7 @@ class SimRunner:
     """See control.engine.Runner. Always the same token is drawn, none of the end tokens in `avoid`; branches of one row
     get different ones, so that they share no more than their prompt. Or `draw` says what a row of the sequence of a
     birth brings (beam search needs candidates). `watch` is shown the work and the seconds of every step. `padding` is
-    asked in each step for the tokens of prompts and the rows that static batches computed for nothing until then."""
+    asked in each step for what a static batch computes for nothing in it."""
 
     def __init__(
         self,
@@ -46,8 +47,7 @@ class SimRunner:
     ) -> None:
         self.cost, self.clock, self.depth, self.draw, self.watch = cost, clock, depth, draw, watch
         self.flight: deque[Flight] = deque()
-        self.padding: Callable[[], tuple[int, int]] | None = None
-        self.padded = (0, 0)
+        self.padding: Callable[[StepPlan], Padded] | None = None
         self.free = 0.0  # when the device will have done all that it was given
         self.busy = 0.0  # seconds that it computed
         self.page_bytes: tuple[int, ...] = ()
@@ -64,9 +64,7 @@ class SimRunner:
         assert len(self.flight) < self.depth, f"more than {self.depth} steps are in flight"
         work = work_of(plan, self.cost.shape, self.page_bytes)
         if self.padding is not None:
-            (prompt, rows), before = self.padding(), self.padded
-            self.padded = prompt, rows
-            work = padded(work, self.cost.shape, prompt - before[0], rows - before[1])
+            work = padded(work, self.cost.shape, *self.padding(plan))
         self.clock.pass_by(self.cost.host(work))
         seconds = self.cost.device(work)
         self.free = max(self.free, self.clock.now) + seconds

@@ -14,14 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.control.engine import Engine
+from quire.control.assembly import assemble
 from quire.control.limits import Limits
 from quire.control.memory import Size, Usage, build_memory
-from quire.control.memory.reserved import STATIC, ReservedMemory
-from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost
+from quire.sim.padding import Padding
 from quire.sim.runner import Draw, SimRunner
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
@@ -188,34 +187,18 @@ class Simulation:
         config = config.sized(kind)
         _check_pages(kv_tokens, config.page_size)
         max_len = min(config.max_model_len or spec.max_len, kv_tokens)
-        assert config.max_num_batched_tokens is not None, "sized above"
-        assert config.max_num_seqs is not None, "sized above"
         self.config, self.spec, self.clock = config, spec, VirtualClock()
         depth = config.depth or depth
         self.runner = SimRunner(cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw)
         memory = build_memory(config, spec, Size(kv_tokens, max_len, cost.shape.itemsize), "simulated")
         self.runner.bind(memory.geometry)
-        scheduler = Scheduler(
-            memory,
-            budget=config.max_num_batched_tokens,
-            max_seqs=config.max_num_seqs,
-            max_len=max_len,
-            eos_ids=spec.eos_ids,
-            preemption=config.preemption if config.swap_gib else "recompute",
-            costs=cost.preemption(),
-            static=config.memory in STATIC,
-        )
-        if isinstance(memory, ReservedMemory):
-            if not memory.fits([max_len]):
-                raise StartupError(
-                    f"--memory {config.memory} finds no room for a sequence of {max_len} tokens in {kv_tokens}",
-                    "Use a smaller --max-model-len, or a larger --kv-gib",
-                )
-            memory.queue = scheduler.waiting
-            reserved = memory
-            self.runner.padding = lambda: (reserved.padding.prompt, reserved.padding.rows)
         limits = Limits(spec.vocab_size, max_len, sys.maxsize)
-        self.engine = Engine(scheduler, self.runner, limits, clock=self.clock, seed=config.seed, depth=depth)
+        self.engine = assemble(
+            config, memory, self.runner, limits, clock=self.clock, eos_ids=spec.eos_ids, costs=cost.preemption(),
+            depth=depth,
+        )  # fmt: skip
+        if self.engine.scheduler.static:
+            self.runner.padding = Padding(self.engine.scheduler)
 
     def register(self, name: str, tokens: Sequence[int]) -> None:
         """Compute and pin a prefix before any request comes (PagedAttention §4.4), within `config.prefix_tokens`."""
@@ -285,18 +268,18 @@ class _Watch:
         self.running += len(scheduler.running) + ended
         if self.moments and now < self.moments[-1].time + self.apart:
             return
-        sharing = scheduler.memory.sharing()
+        usage, sharing = scheduler.memory.account()
         self.tables += sharing.tables
         self.saved += sharing.saved
         waiting = len(scheduler.waiting) + len(scheduler.swapped)
-        self.moments.append(Moment(now, len(scheduler.running), waiting, scheduler.memory.usage()))
+        self.moments.append(Moment(now, len(scheduler.running), waiting, usage))
         if len(self.moments) > 2 * SAMPLES:
             self.moments = self.moments[::2]
             self.apart = 2 * max(self.apart, now / len(self.moments) / 2)
 
     def totals(self, finished: bool) -> Totals:
         engine, now = self.simulation.engine, self.simulation.clock.now
-        sharing = engine.scheduler.memory.sharing()
+        sharing = engine.scheduler.memory.account().sharing
         return Totals(
             now, finished, engine.stats.steps, self.simulation.runner.busy / now if now else 0.0,
             engine.stats.rows / max(engine.stats.steps, 1), self.running / max(self.steps, 1),

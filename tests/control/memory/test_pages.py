@@ -1,102 +1,187 @@
-"""The page pool: a stack of empty pages, a queue of cached ones, and what `check` finds."""
+"""The ledger of pages: stacks of empty pages, queues of cached ones, pools of one size, and what `check` finds."""
 
 from __future__ import annotations
 
 import pytest
 
-from quire.control.memory.pages import Pages
+from quire.control.memory.pages import SCRATCH, WATERMARK, Ledger
 
 
-def cached(pages: Pages, page: int, key: bytes) -> None:
-    pages.publish(0, page, key)
-    pages.release(page)
+def ledger(total: int, groups: int = 1, order: list[int] | None = None) -> Ledger:
+    """Groups that have all pages in common."""
+    return Ledger([range(1, total + 1)] * groups, order)
+
+
+def cached(pages: Ledger, page: int, key: bytes, group: int = 0) -> None:
+    pages.publish(group, page, key)
+    pages.release(group, (page,))
+
+
+def available(pages: Ledger) -> int:
+    return sum(pool.available for pool in pages.pools)
 
 
 def test_empty_pages_come_in_the_order_given() -> None:
-    pages = Pages(4, 1, order=[3, 1, 4, 2])
-    assert [pages.take(0, 1) for _ in range(4)] == [3, 1, 4, 2]
-    assert pages.available == 0
+    pages = ledger(4, order=[3, 1, 4, 2])
+    assert [pages.take(0) for _ in range(4)] == [3, 1, 4, 2]
+    assert available(pages) == 0
 
 
 def test_empty_pages_go_before_cached_ones_and_those_by_age() -> None:
-    pages = Pages(3, 1)
-    first, second, third = (pages.take(0, 1) for _ in range(3))
+    pages = ledger(3)
+    first, second, third = (pages.take(0) for _ in range(3))
     cached(pages, second, b"b")
     cached(pages, first, b"a")
-    pages.release(third)
-    assert pages.take(0, 2) == third
+    pages.release(0, (third,))
+    assert pages.take(0) == third
     assert pages.evictions == 0
-    assert [pages.take(0, 2), pages.take(0, 2)] == [second, first]
+    assert [pages.take(0), pages.take(0)] == [second, first]
     assert pages.evictions == 2
     assert pages.find(0, b"a") is pages.find(0, b"b") is None
 
 
+def test_of_pages_released_together_the_deepest_is_evicted_first() -> None:
+    pages = ledger(3)
+    table = [pages.take(0) for _ in range(3)]
+    for i, page in enumerate(table):
+        pages.publish(0, page, bytes([i]))
+    pages.release(0, [SCRATCH, *table])
+    assert [pages.take(0) for _ in range(3)] == table[::-1]
+
+
 def test_a_cached_page_that_is_used_again_is_not_evicted() -> None:
-    pages = Pages(2, 1)
-    old, new = pages.take(0, 1), pages.take(0, 1)
+    pages = ledger(2)
+    old, new = pages.take(0), pages.take(0)
     cached(pages, old, b"old")
     cached(pages, new, b"new")
-    pages.share(old)
-    pages.release(old)  # now the latest
-    assert pages.take(0, 2) == new
+    pages.share(0, old)
+    pages.release(0, (old,))  # now the latest
+    assert pages.take(0) == new
     assert pages.find(0, b"old") == old
 
 
+def test_a_page_stays_until_all_who_share_it_let_it_go() -> None:
+    pages = ledger(2)
+    page = pages.take(0)
+    pages.share(0, page, 2)
+    pages.share_all(0, [SCRATCH, page])
+    pages.check([{page: 4}])
+    before = pages.releases
+    for left in (3, 2, 1):
+        assert pages.is_shared(0, page)
+        pages.release(0, (page,))
+        pages.check([{page: left}])
+        assert available(pages) == 1
+    assert not pages.is_shared(0, page)
+    assert pages.releases == before  # nothing came back yet
+    pages.release(0, (page,))
+    assert pages.releases == before + 1
+    assert pages.is_empty(0, page)
+    pages.check([{}])
+
+
 def test_a_second_page_of_the_same_content_stays_private() -> None:
-    pages = Pages(2, 1)
-    first, second = pages.take(0, 1), pages.take(0, 2)
+    pages = ledger(2)
+    first, second = pages.take(0), pages.take(0)
     pages.publish(0, first, b"k")
     pages.publish(0, second, b"k")
     assert pages.find(0, b"k") == first
-    pages.release(second)
-    assert pages.empty == [second]
-    pages.check()
+    pages.release(0, (second,))
+    assert pages.of[0].empty == [second]
+    pages.check([{first: 1}])
 
 
 def test_groups_do_not_find_each_others_pages() -> None:
-    pages = Pages(2, 2)
-    pages.publish(0, pages.take(0, 1), b"k")
+    pages = ledger(2, groups=2)
+    pages.publish(0, pages.take(0), b"k")
     assert pages.find(1, b"k") is None
 
 
+def test_groups_with_pages_of_one_size_share_them_and_others_do_not() -> None:
+    pages = Ledger([range(1, 4), range(10, 12), range(1, 4)])
+    assert [pool.groups for pool in pages.pools] == [[0, 2], [1]]
+    assert [pages.take(0), pages.take(2), pages.take(1)] == [1, 2, 10]
+    assert pages.used == [1, 1, 1]
+    assert pages.affords([1, 1, 0])
+    assert pages.affords([0, 1, 1])
+    assert not pages.affords([1, 0, 1])
+    assert not pages.affords([0, 2, 0])
+    pages.check([{1: 1}, {10: 1}, {2: 1}])
+    with pytest.raises(AssertionError, match="group 1 holds page 2, which is not its own"):
+        pages.check([{1: 1}, {10: 1, 2: 1}, {2: 1}])
+
+
+def test_what_is_found_in_the_cache_cannot_be_given_away_too() -> None:
+    pages = ledger(4)
+    old, used = pages.take(0), pages.take(0)
+    cached(pages, old, b"old")
+    pages.publish(0, used, b"used")
+    assert pages.affords([3])
+    assert pages.resting([(0, used)]) == [0]  # it wasn't free before
+    assert pages.resting([(0, old), (0, used)]) == [1]
+    for rest, affords in ((2, True), (3, False)):
+        assert pages.affords([rest + pages.resting([(0, old)])[0]]) is affords
+    pages.share(0, old)
+    assert pages.resting([(0, old)]) == [0]
+    assert pages.affords([2])
+    assert not pages.affords([3])
+
+
+def test_a_margin_is_a_hundredth_of_each_pool() -> None:
+    small, large = WATERMARK - 1, 2 * WATERMARK
+    pages = Ledger([range(1, 1 + small), range(1000, 1000 + large)])
+    for needs, margin in (([small, large], False), ([small, large - 2], True)):
+        assert pages.affords(needs, margin=margin)
+        assert not pages.affords([needs[0], needs[1] + 1], margin=margin)
+    for _ in range(5):
+        pages.take(1)
+    assert not pages.affords([0, large - 2], margin=True)
+    assert pages.affords([0, large - 2], margin=True, idle=True)
+    assert not pages.affords([0, large - 1], margin=True, idle=True)
+
+
 def test_dropping_the_cache_empties_unused_pages_only() -> None:
-    pages = Pages(3, 1)
-    used, unused = pages.take(0, 1), pages.take(0, 1)
+    pages = ledger(3)
+    used, unused = pages.take(0), pages.take(0)
     pages.publish(0, used, b"used")
     cached(pages, unused, b"unused")
     assert pages.drop_cached() == 1
     assert pages.find(0, b"unused") is None
     assert pages.find(0, b"used") == used
-    pages.check()
+    pages.check([{used: 1}])
 
 
 def test_a_page_released_too_often() -> None:
-    pages = Pages(1, 1)
-    page = pages.take(0, 1)
-    pages.release(page)
+    pages = ledger(1)
+    page = pages.take(0)
+    pages.release(0, (page,))
     with pytest.raises(AssertionError, match="no references"):
-        pages.release(page)
+        pages.release(0, (page,))
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda pages: pages.empty.pop(), "lost"),
-        (lambda pages: pages.empty.__setitem__(0, pages.empty[1]), "empty twice"),
-        (lambda pages: pages.cached.pop(2), "lost"),
-        (lambda pages: pages.keys.__setitem__(2, None), "without a key"),
+        (lambda pages: pages.of[0].empty.pop(), "lost"),
+        (lambda pages: pages.of[0].empty.__setitem__(0, pages.of[0].empty[1]), "empty twice"),
+        (lambda pages: pages.of[0].cached.pop(2), "lost"),
+        (lambda pages: pages.of[0].keys.__setitem__(2, None), "without a key"),
         (lambda pages: pages.index[0].clear(), "not indexed"),
         (lambda pages: pages.index[0].__setitem__(b"x", 2), "under another key"),
-        (lambda pages: pages.refs.__setitem__(0, 1), "scratch"),
-        (lambda pages: pages.refs.__setitem__(1, 0), "lost"),
+        (lambda pages: pages.of[0].refs.__setitem__(SCRATCH, 1), "reference counts"),
+        (lambda pages: pages.of[0].refs.__setitem__(1, 0), "reference counts"),
+        (lambda pages: pages.of[0].refs.__setitem__(1, 2), "reference counts"),
+        (lambda pages: pages.of[0].refs.__setitem__(3, -1), "reference counts"),
+        (lambda pages: pages.used.__setitem__(0, 2), "count of used pages"),
+        (lambda pages: pages.of[0].keys.__setitem__(3, (0, b"x")), "empty and has a key"),
     ],
 )
 def test_check_finds_what_is_broken(harm: object, message: str) -> None:
-    pages = Pages(5, 1)
-    pages.take(0, 1)
-    cached(pages, pages.take(0, 1), b"k")
-    pages.check()
+    pages = ledger(5)
+    pages.take(0)
+    cached(pages, pages.take(0), b"k")
+    pages.check([{1: 1}])
     assert callable(harm)
     harm(pages)
     with pytest.raises(AssertionError, match=message):
-        pages.check()
+        pages.check([{1: 1}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from memories import MEMORIES, Build
+from memories import MEMORIES, Build, admit_one
 
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence
@@ -13,12 +13,12 @@ from quire.control.request import Sequence
 
 def registered(memory: PagedMemory, name: str, tokens: list[int]) -> None:
     seq = Sequence(1, [*tokens, 1])
-    reused = memory.admit(seq, 64)
-    assert reused is not None
+    reused = admit_one(memory, seq, 64)
+    assert isinstance(reused, int)
     assert memory.grow(seq, len(seq.tokens))
     seq.planned = seq.computed = len(tokens)
     memory.commit(seq)
-    assert memory.pin(name, seq)
+    assert memory.prefixes.pin(name, seq)
     memory.free(seq)
     memory.check()
 
@@ -26,18 +26,18 @@ def registered(memory: PagedMemory, name: str, tokens: list[int]) -> None:
 def test_a_page_of_two_prefixes_is_counted_once_and_stays_until_both_are_gone() -> None:
     memory = MEMORIES["paged-4"](Build(tokens=80, prefix_tokens=40))
     registered(memory, "a", list(range(10)))
-    assert (memory.prefixes.pinned_pages, memory.sharing().prefix_tokens) == (3, 10)
+    assert (len(memory.prefixes.pins), memory.account().sharing.prefix_tokens) == (3, 10)
     registered(memory, "b", [*range(8), 50, 51, 52, 53])
     assert sorted(memory.prefixes.pins.values()) == [1, 1, 2, 2]
-    assert memory.prefixes.pinned_pages == 4
-    assert memory.unpin("a")
+    assert len(memory.prefixes.pins) == 4
+    assert memory.prefixes.unpin("a")
     memory.check()
     assert sorted(memory.prefixes.pins.values()) == [1, 1, 1]
-    assert not memory.unpin("a")
-    assert memory.unpin("b")
+    assert not memory.prefixes.unpin("a")
+    assert memory.prefixes.unpin("b")
     memory.check()
     assert memory.prefixes.pins == Counter()
-    assert memory.usage().used == 0
+    assert memory.account().usage.used == 0
 
 
 @pytest.mark.parametrize("name", MEMORIES)
@@ -46,9 +46,11 @@ def test_every_memory_counts_its_pins(name: str) -> None:
     for i in range(3):
         registered(memory, str(i), [5] * (3 + 5 * i))
     for i in (1, 0, 2):
-        assert memory.unpin(str(i))
+        assert memory.prefixes.unpin(str(i))
         memory.check()
-    assert memory.prefixes.pinned_pages == 0
+    assert memory.prefixes.pins == Counter()
+    assert not memory.prefixes.registered
+    assert sum(memory.pages.used) == 0
 
 
 def test_the_check_sees_a_lost_pin_and_a_lost_name() -> None:

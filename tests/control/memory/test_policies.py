@@ -4,32 +4,93 @@ from __future__ import annotations
 
 import pytest
 
-from quire.control.memory.policies import FullPolicy, LayerPolicy, WindowPolicy
+from quire.control.memory.policies import (
+    POLICIES,
+    FullPolicy,
+    LayerPolicy,
+    WindowPolicy,
+    forgets,
+    most_at_once,
+    peak,
+    touched,
+)
+from quire.vocabulary.specs import Group
+
+SIZES = [(1, 1), (3, 1), (4, 1), (16, 1), (16, 15), (3, 2), (5, 7)]  # so many tokens fill so many pages
+WINDOWS = [None, 1, 2, 4, 5, 7, 16]
 
 
-def needed(start: int, end: int, size: int, window: int | None) -> set[int]:
+def pages_of(position: int, tokens: int, pages: int) -> range:
+    """The pages that the token at a position lies in, by its first and its last byte: a token has `pages` bytes, and
+    so a page `tokens`."""
+    return range(position * pages // tokens, ((position + 1) * pages - 1) // tokens + 1)
+
+
+def needed(start: int, end: int, tokens: int, pages: int, window: int | None) -> set[int]:
     """Pages of all positions that tokens [start, end) see, each for itself."""
     lows = [0 if window is None else max(0, p - window + 1) for p in range(start, end)]
-    return {position // size for low, p in zip(lows, range(start, end)) for position in range(low, p + 1)}
+    seen = {position for low, p in zip(lows, range(start, end)) for position in range(low, p + 1)}
+    return {page for position in seen for page in pages_of(position, tokens, pages)}
 
 
-def policy(size: int, window: int | None) -> LayerPolicy:
-    return FullPolicy(size) if window is None else WindowPolicy(size, window)
+def policy(tokens: int, pages: int, window: int | None) -> LayerPolicy:
+    group = Group(
+        (0,), 64, 4, 100, range(1, 200), run_tokens=tokens, run_pages=pages, window=window,
+        kind="full" if window is None else "window",
+    )  # fmt: skip
+    return POLICIES[group.kind](group)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 7, 16])
-@pytest.mark.parametrize("size", [1, 3, 4, 16])
-def test_live_pages_are_those_that_are_seen(size: int, window: int | None) -> None:
+def test_each_kind_of_group_has_its_policy() -> None:
+    assert type(policy(4, 1, None)) is FullPolicy
+    assert type(policy(4, 1, 5)) is WindowPolicy
+    assert not forgets(policy(4, 1, None))
+    assert forgets(policy(4, 1, 5))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("tokens", "pages"), SIZES)
+def test_touched_pages_are_those_that_are_seen_or_written(tokens: int, pages: int, window: int | None) -> None:
+    subject = policy(tokens, pages, window)
     for start in range(40):
         for end in range(start + 1, 44):
-            assert set(policy(size, window).live(start, end)) == needed(start, end, size, window)
+            wanted = needed(start, end, tokens, pages, window)
+            assert set(touched(subject, None, start, end)) == set(subject.reads(None, start, end)) == wanted
+            written = {page for position in range(start, end) for page in pages_of(position, tokens, pages)}
+            assert set(subject.writes(None, start, end)) == written
+        assert not subject.writes(None, start, start) or start * pages % tokens
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("tokens", "pages"), SIZES)
+def test_a_hit_requires_the_pages_before_it_that_the_next_token_sees(
+    tokens: int, pages: int, window: int | None
+) -> None:
+    subject = policy(tokens, pages, window)
+    for hit in range(44):
+        before = {page for position in range(hit) for page in pages_of(position, tokens, pages)}
+        assert set(subject.required(None, hit)) == needed(hit, hit + 1, tokens, pages, window) & before
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16])
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 7, 16])
-@pytest.mark.parametrize("size", [1, 3, 4, 16])
-def test_the_peak_is_enough_for_every_step(size: int, window: int | None, chunk: int) -> None:
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("tokens", "pages"), SIZES)
+def test_the_peak_is_enough_for_every_step(tokens: int, pages: int, window: int | None, chunk: int) -> None:
+    """Also for one that is planned before the one before it is confirmed; and it isn't more than all pages."""
+    subject = policy(tokens, pages, window)
+    most = most_at_once(subject, chunk)
     for length in range(1, 44):
-        steps = [(start, min(start + chunk, length)) for start in range(length)]
-        most = max(len(policy(size, window).live(start, end)) for start, end in steps)
-        assert most <= policy(size, window).peak(length, chunk) <= -(-length // size)
+        held = peak(subject, length, most)
+        assert held <= -(-length * pages // tokens)
+        for start in range(length):
+            assert len(touched(subject, None, start, min(start + chunk, length))) <= held
+            # The step before it, of a chunk too, may be unconfirmed: what that one reads is still there.
+            before = subject.reads(None, max(0, start - chunk), start)
+            assert touched(subject, None, start, min(start + chunk, length)).stop - before.start <= held
+
+
+@pytest.mark.parametrize("window", [5, 7])
+def test_the_peak_of_a_window_does_not_grow_with_the_length(window: int) -> None:
+    subject = policy(4, 1, window)
+    most = most_at_once(subject, 8)
+    assert peak(subject, 10**6, most) == peak(subject, 10**4, most) == most <= -(-(window + 2 * 8) // 4) + 1

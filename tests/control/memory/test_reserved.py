@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memories import EVERY, MAX_LEN, VOCAB, Alone, Build, insides, spec, tell
+from memories import EVERY, MAX_LEN, VOCAB, Alone, Build, admit_one, insides, reset, spec, tell
 from traces import Asked, Trace, run_trace
 
 from quire.bench import main as bench
@@ -39,7 +39,7 @@ def begun(
     seq = Sequence(id, [1] * prompt)
     seq.branches = branches
     tell(memory, seq, prompt + output)
-    if memory.admit(seq, 64) is None:
+    if admit_one(memory, seq, 64) is None:
         return None
     assert memory.grow(seq, held)
     seq.tokens += [1] * (held - prompt)
@@ -49,7 +49,7 @@ def begun(
 
 def tokens_of(memory: ReservedMemory) -> tuple[float, ...]:
     """Usage in tokens: used, reserved, internal, external, free."""
-    usage, token = memory.usage(), memory.geometry.page_bytes * memory.groups / memory.page_tokens
+    usage, token = memory.account().usage, memory.geometry.page_bytes * memory.groups / memory.page_tokens
     assert usage.cached == 0
     return tuple(part / token for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
 
@@ -153,8 +153,8 @@ def test_a_fork_copies_every_computed_page_into_a_run_of_its_own() -> None:
         Table(memory.slot(child), 0, 0, yours),
         *(Copy(0, old, new) for old, new in zip(mine[:3], yours)),
     )
-    assert memory.sharing().copies == 3
-    assert memory.sharing().saved == 0
+    assert memory.account().sharing.copies == 3
+    assert memory.account().sharing.saved == 0
     assert tokens_of(memory) == (18, 14, 0, 0, 256 - 32)
 
 
@@ -194,13 +194,13 @@ def test_prefixes_and_swapping_are_refused() -> None:
     assert seq is not None
     assert not memory.swap_out([seq])
     assert not memory.swap_in([])
-    assert not memory.room_for_prefix(1)
-    assert not memory.pin("p", seq)
-    assert not memory.unpin("p")
-    assert memory.reset_prefix_cache() == 0
+    assert not memory.prefixes.room(1)
+    assert not memory.prefixes.pin("p", seq)
+    assert not memory.prefixes.unpin("p")
+    assert reset(memory) == 0
     assert memory.held([seq]) == (16 * memory.geometry.page_bytes, 9)
     with pytest.raises(AssertionError, match="swapped nothing"):
-        memory.drop_swapped(seq)
+        memory.free(seq)
     with pytest.raises(StartupError, match="shares no prefixes"):
         EngineConfig(memory="orca-max", prefix_tokens=16)
 

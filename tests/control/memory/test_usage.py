@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memories import MEMORIES, Build, spec
+from memories import MEMORIES, Build, admit_one, reset, spec
 
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
@@ -12,7 +12,7 @@ from quire.control.request import Sequence
 
 def resident(memory: PagedMemory, id: int, length: int) -> Sequence:
     seq = Sequence(id, [id * 100 + i for i in range(length)])
-    assert memory.admit(seq, 64) == 0
+    assert admit_one(memory, seq, 64) == 0
     assert memory.grow(seq, length)
     seq.planned = seq.computed = length
     memory.commit(seq)
@@ -21,26 +21,26 @@ def resident(memory: PagedMemory, id: int, length: int) -> Sequence:
 
 def test_used_internal_cached_and_free() -> None:
     memory = MEMORIES["paged-4"](Build(tokens=40))
-    token = memory.geometry.page_bytes // 4
-    assert memory.usage() == (0, 0, 0, 0, 0, 40 * token)
+    token = memory.geometry.groups[0].page_bytes // 4
+    assert memory.account().usage == (0, 0, 0, 0, 0, 40 * token)
     first = resident(memory, 1, 9)
-    assert memory.usage() == (9 * token, 0, 0, 3 * token, 0, 28 * token)
+    assert memory.account().usage == (9 * token, 0, 0, 3 * token, 0, 28 * token)
     second = resident(memory, 2, 4)
-    assert memory.usage() == (13 * token, 0, 0, 3 * token, 0, 24 * token)
+    assert memory.account().usage == (13 * token, 0, 0, 3 * token, 0, 24 * token)
     memory.free(first)  # two full pages stay cached, the third is empty
-    assert memory.usage() == (4 * token, 8 * token, 0, 0, 0, 28 * token)
+    assert memory.account().usage == (4 * token, 8 * token, 0, 0, 0, 28 * token)
     assert memory.grow(second, 5)
-    assert memory.usage() == (5 * token, 8 * token, 0, 3 * token, 0, 24 * token)
-    assert memory.reset_prefix_cache() == 2
-    assert memory.usage() == (5 * token, 0, 0, 3 * token, 0, 32 * token)
+    assert memory.account().usage == (5 * token, 8 * token, 0, 3 * token, 0, 24 * token)
+    assert reset(memory) == 2
+    assert memory.account().usage == (5 * token, 0, 0, 3 * token, 0, 32 * token)
 
 
 def test_a_shared_page_counts_once() -> None:
     memory = MEMORIES["paged-4"](Build(tokens=40))
     parent = resident(memory, 1, 6)
-    before = memory.usage()
+    before = memory.account().usage
     assert memory.fork(parent, parent.fork(2, 1, 0))
-    assert memory.usage() == before
+    assert memory.account().usage == before
 
 
 def test_geometry() -> None:
@@ -48,13 +48,15 @@ def test_geometry() -> None:
     config = EngineConfig(page_size=4, max_num_seqs=8)
     one = build_memory(config, spec((None, None), 48), Size(64, 48, 2)).geometry
     assert [(group.layers, group.window) for group in one.groups] == [((0, 1), None)]
-    assert (one.pages, one.slots, one.table_width, one.page_bytes) == (17, 9, 12, 4 * 2 * 2 * 4 * 2)
-    assert one.bytes == 17 * one.page_bytes
+    (group,) = one.groups
+    assert (group.ids, one.slots, group.table_width, group.page_bytes) == (range(1, 17), 9, 12, 4 * 2 * 2 * 4 * 2)
+    assert (one.bytes, group.token_bytes) == (17 * group.page_bytes, 2 * 2 * 4 * 2)
     each = build_memory(
         EngineConfig(page_size=4, max_num_seqs=8, table_scope="layer"), spec((None, None), 48), Size(64, 48, 2)
     ).geometry
     assert [group.layers for group in each.groups] == [(0,), (1,)]
-    assert (each.pages, each.page_bytes) == (33, 4 * 2 * 4 * 2)
+    assert {(group.ids, group.page_bytes) for group in each.groups} == {(range(1, 33), 4 * 2 * 4 * 2)}
+    assert each.bytes == 33 * 4 * 2 * 4 * 2
     mixed = build_memory(config, spec((None, 6, None), 48), Size(64, 48, 2)).geometry
     assert [(group.layers, group.window) for group in mixed.groups] == [((0, 2), None), ((1,), 6)]
     assert len({group.page_bytes for group in mixed.groups}) == 1

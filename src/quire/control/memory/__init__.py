@@ -6,37 +6,66 @@ The scheduler drives a KVMemory without knowing which one it is; the runner repl
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from quire.config import EngineConfig
-from quire.control.memory.paged import PagedMemory, Placement
+from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
+from quire.control.memory.layout import Size
+from quire.control.memory.paged import PagedMemory
 from quire.control.memory.reserved import RULES, ReservedMemory
-from quire.control.memory.usage import Sharing, Usage
 from quire.control.request import Sequence
+from quire.errors import StartupError
 from quire.vocabulary.plan import Journal
 from quire.vocabulary.specs import Geometry, ModelSpec
 
-__all__ = ["KVMemory", "Placement", "Sharing", "Size", "Usage", "build_memory"]
+__all__ = [
+    "LATER", "Account", "Admitted", "KVMemory", "Later", "Placement", "Registered", "Sharing", "Size", "Usage",
+    "build_memory",
+]  # fmt: skip
+
+
+class Registered(Protocol):
+    """What a memory that shares prefixes keeps of them: those that the operator registers stay until `unpin`."""
+
+    def room(self, length: int) -> bool:
+        """Could a prefix of this length be registered now?"""
+        ...
+
+    def pin(self, name: str, seq: Sequence) -> bool:
+        """Register what the sequence has computed as a prefix; False if prefixes have no room left."""
+        ...
+
+    def unpin(self, name: str) -> bool:
+        """Let go of a registered prefix; False if there is none of that name."""
+        ...
+
+    def reset(self) -> int:
+        """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
+        ...
 
 
 class KVMemory(Protocol):
     """The interface of every memory. Shortage is a return value, and a call that reports it has changed nothing.
 
     Lengths are in tokens. `free` and `fork` take quiet sequences only. Deterministic: the same calls give the same
-    placements and journal.
+    placements and journal. `prefixes` is None where none is shared.
     """
 
     geometry: Geometry
+
+    @property
+    def prefixes(self) -> Registered | None: ...
 
     def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
         """Could sequences of these lengths, with a common prefix of `shared` tokens, be held at once if the memory were
         otherwise idle?"""
         ...
 
-    def admit(self, seq: Sequence, budget: int, sibling: Sequence | None = None) -> int | None:
-        """Birth: reuse a prefix that is there and make room for up to `budget` more tokens. Returns the reused length
-        (at most len - 1, so that one token is always computed), or None. Undone by `free`. A resident `sibling` may
-        share what it has yet to compute: then the sequence's rows must not come before the sibling's."""
+    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+        """Birth of all live sequences of a request: reuse prefixes that are there, and what these sequences have in
+        common, and make room for up to `budget` more tokens of one sequence, for all tokens of several. At least one
+        token of each is left to compute. None: no room, and trying again is of use only once something left. LATER: the
+        next request may be tried, this one will find more in a step to come. Undone by `free`."""
         ...
 
     def grow(self, seq: Sequence, length: int) -> bool:
@@ -52,35 +81,19 @@ class KVMemory(Protocol):
         ...
 
     def free(self, seq: Sequence) -> None:
-        """Death; cached pages may outlive the sequence."""
+        """Death, in memory or swapped out; cached pages may outlive the sequence."""
         ...
 
     def swap_out(self, seqs: Seq[Sequence]) -> bool:
-        """Move quiet sequences, all of a request, to host memory; they leave their slots. False if it is full."""
+        """Move quiet sequences, all of a request, to host memory; they leave their slots. False if that has no room."""
         ...
 
     def swap_in(self, seqs: Seq[Sequence]) -> bool:
         """Bring back sequences that were swapped out together, into new slots. False while memory is short."""
         ...
 
-    def drop_swapped(self, seq: Sequence) -> None:
-        """Forget a sequence that is swapped out."""
-        ...
-
     def held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
         """Bytes of the pages that these sequences hold, a shared one counted once, and the tokens in them."""
-        ...
-
-    def pin(self, name: str, seq: Sequence) -> bool:
-        """Register what the sequence has computed as a prefix; False if prefixes have no room left."""
-        ...
-
-    def unpin(self, name: str) -> bool:
-        """Let go of a registered prefix; False if there is none of that name."""
-        ...
-
-    def room_for_prefix(self, length: int) -> bool:
-        """Could a prefix of this length be registered now?"""
         ...
 
     def slot(self, seq: Sequence) -> int:
@@ -95,12 +108,8 @@ class KVMemory(Protocol):
         """What the replayed tables must equal. For tests; never called in a step."""
         ...
 
-    def usage(self) -> Usage:
-        """Bytes by category; they add up to the memory's size."""
-        ...
-
-    def sharing(self) -> Sharing:
-        """How much is shared, swapped and pinned."""
+    def account(self) -> Account:
+        """Bytes by category, which add up to the memory's size; and how much is shared, swapped and pinned."""
         ...
 
     def check(self) -> None:
@@ -108,17 +117,16 @@ class KVMemory(Protocol):
         ...
 
 
-class Size(NamedTuple):
-    """How large a memory is to be: `tokens` of capacity, for sequences of up to `max_len` tokens."""
-
-    tokens: int
-    max_len: int
-    itemsize: int
-
-
 def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> KVMemory:
-    """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU."""
+    """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU.
+    StartupError if it reserves and has no room for the longest sequence."""
     config = config.sized("cpu")
-    if config.memory in RULES:
-        return ReservedMemory.build(config, spec, size.tokens, size.max_len, size.itemsize)
-    return PagedMemory.build(config, spec, size.tokens, size.max_len, size.itemsize, model_id)
+    if config.memory not in RULES:
+        return PagedMemory.build(config, spec, size, model_id)
+    memory = ReservedMemory.build(config, spec, size)
+    if not memory.fits([size.max_len]):
+        raise StartupError(
+            f"--memory {config.memory} finds no room for a sequence of {size.max_len} tokens in {size.tokens}",
+            "Use a smaller --max-model-len, or a larger --kv-gib or --kv-tokens",
+        )
+    return memory

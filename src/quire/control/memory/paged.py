@@ -1,51 +1,47 @@
 """Paged memory: fixed-size pages anywhere, a page table a sequence and layer group (PagedAttention §4.2-4.4).
 
 Here is how sequences come in, with what they can share of the prefixes that are there: full pages are published under
-chained keys, so that a later sequence with the same prefix finds them. Tables and swapping have files of their own.
+chained keys, so that a later sequence with the same prefix finds them. Tables, prefixes and swapping have files of
+their own.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.memory.pages import SCRATCH
-from quire.control.memory.prefix import MAX_PREFIXES, NOBODY, Prefixes, Reuse
-from quire.control.memory.swap import SwappedTables
-from quire.control.memory.tables import Resident
-from quire.control.memory.usage import Sharing, Usage
+from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
+from quire.control.memory.layout import Size, geometry_of
+from quire.control.memory.policies import POLICIES, Policies, forgets, most_at_once, peak, touched
+from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.swap import Swap
+from quire.control.memory.tables import PageTables, Resident, Tables
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Journal
-from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec
+from quire.vocabulary.specs import Geometry, ModelSpec
 
 
-class Placement(NamedTuple):
-    """Where a sequence's tokens are: for each group the page of each logical page; 0 where none is held."""
+class Coming(NamedTuple):
+    """How a sequence would come in: with `tokens` tokens that it needn't compute, and room for `length`.
 
-    slot: int
-    tables: tuple[tuple[int, ...], ...]
+    The first `common` of them it has in common with an earlier sequence of its request, `owner` by its place among
+    them, and names the same pages; `found` is the pages of the others, a table a group. `ready` of them are computed.
+    """
 
-
-def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int) -> tuple[list[tuple[int, ...]], int]:
-    """The layers of each group, and the bytes of a page. Pages are of one size for all groups: smaller ones are padded,
-    to a whole number of every group's head rows. A token takes a place in a page of each group."""
-    sets: list[tuple[int, ...]]
-    if config.table_scope == "layer":
-        sets = [(i,) for i in range(len(spec.layers))]
-    else:
-        kept = [layer.kept for layer in spec.layers]
-        sets = [tuple(i for i, other in enumerate(kept) if other == kind) for kind in dict.fromkeys(kept)]
-    row = math.lcm(*(spec.layers[layers[0]].head_dim * config.page_size * itemsize for layers in sets))
-    largest = max(sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets) * config.page_size
-    return sets, -(-largest // row) * row
+    tokens: int
+    found: Tables
+    owner: int
+    common: int
+    ready: int
+    length: int
 
 
-class PagedMemory(SwappedTables):
-    """See KVMemory. `chunk` is the largest number of tokens computed in one step; `watermark` pages stay free when a
-    sequence joins others, so that these can grow a little before the newest is preempted again."""
+class PagedMemory(PageTables):
+    """See KVMemory. `chunk` is the largest number of tokens computed in one step, `prefix_tokens` are kept for
+    registered prefixes."""
 
     def __init__(
         self,
@@ -54,143 +50,188 @@ class PagedMemory(SwappedTables):
         chunk: int,
         caching: bool = True,
         model_id: str = "",
-        watermark: int = 0,
         debug: bool = False,
         order: Iterable[int] | None = None,
-        prefix_pages: int = 0,
+        prefix_tokens: int = 0,
+        policies: Policies = POLICIES,
     ) -> None:
-        super().__init__(geometry, order, debug)
-        self.chunk, self.caching, self.watermark = chunk, caching, watermark
-        self.prefixes = Prefixes(self.pages, self.policies, self.page_tokens, model_id)
-        self.age = 0  # calls of take_journal
-        self.refused = (-1, -1)  # the last admission that failed for shortage: (sequence, releases at that time)
-        self.queries = self.hits = 0  # tokens looked up in the prefix cache, and found
-        self.prefix_pages = prefix_pages  # kept for registered prefixes
+        super().__init__(geometry, policies, order, debug)
+        self.chunk, self.caching = chunk, caching
+        # Where pages are dropped before a sequence's end it never holds all of them.
+        self.forgets = any(forgets(policy) for policy in self.policies)
+        self.most = [most_at_once(policy, chunk) for policy in self.policies]
+        kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
+        self.prefixes = Prefixes(self, model_id, kept, caching)
+        self.swap = Swap(self, self.prefixes)
+        self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
 
     @classmethod
-    def build(
-        cls, config: EngineConfig, spec: ModelSpec, tokens: int, max_len: int, itemsize: int, model_id: str = ""
-    ) -> PagedMemory:
-        """A memory for `tokens` tokens of `spec`'s layers, grouped as `config.table_scope` says."""
-        size, seqs, chunk = config.page_size, config.max_num_seqs, config.max_num_batched_tokens
-        assert seqs is not None, "a memory is built for a known number of sequences"
-        assert chunk is not None, "a memory is built for a known number of tokens in a step"
-        sets, page_bytes = page_layout(config, spec, itemsize)
-        pages = -(-tokens // size) * len(sets) + 1
-        host = min(int(config.swap_gib * 2**30) // page_bytes, pages - 1)
-        groups = tuple(
-            Group(
-                layers, page_bytes, sum(spec.layers[i].token_bytes(itemsize) for i in layers), -(-max_len // size),
-                range(1, pages), range(1, host + 1), size, window=spec.layers[layers[0]].window,
-            )
-            for layers in sets
-        )  # fmt: skip
-        geometry = Geometry(Layout.PAGED, pages * page_bytes, seqs + 1, groups, itemsize, host * page_bytes)
+    def build(cls, config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> PagedMemory:
+        """A memory of `size` for `spec`'s layers, grouped as `config.table_scope` says."""
+        assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
         return cls(
-            geometry,
-            chunk=chunk,
+            geometry_of(config, spec, size),
+            chunk=config.max_num_batched_tokens,
             caching=config.enable_prefix_caching,
             model_id=model_id,
-            watermark=(pages - 1) // 100,
             debug=config.debug,
-            prefix_pages=-(-config.prefix_tokens // size) * len(sets),
+            prefix_tokens=config.prefix_tokens,
         )
 
     # Admission
 
     def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
-        need = sum(policy.peak(length, self.chunk) for policy in self.policies for length in lengths)
-        # Whole pages of a common prefix are shared, also when the sequences come back after a preemption; but not under
-        # a window, see `_reuse`.
-        if not self.windowed:
-            need -= (len(lengths) - 1) * len(self.policies) * (shared // self.page_tokens)
-        if len(lengths) > 1:
-            need += self.watermark  # asked of all but the first
+        needs = [
+            sum(peak(policy, length, most) for length in lengths) + kept
+            for policy, most, kept in zip(self.policies, self.most, self.prefixes.kept)
+        ]
+        # What is common is shared, also when the sequences come back after a preemption, see `_from_sibling`.
+        if not self.forgets:
+            common = shared // self.prefixes.stride * self.prefixes.stride
+            needs = [
+                need - (len(lengths) - 1) * policy.required(None, common).stop
+                for need, policy in zip(needs, self.policies)
+            ]
         return (
-            need <= self.pages.total - self.prefix_pages
-            and len(lengths) < self.geometry.slots
-            and all(-(-length // self.page_tokens) <= self.geometry.table_width for length in lengths)
+            len(lengths) < self.geometry.slots
+            and all(
+                touched(policy, None, 0, length).stop <= policy.group.table_width
+                for policy in self.policies
+                for length in lengths
+            )
+            and self.pages.affords(needs, margin=len(lengths) > 1, idle=True)
         )
 
-    def admit(self, seq: Sequence, budget: int, sibling: Sequence | None = None) -> int | None:
-        assert seq.id not in self.residents, f"sequence {seq.id} is admitted twice"
-        if not self.slots or self.refused == (seq.id, self.releases):
+    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+        first = seqs[0]
+        assert not any(seq.id in self.residents for seq in seqs), f"sequence {first.id} is admitted twice"
+        if len(self.slots) < len(seqs) or self.refused == (first.id, self.pages.releases):
             return None
-        if sibling is None and self.prefixes.waits(seq):
-            return None  # as below, and nothing new was heard
-        if self.windowed:
-            budget = min(budget, self.chunk)  # pages that drop out of the window are never all held at once
-        reuse = self._reuse(seq, sibling)
-        if self.caching and sibling is None and self.prefixes.is_coming(seq, reuse):
-            return None  # the same prompt is being computed: a step later its pages can be shared
-        size, length = self.page_tokens, min(len(seq.tokens), reuse.tokens + budget)
-        hits = [page for pages in reuse.tables for page in pages if page != SCRATCH]
-        # Count before anything is taken: hits that no sequence uses yet are about to be, and aren't free.
-        if self._need(seq, reuse, length) > self.pages.available - sum(self.pages.refs[page] == 0 for page in hits):
-            self.refused = (seq.id, self.releases)
+        if self.prefixes.waits(first):
+            return LATER  # as below, and nothing new was heard
+        coming = self._coming(seqs, budget)
+        if self.caching and self.prefixes.is_coming(first, coming[0].tokens):
+            return LATER  # the same prompt is being computed: a step later its pages can be shared
+        if not self._room_for(seqs, coming):
+            self.refused = (first.id, self.pages.releases)
             return None
-        for page in hits:  # pinned first, so that they aren't evicted for the sequence's own tail
-            self.pages.share(page)
-        self.queries += len(seq.tokens)
-        self.hits += reuse.tokens
-        resident = self._reside(seq, reuse.tables)
-        # A sibling's pages may not be written yet; they are published by the sibling.
-        resident.committed = reuse.tokens // size
-        resident.capacity = -(-reuse.tokens // size) * size
-        resident.forked = reuse.tokens % size > 0
+        for one in coming:  # used from now on, so that they aren't evicted for a sequence's own tail
+            for g, table in enumerate(one.found):
+                for page in filter(None, table):
+                    self.pages.share(g, page)
+        residents: list[Resident] = []
+        for seq, one in zip(seqs, coming):
+            residents.append(self._come(seq, one, residents))
+        self._share_common(coming, residents)
+        return [Admitted(one.tokens, seqs[one.owner] if one.ready < one.tokens else None) for one in coming]
+
+    def _coming(self, seqs: Seq[Sequence], budget: int) -> list[Coming]:
+        """One sequence alone gets room for its next chunk, several for all of their tokens: only then can they share
+        what one of them computes."""
+        coming: list[Coming] = []
+        owners: dict[bytes, int] = {}  # the first sequence that has the tokens which a key names
+        for i, seq in enumerate(seqs):
+            common, owner = self._common(seq, i, owners) if len(seqs) > 1 else (0, i)
+            ready = min(common, coming[owner].ready) if common else 0
+            found = Reuse(common, self.prefixes.nothing().tables)
+            if self.caching and ready == common:  # what is still to be computed isn't followed by what has been
+                found = self.prefixes.cached(seq, common)
+            pinned = self.prefixes.pinned(seq)
+            if pinned.tokens >= max(found.tokens, 1):
+                common, ready, found = 0, 0, pinned
+            room = budget if len(seqs) == 1 else len(seq.tokens)
+            if self.forgets:
+                room = min(room, self.chunk)  # pages that are dropped are never all held at once
+            tokens, tables = found
+            ready = tokens if ready == common else ready
+            coming.append(Coming(tokens, tables, owner, common, ready, min(len(seq.tokens), tokens + room)))
+        return coming
+
+    def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
+        """The tokens that a sequence has in common with one before it, and which one that is. Whole strides only: a
+        page that both would write to can't be copied before it is written. None where pages are dropped as a sequence
+        computes: what would be shared isn't held all at once."""
+        if self.forgets:
+            return 0, index
+        prefixes = self.prefixes
+        end = (len(seq.tokens) - 1) // prefixes.stride * prefixes.stride
+        prefixes.chain(seq, end)
+        step = prefixes.stride // prefixes.unit
+        keys = seq.keys[step - 1 : end // prefixes.unit : step]
+        known = bisect(keys, False, key=lambda key: key not in owners)  # a key is known only if all before it are
+        owners.update(dict.fromkeys(keys[known:], index))
+        return known * prefixes.stride, owners[keys[known - 1]] if known else index
+
+    def _room_for(self, seqs: Seq[Sequence], coming: list[Coming]) -> bool:
+        """Whether all of them find room, with what each needs to go on, pages of branches to come, and what should stay
+        free. Counted before anything is taken: what is found and no sequence uses yet is about to be, and isn't free.
+        """
+        found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
+        taken = self.pages.resting(found)
+        for i, (seq, one) in enumerate(zip(seqs, coming)):
+            needs = []
+            for g, (policy, most) in enumerate(zip(self.policies, self.most)):
+                there = policy.required(seq, one.tokens)
+                more = touched(policy, seq, one.tokens, one.length).stop - there.stop
+                copied = max(there.stop - policy.writes(seq, one.tokens, one.length).start, 0)
+                whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
+                needs.append(taken[g] + whole + copied + seq.branches)
+                taken[g] += more + copied
+            if not self.pages.affords(needs, margin=bool(self.residents) or i > 0):
+                return False
+        return True
+
+    def _come(self, seq: Sequence, one: Coming, before: list[Resident]) -> Resident:
+        """Give it a slot and tables. References to pages that it has in common with others are not counted yet."""
+        tables = one.found
+        if one.common:
+            owner = before[one.owner].tables
+            stops = [policy.required(seq, one.common).stop for policy in self.policies]
+            tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
+        resident = self.reside(seq, tables)
+        # What another one computes is published by that one.
+        resident.committed = one.tokens // self.prefixes.unit * self.prefixes.unit
+        resident.room = self._room(seq, tables)
+        resident.forked = one.tokens % self.prefixes.stride > 0
+        self.prefixes.queries += len(seq.tokens)
+        self.prefixes.hits += one.tokens
         if self.caching:
-            resident.coming = (resident.committed, self.prefixes.expect(seq, resident.committed))
-        extended = self._extend(seq, resident, length, reuse.tokens)
+            resident.coming = self.prefixes.expect(seq, resident.committed)
+        extended = self._extend(seq, resident, one.length, one.tokens)
         assert extended, "pages counted for an admission were not there"
-        return reuse.tokens
+        return resident
 
-    def _need(self, seq: Sequence, reuse: Reuse, length: int) -> int:
-        """Pages that must be free for the sequence to be admitted with room for `length` tokens: its own, those of
-        branches to come, and what should stay free."""
-        size = self.page_tokens
-        held, logical = -(-reuse.tokens // size), -(-length // size)
-        whole = sum(
-            max(logical - held, policy.peak(len(seq.tokens), self.chunk) - sum(page != SCRATCH for page in pages))
-            for policy, pages in zip(self.policies, reuse.tables)
-        )
-        spare = seq.branches * len(self.policies) + (self.watermark if self.residents else 0)
-        if reuse.tokens % size:
-            spare += len(self.policies)  # the partial page is shared, and will be copied
-        return whole + spare
-
-    def _reuse(self, seq: Sequence, sibling: Sequence | None) -> Reuse:
-        """The longest prefix that is there already: cached, registered, or being computed by a sibling."""
-        found = self.prefixes.pinned(seq)
-        if self.caching:
-            found = max(found, self.prefixes.cached(seq), key=lambda reuse: reuse.tokens)
-        # Under a window a sibling gives out its pages as it computes: what would be shared isn't held all at once.
-        if sibling is not None and not self.windowed:
-            # Whole pages only: a page that both would write to can't be copied before it is written.
-            whole = min(len(seq.tokens), len(sibling.tokens)) - 1
-            tables = self.residents[sibling.id].tables
-            limit = whole // self.page_tokens * self.page_tokens
-            limit = min(limit, self.residents[sibling.id].capacity)
-            shared = self.prefixes.of(seq, sibling.tokens, tables, limit, len(sibling.tokens))
-            found = max(found, shared, key=lambda reuse: reuse.tokens)
-        return found
+    def _share_common(self, coming: list[Coming], residents: list[Resident]) -> None:
+        """Count the references to what sequences have in common, each page once for all who name it."""
+        followers: dict[int, list[int]] = {}
+        for one in coming:
+            if one.common:
+                followers.setdefault(one.owner, []).append(one.common)
+        for owner, lengths in followers.items():
+            for g, policy in enumerate(self.policies):
+                first, stops = 0, sorted(policy.required(None, length).stop for length in lengths)
+                for i, stop in enumerate(stops):
+                    for page in residents[owner].tables[g][first:stop]:
+                        self.pages.share(g, page, len(stops) - i)
+                    first = stop
 
     # Life
 
     def commit(self, seq: Sequence) -> None:
-        resident = self.residents[seq.id]
-        full = seq.computed // self.page_tokens
-        if full > resident.committed:
+        resident, prefixes = self.residents[seq.id], self.prefixes
+        if seq.computed - resident.committed >= prefixes.unit:
+            end = seq.computed // prefixes.unit * prefixes.unit
             if self.caching:
-                self.prefixes.chain(seq, full)
-                self._arrived(seq, resident, full)
-                for g, table in enumerate(resident.tables):
-                    for i in range(max(resident.committed, resident.first[g]), full):
-                        self.pages.publish(g, table[i], seq.keys[i])
-            resident.committed = full
-        if self.windowed:  # a window's border and a page's are passed at different tokens
+                prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
+                self._arrived(seq, resident, end // prefixes.unit)
+            resident.committed = end
+        if self.forgets:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
 
     def free(self, seq: Sequence) -> None:
+        if seq.id in self.swap.residents:
+            self.swap.free(seq)
+            return
         resident = self.residents[seq.id]
         self._arrived(seq, resident, resident.coming[1])
         super().free(seq)
@@ -201,89 +242,70 @@ class PagedMemory(SwappedTables):
             self.prefixes.arrived(seq, start, min(full, end))
             resident.coming = (min(full, end), end)
 
-    # Registered prefixes (§4.4)
+    def swap_out(self, seqs: Seq[Sequence]) -> bool:
+        return self.swap.out(seqs)
 
-    def pin(self, name: str, seq: Sequence) -> bool:
-        """Register the computed tokens of a resident sequence as the prefix `name`; they stay until `unpin`. False if
-        they exceed the pages kept for prefixes, or if there are MAX_PREFIXES already."""
-        count = -(-seq.computed // self.page_tokens)
-        if not self.room_for_prefix(seq.computed):
+    def swap_in(self, seqs: Seq[Sequence]) -> bool:
+        if self.refused == (seqs[0].id, self.pages.releases):
             return False
-        tables = [table[:count] for table in self.residents[seq.id].tables]
-        self.prefixes.register(name, seq, tables)
-        self.residents[seq.id].forked = True
-        return True
-
-    def room_for_prefix(self, length: int) -> bool:
-        """Could a prefix of `length` tokens be registered now?"""
-        need = -(-length // self.page_tokens) * len(self.policies)
-        held = self.prefixes.pinned_pages
-        return held + need <= self.prefix_pages and len(self.prefixes.registered) < MAX_PREFIXES
-
-    def unpin(self, name: str) -> bool:
-        """Let go of a registered prefix. False if there is none of that name."""
-        self.releases += 1
-        return self.prefixes.release(name)
-
-    def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
-        self.prefixes.awaited = NOBODY
-        return self.pages.drop_cached()
+        back = self.swap.back(seqs)
+        if not back:
+            self.refused = (seqs[0].id, self.pages.releases)
+        return back
 
     # Facts
 
     def take_journal(self) -> tuple[Journal, Journal]:
         journal, self.entries = tuple(self.entries), []
-        self.age += 1
         return journal, ()
 
     def place(self, seq: Sequence) -> Placement:
         resident = self.residents[seq.id]
         return Placement(resident.slot, tuple(tuple(table) for table in resident.tables))
 
-    def usage(self) -> Usage:
-        size, page_bytes = self.page_tokens, self.geometry.page_bytes
-        filled: dict[int, int] = {}  # pages that aren't full: the tokens in them, as the fullest of their users has it
-        for resident in self.residents.values():
-            for table in resident.tables:
-                for i in range(resident.held // size, len(table)):
-                    filled[table[i]] = max(filled.get(table[i], 0), min(max(resident.held - i * size, 0), size))
-        for prefix in self.prefixes.registered.values():
-            if rest := len(prefix.tokens) % size:
-                for table in prefix.tables:
-                    filled[table[-1]] = max(filled.get(table[-1], 0), rest)
-        referenced = self.pages.total - self.pages.available
-        internal = sum(size - tokens for tokens in filled.values()) * page_bytes // size
-        cached, free = len(self.pages.cached) * page_bytes, len(self.pages.empty) * page_bytes
-        return Usage(referenced * page_bytes - internal, cached, 0, internal, 0, free)
+    def account(self) -> Account:
+        return Account(self._usage(), self._sharing())
 
-    def sharing(self) -> Sharing:
-        page_bytes, pins = self.geometry.page_bytes, self.prefixes.pins
-        tables = sum(
-            len(table) - first
-            for resident in self.residents.values()
-            for table, first in zip(resident.tables, resident.first)
-        )
-        idle = sum(self.pages.refs[page] == count for page, count in pins.items())  # no sequence shares them now
-        distinct = self.pages.total - self.pages.available - idle
+    def _usage(self) -> Usage:
+        used = padding = 0
+        for g, group in enumerate(self.groups):
+            full = group.run_tokens * group.token_bytes // group.run_pages  # bytes of tokens in a full page
+            holders = [(resident.tables[g], resident.held) for resident in self.residents.values()]
+            holders += [(prefix.tables[g], len(prefix.tokens)) for prefix in self.prefixes.registered.values()]
+            filled: dict[int, int] = {}  # bytes in pages that aren't full, as the fullest of their users has it
+            for pages, tokens in holders:
+                for i in range(group.whole(tokens), len(pages)):
+                    held = min(max(tokens * group.token_bytes - i * full, 0), full)
+                    filled[pages[i]] = max(filled.get(pages[i], 0), held)
+            here = self.pages.used[g] * full - sum(full - held for held in filled.values())
+            used += here
+            padding += self.pages.used[g] * group.page_bytes - here
+        cached = sum(len(pool.cached) * self.groups[pool.groups[0]].page_bytes for pool in self.pages.pools)
+        free = sum(len(pool.empty) * self.groups[pool.groups[0]].page_bytes for pool in self.pages.pools)
+        return Usage(used, cached, 0, padding, 0, free)
+
+    def _sharing(self) -> Sharing:
+        tables = distinct = 0
+        pins = self.prefixes.pins
+        for g, group in enumerate(self.groups):
+            named = sum(len(resident.tables[g]) - resident.first[g] for resident in self.residents.values())
+            refs = self.pages.of[g].refs
+            idle = sum(at == g and refs[page] == count for (at, page), count in pins.items())  # no sequence's, now
+            tables += named * group.page_bytes
+            distinct += (self.pages.used[g] - idle) * group.page_bytes
+        registered, host = self.prefixes.registered.values(), self.swap.host
         return Sharing(
-            tables * page_bytes,
-            (tables - distinct) * page_bytes,
-            self.copies,
-            self.swapped_out_pages * page_bytes,
-            self.swapped_in_pages * page_bytes,
-            self.host_total,
-            self.host_total - len(self.host_pages),
-            len(self.prefixes.registered),
-            sum(len(prefix.tokens) for prefix in self.prefixes.registered.values()),
-            self.prefix_pages // len(self.policies) * self.page_tokens,
-        )
+            tables, tables - distinct, self.copies, self.swap.out_bytes, self.swap.in_bytes,
+            sum(len(pool.ids) for pool in host.pools), sum(host.used),
+            len(registered), sum(len(prefix.tokens) for prefix in registered),
+            min(group.until(kept) for group, kept in zip(self.groups, self.prefixes.kept)),
+            self.prefixes.queries, self.prefixes.hits,
+        )  # fmt: skip
 
     def check(self) -> None:
-        self.pages.check()
         self.prefixes.check()
-        counts = self.references()
-        for page, count in self.prefixes.pins.items():
-            counts[page] += count
-        assert counts == self.pages.refs, "reference counts differ from the tables that name the pages"
-        self.check_host_pages()
+        counts = self.named()
+        for (g, page), count in self.prefixes.pins.items():
+            counts[g][page] = counts[g].get(page, 0) + count
+        self.pages.check(counts)
+        self.swap.check()

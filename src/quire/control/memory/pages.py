@@ -1,9 +1,11 @@
-"""The pages of one pool: empty, used (referenced by tables) or cached (unreferenced, but content worth keeping).
+"""The ledger of one memory's pages, on the device or on the host: empty, used (referenced by tables) or cached
+(unreferenced, but content worth keeping).
 
-The interface is that of Jenga's two-level allocator (§4, §5.4): `take` names the group and the owner of a page. Here
-every group has pages of one size, the case that PagedAttention treats, so of the five steps two remain: an empty page,
-else the least recently used cached one. No page is ever searched for: empty pages are a stack, cached ones a queue in
-the order of their last use.
+The interface is that of Jenga's two-level allocator (§4, §5.4): pages have ids of their group, and shortage is one
+question over all groups. Here groups with pages of one size share a pool, the case that PagedAttention treats, and
+groups of other sizes have pools of their own; so of the five steps two remain: an empty page, else the pool's least
+recently used cached one. No page is ever searched for: empty pages are a stack, cached ones a queue in the order of
+their last use.
 """
 
 from __future__ import annotations
@@ -12,62 +14,99 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 SCRATCH = 0
+WATERMARK = 100  # a hundredth of a pool stays free when a sequence joins others
 
 
-class Pages:
-    """Pages 1 .. total of a pool; page 0 is scratch. `order` gives the empty pages in the order of first use."""
+class Pool:
+    """Pages `ids` of one size, for some groups. `order` gives the empty pages in the order of first use."""
 
-    def __init__(self, total: int, groups: int, order: Iterable[int] | None = None) -> None:
-        self.total = total
-        self.empty = list(order if order is not None else range(1, total + 1))[::-1]
-        self.refs = [0] * (total + 1)
-        self.keys: list[tuple[int, bytes] | None] = [None] * (total + 1)
-        self.index: list[dict[bytes, int]] = [{} for _ in range(groups)]
+    __slots__ = ("cached", "empty", "groups", "ids", "keys", "refs")
+
+    def __init__(self, ids: range, order: Iterable[int] | None = None) -> None:
+        self.ids = ids
+        self.groups: list[int] = []
+        self.empty = list(order if order is not None else ids)[::-1]
+        self.refs = [0] * max(ids.stop, 1)  # by page id
+        self.keys: list[tuple[int, bytes] | None] = [None] * max(ids.stop, 1)
         self.cached: OrderedDict[int, None] = OrderedDict()  # oldest use first
-        self.evictions = 0
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give."""
+        """Pages that can be given out."""
         return len(self.empty) + len(self.cached)
 
-    def take(self, group: int, owner: int) -> int:
-        """A private page for `group` of sequence `owner`. The caller has checked `available`."""
-        if self.empty:
-            page = self.empty.pop()
+
+class Ledger:
+    """The pages of groups whose ids are `ids`, one range a group; groups with the same range share them. `order` as in
+    Pool, where there is one. `releases` counts the times that something came back: what was refused once needn't be
+    tried before."""
+
+    def __init__(self, ids: Sequence[range], order: Iterable[int] | None = None) -> None:
+        self.pools = [Pool(own, order) for own in dict.fromkeys(ids)]
+        self.of = [next(pool for pool in self.pools if pool.ids == own) for own in ids]  # each group's pool
+        for group, pool in enumerate(self.of):
+            pool.groups.append(group)
+        self.index: list[dict[bytes, int]] = [{} for _ in ids]  # content -> page
+        self.used = [0] * len(ids)  # pages of each group that tables name
+        self.releases = self.evictions = 0
+
+    def affords(self, needs: Sequence[int], *, margin: bool = False, idle: bool = False) -> bool:
+        """Could needs[g] pages be given to each group g, or, of cached pages, be used again (`resting` counts them)?
+        With `margin` a little stays free. `idle`: were the memory otherwise empty."""
+        for pool in self.pools:
+            room = len(pool.ids) if idle else pool.available
+            if margin:
+                room -= len(pool.ids) // WATERMARK
+            if sum([needs[group] for group in pool.groups]) > room:
+                return False
+        return True
+
+    def resting(self, pages: Iterable[tuple[int, int]]) -> list[int]:
+        """How many of these pages (group, page), each named once, are cached and used by nobody, a group."""
+        counts = [0] * len(self.of)
+        for group, page in pages:
+            counts[group] += not self.of[group].refs[page]
+        return counts
+
+    def take(self, group: int) -> int:
+        """A private page. The caller has asked `affords`."""
+        pool = self.of[group]
+        if pool.empty:
+            page = pool.empty.pop()
         else:
-            page, _ = self.cached.popitem(last=False)
-            self._forget(page)
+            page, _ = pool.cached.popitem(last=False)
+            self._forget(pool, page)
             self.evictions += 1
-        assert self.refs[page] == 0, f"page {page} is given out but has {self.refs[page]} references"
-        self.refs[page] = 1
+        assert pool.refs[page] == 0, f"page {page} is given out but has {pool.refs[page]} references"
+        pool.refs[page] = 1
+        self.used[group] += 1
         return page
 
     def find(self, group: int, key: bytes) -> int | None:
         """The page that holds the content `key`, used or cached."""
         return self.index[group].get(key)
 
-    def share(self, page: int) -> None:
-        """One more table names the page."""
-        if self.refs[page] == 0:
-            del self.cached[page]
-        self.refs[page] += 1
+    def share(self, group: int, page: int, times: int = 1) -> None:
+        """So many more tables name the page."""
+        pool = self.of[group]
+        if pool.refs[page] == 0:
+            del pool.cached[page]
+            self.used[group] += 1
+        pool.refs[page] += times
 
-    def share_all(self, pages: list[int]) -> None:
+    def share_all(self, group: int, pages: Sequence[int]) -> None:
         """One more table names these pages, all of them used; a fork's whole cost (scratch is passed over)."""
-        refs = self.refs
+        refs = self.of[group].refs
         for page in pages:
             refs[page] += 1
         refs[SCRATCH] = 0
 
-    def release(self, page: int) -> None:
-        """One table fewer names the page; the last one leaves it cached if it was published, else empty."""
-        self.release_all((page,))
-
-    def release_all(self, pages: Sequence[int]) -> None:
-        """One table fewer names these pages (scratch is passed over). From the last to the first: of pages that were
-        used equally long ago, the deeper ones are evicted first."""
-        refs = self.refs
+    def release(self, group: int, pages: Sequence[int]) -> None:
+        """One table fewer names these pages (scratch is passed over); the last one leaves a page cached if it was
+        published, else empty. From the last to the first: of pages that were used equally long ago, the deeper ones are
+        evicted first."""
+        pool = self.of[group]
+        refs, freed = pool.refs, 0
         for page in reversed(pages):
             left = refs[page] = refs[page] - 1
             if left > 0:
@@ -76,52 +115,76 @@ class Pages:
                 refs[SCRATCH] = 0
                 continue
             assert left == 0, f"page {page} is released but has no references"
-            if self.keys[page] is None:
-                self.empty.append(page)
+            freed += 1
+            if pool.keys[page] is None:
+                pool.empty.append(page)
             else:
-                self.cached[page] = None
+                pool.cached[page] = None
+        self.used[group] -= freed
+        self.releases += freed > 0
 
-    def is_empty(self, page: int) -> bool:
+    def is_shared(self, group: int, page: int) -> bool:
+        """Several tables name the page."""
+        return self.of[group].refs[page] > 1
+
+    def is_empty(self, group: int, page: int) -> bool:
         """Nothing names the page and its content isn't kept."""
-        return self.refs[page] == 0 and self.keys[page] is None
+        pool = self.of[group]
+        return pool.refs[page] == 0 and pool.keys[page] is None
 
     def publish(self, group: int, page: int, key: bytes) -> None:
         """The page's content is complete and may be found by `key`. A second page of the same content stays private."""
-        if self.keys[page] is None and key not in self.index[group]:
-            self.keys[page] = (group, key)
+        keys = self.of[group].keys
+        if keys[page] is None and key not in self.index[group]:
+            keys[page] = (group, key)
             self.index[group][key] = page
+
+    def evict(self, group: int, page: int) -> None:
+        """Empty a cached page."""
+        pool = self.of[group]
+        del pool.cached[page]
+        self._forget(pool, page)
+        pool.empty.append(page)
 
     def drop_cached(self) -> int:
         """Empty every cached page. Returns how many there were."""
-        count = len(self.cached)
-        for page in self.cached:
-            self._forget(page)
-            self.empty.append(page)
-        self.cached.clear()
+        count = 0
+        for pool in self.pools:
+            count += len(pool.cached)
+            for page in pool.cached:
+                self._forget(pool, page)
+                pool.empty.append(page)
+            pool.cached.clear()
         return count
 
-    def _forget(self, page: int) -> None:
-        entry = self.keys[page]
+    def _forget(self, pool: Pool, page: int) -> None:
+        entry = pool.keys[page]
         assert entry is not None, f"page {page} is cached without a key"
         del self.index[entry[0]][entry[1]]
-        self.keys[page] = None
+        pool.keys[page] = None
 
-    def check(self) -> None:
-        """Assert conservation: empty + cached + used = total, each page in one state."""
-        used = sum(1 for refs in self.refs[1:] if refs)
-        assert len(self.empty) + len(self.cached) + used == self.total, "pages are lost"
-        assert len(set(self.empty)) == len(self.empty), "a page is empty twice"
-        assert all(refs >= 0 for refs in self.refs), "a page has negative references"
-        assert self.refs[SCRATCH] == 0, "the scratch page is referenced"
-        for page in self.empty:
-            assert self.refs[page] == 0, f"page {page} is empty and used"
-            assert self.keys[page] is None, f"page {page} is empty and has a key"
-        for page in self.cached:
-            assert self.refs[page] == 0, f"page {page} is cached and used"
-            assert self.keys[page] is not None, f"page {page} is cached without a key"
-        named = 0
+    def check(self, named: Sequence[dict[int, int]]) -> None:
+        """Assert conservation: empty + cached + used = total, each page in one state; and that each group's pages have
+        as many references as `named` says that tables name them."""
+        for pool in self.pools:
+            counts: dict[int, int] = {}
+            for group in pool.groups:
+                for page, count in named[group].items():
+                    assert page in pool.ids, f"group {group} holds page {page}, which is not its own"
+                    counts[page] = counts.get(page, 0) + count
+            held = {page: refs for page, refs in enumerate(pool.refs) if refs}
+            assert held == counts, "reference counts differ from the tables that name the pages"
+            assert sum(self.used[group] for group in pool.groups) == len(held), "the count of used pages is wrong"
+            assert len(pool.empty) + len(pool.cached) + len(held) == len(pool.ids), "pages are lost"
+            assert len(set(pool.empty)) == len(pool.empty), "a page is empty twice"
+            for page in pool.empty:
+                assert pool.refs[page] == 0, f"page {page} is empty and used"
+                assert pool.keys[page] is None, f"page {page} is empty and has a key"
+            for page in pool.cached:
+                assert pool.refs[page] == 0, f"page {page} is cached and used"
+                assert pool.keys[page] is not None, f"page {page} is cached without a key"
         for group, index in enumerate(self.index):
             for key, page in index.items():
-                assert self.keys[page] == (group, key), f"page {page} is indexed under another key"
-            named += len(index)
-        assert named == sum(1 for key in self.keys if key is not None), "a keyed page is not indexed"
+                assert self.of[group].keys[page] == (group, key), f"page {page} is indexed under another key"
+        keyed = sum(key is not None for pool in self.pools for key in pool.keys)
+        assert sum(map(len, self.index)) == keyed, "a keyed page is not indexed"

@@ -1,51 +1,93 @@
-"""What a layer type keeps: one small object a type (Jenga §5.2, "layer-specific caching rules").
+"""What a layer type keeps: one small object a group of layers (Jenga §5.2, "layer-specific caching rules").
 
-`live` alone says which pages a computation needs. So what to allocate, what to drop and which prefixes can be reused
-cannot disagree. Pages here are logical: page i holds tokens [i * page_tokens, (i + 1) * page_tokens).
+A policy says which pages a computation reads, which ones it writes, and which are worth keeping. All else follows from
+that, here and in the memory: what is allocated (what is read or written and isn't there), copied on write (what is
+written and shared), dropped (what the next token doesn't read), published and hit, and how much a sequence holds at
+once. Pages here are logical: page i of a group is the i-th of a sequence's table.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
+from quire.control.request import Sequence
+from quire.vocabulary.specs import Group
 
-class LayerPolicy(Protocol):
-    """The rules of one group of layers."""
-
-    page_tokens: int
-
-    def live(self, start: int, end: int) -> range:
-        """The logical pages needed to compute tokens [start, end), their own included."""
-        ...
-
-    def peak(self, length: int, chunk: int) -> int:
-        """The most pages held at once by a sequence that grows to `length` in steps of up to `chunk` tokens."""
-        ...
+FAR = 2**40  # tokens: further than any sequence gets
 
 
 class FullPolicy:
-    """Full attention: every token sees all before it."""
+    """Full attention: every token sees all before it. Other layer types are subclasses that differ in what they say.
 
-    def __init__(self, page_tokens: int) -> None:
-        self.page_tokens = page_tokens
+    `seq` is the sequence; None stands for any, and then the answer is for one that needs the most.
+    """
 
-    def live(self, start: int, end: int) -> range:
-        return range(-(-end // self.page_tokens))
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
-    def peak(self, length: int, chunk: int) -> int:
-        return -(-length // self.page_tokens)
+    @property
+    def unit(self) -> int:
+        """A prefix can end after a multiple of so many tokens: where a page ends. 0: what the pages hold doesn't depend
+        on the sequence's tokens, and they aren't found by them."""
+        return self.group.run_tokens
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        """The pages that computing tokens [start, end) looks at. Later tokens never read earlier pages again."""
+        return range(self.group.pages(end))
+
+    def writes(self, seq: Sequence | None, start: int, end: int) -> range:
+        """The pages that it changes: they must belong to this sequence alone."""
+        return range(self.group.whole(start), self.group.pages(end))
+
+    def keeps(self, seq: Sequence, page: int) -> bool:
+        """Whether a page that is full is worth finding again."""
+        return True
+
+    def required(self, seq: Sequence | None, hit: int) -> range:
+        """The pages that must be there for a prefix of `hit` tokens to be used."""
+        count = self.group.pages(hit)
+        return range(min(self.reads(seq, hit, hit + 1).start, count), count)
 
 
-class WindowPolicy:
+class WindowPolicy(FullPolicy):
     """Sliding-window attention: the token at p sees positions > p - window."""
 
-    def __init__(self, page_tokens: int, window: int) -> None:
-        self.page_tokens, self.window = page_tokens, window
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        assert self.group.window is not None, "a window has a length"
+        return range(self.group.whole(max(0, start - self.group.window + 1)), self.group.pages(end))
 
-    def live(self, start: int, end: int) -> range:
-        return range(max(0, start - self.window + 1) // self.page_tokens, -(-end // self.page_tokens))
 
-    def peak(self, length: int, chunk: int) -> int:
-        # Two steps of `chunk` may be held: one whose result is awaited and the next one.
-        held = self.window + 2 * chunk
-        return min(-(-length // self.page_tokens), -(-held // self.page_tokens) + 1)
+LayerPolicy = FullPolicy
+Policies = Mapping[str, Callable[[Group], LayerPolicy]]
+POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy}
+"""By the kind of a group."""
+
+
+def touched(policy: LayerPolicy, seq: Sequence | None, start: int, end: int) -> range:
+    """The pages that computing tokens [start, end) reads or writes."""
+    reads, writes = policy.reads(seq, start, end), policy.writes(seq, start, end)
+    if not writes:
+        return reads
+    return range(min(reads.start, writes.start), max(reads.stop, writes.stop))
+
+
+def forgets(policy: LayerPolicy) -> bool:
+    """Whether pages are dropped before the sequence's end."""
+    return policy.reads(None, FAR, FAR + 1).start > 0
+
+
+def most_at_once(policy: LayerPolicy, chunk: int) -> int:
+    """The most pages that a sequence holds, however long it is, when it grows by up to `chunk` tokens a step and a step
+    may be planned before the one before it is confirmed."""
+    if not forgets(policy):
+        return FAR
+    ends = range(FAR, FAR + policy.group.run_tokens)
+    return max(
+        touched(policy, None, end - chunk, end).stop - policy.reads(None, end - 2 * chunk, end - chunk).start
+        for end in ends
+    )
+
+
+def peak(policy: LayerPolicy, length: int, most: int) -> int:
+    """The most pages held at once by a sequence that grows to `length` tokens; `most` as `most_at_once` says."""
+    return min(touched(policy, None, 0, length).stop, most)

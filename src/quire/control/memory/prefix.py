@@ -1,232 +1,303 @@
 """Prefixes that can be reused: cached pages found by their keys, and prefixes that the operator registered.
 
-Keys are chained: key i is a digest of key i - 1 and the tokens of page i, from a root of model, dtype and salt, so a
-key names the whole prefix. A registered prefix (PagedAttention §4.4, Figure 10) is pinned: its pages stay, the last
-partial one included, which sequences share until they write to it.
+Keys are chained: key i is a digest of key i - 1 and the i-th run of `unit` tokens, from a root of model, dtype and
+salt, so a key names the whole prefix. A group's page is named by the key of the run in which its last token lies.
+`unit` divides what the pages of every group hold, and a prefix ends after a multiple of `stride` tokens, where a page
+of every group does. A registered prefix (PagedAttention §4.4, Figure 10) is pinned: its pages stay, the last partial
+ones included, which sequences share until they write to them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from quire.control.memory.index import PrefixIndex, Stop
-from quire.control.memory.pages import SCRATCH, Pages
+from quire.control.memory.pages import SCRATCH
 from quire.control.memory.policies import LayerPolicy
+from quire.control.memory.tables import PageTables, Tables
 from quire.control.request import Sequence, common_prefix
 
 MAX_PREFIXES = 1024
-NOBODY = (-1, b"")
 
 
 class Reuse(NamedTuple):
     """The first `tokens` tokens of a sequence, and the pages that hold them, a table a group (0: not needed)."""
 
     tokens: int
-    tables: list[list[int]]
+    tables: Tables
 
 
 class Registered(NamedTuple):
-    """A pinned prefix; keys[i] names its first i pages."""
+    """A pinned prefix; keys[i] names its first i strides."""
 
     tokens: list[int]
-    salt: str
-    tables: list[list[int]]
+    tables: Tables
     keys: list[bytes]
 
 
 class Prefixes:
-    """What a memory of these pages and policies can reuse."""
+    """What a memory of these tables can reuse. `kept` pages a group are set aside for registered prefixes. Without
+    `caching` only those are found."""
 
-    def __init__(self, pages: Pages, policies: list[LayerPolicy], page_tokens: int, model_id: str) -> None:
-        self.pages, self.policies, self.page_tokens = pages, policies, page_tokens
+    def __init__(self, tables: PageTables, model_id: str, kept: Seq[int], caching: bool = True) -> None:
+        self.tables, self.pages, self.policies = tables, tables.pages, tables.policies
+        self.kept, self.caching = kept, caching
+        units = [policy.unit for policy in self.policies if policy.unit]
+        self.unit, self.stride = math.gcd(*units), math.lcm(*units)
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
         self.registered: dict[str, Registered] = {}
-        self.index = PrefixIndex(page_tokens)  # of the registered ones
-        self.pins: Counter[int] = Counter()  # pages that registered prefixes hold, and how many of them hold each
+        self.index = PrefixIndex(self.stride)  # of the registered ones
+        self.pins: Counter[tuple[int, int]] = Counter()  # (group, page) -> registered prefixes that hold it
         self.coming: Counter[bytes] = Counter()  # keys of whole prompt pages that residents are computing
-        self.awaited = NOBODY  # the sequence last told to wait, and the key in `coming` that it waits for
+        self.awaited: dict[bytes, set[int]] = {}  # keys in `coming`, and the sequences that were told to wait for them
+        self.waiting: dict[int, bytes] = {}  # the same by sequence
+        self.queries = self.hits = 0  # tokens looked up in the cache, and found
 
     # Keys
 
-    def chain(self, seq: Sequence, count: int) -> None:
-        """Fill seq.keys up to `count` keys."""
-        size = self.page_tokens
-        while len(seq.keys) < count:
-            i = len(seq.keys)
-            parent = seq.keys[-1] if i else self._origin(seq.salt)
-            page = array("q", seq.tokens[i * size : (i + 1) * size]).tobytes()
-            seq.keys.append(hashlib.sha256(parent + page).digest())
+    def chain(self, seq: Sequence, tokens: int) -> None:
+        """Fill seq.keys up to those of the first `tokens` tokens, whole runs only."""
+        keys, size = seq.keys, 8 * self.unit
+        first, last = len(keys), tokens // self.unit
+        if last <= first:
+            return
+        data = memoryview(array("q", seq.tokens[first * self.unit : last * self.unit]).tobytes())
+        key = keys[-1] if keys else self._origin(seq.salt)
+        for at in range(0, len(data), size):
+            key = hashlib.sha256(key + data[at : at + size]).digest()
+            keys.append(key)
 
     def _origin(self, salt: str) -> bytes:
         """The key of no pages: another adapter's keys and values, or another tenant's, begin elsewhere."""
         return hashlib.sha256(self.root + salt.encode()).digest()
 
+    def names(self, group: int, keys: Seq[bytes], first: int, last: int) -> Seq[bytes]:
+        """The names of the content of a group's pages first .. last of a sequence with these keys."""
+        policy = self.policies[group]
+        tokens, pages = policy.group.run_tokens, policy.group.run_pages
+        if pages == 1:
+            step = tokens // self.unit
+            return keys[(first + 1) * step - 1 : last * step : step]
+        ends = [-(-(i + 1) * tokens // (pages * self.unit)) for i in range(first, last)]
+        return [keys[end - 1] + (i % pages).to_bytes(2) for i, end in zip(range(first, last), ends)]
+
+    def publish(self, seq: Sequence, start: int, end: int, tables: Tables, first: Seq[int]) -> None:
+        """tokens[start : end] of the sequence are computed, both multiples of `unit`: their full pages can be found."""
+        self.chain(seq, end)
+        for g, (policy, table) in enumerate(zip(self.policies, tables)):
+            if not policy.unit:
+                continue
+            begin, stop = max(policy.group.whole(start), first[g]), min(policy.group.whole(end), len(table))
+            for i, name in zip(range(begin, stop), self.names(g, seq.keys, begin, stop)):
+                if policy.keeps(seq, i):
+                    self.pages.publish(g, table[i], name)
+
     # Cached pages
 
-    def cached(self, seq: Sequence) -> Reuse:
-        """The longest prefix whose pages every group can find (Jenga §5.3); one token is left to compute."""
-        limit = min(seq.reusable, len(seq.tokens) - 1) // self.page_tokens
+    def cached(self, seq: Sequence, known: int = 0) -> Reuse:
+        """The longest prefix whose pages every group can find (Jenga §5.3); one token is left to compute. Of the first
+        `known` tokens, a multiple of `stride`, all pages are known, and not looked up nor returned.
+
+        Each page is looked up once: of groups that need all of them from the left, until one is missing; of others
+        from the right, where the last missing one says how long the prefix can be at most."""
+        limit = max(min(seq.reusable, len(seq.tokens) - 1) // self.stride * self.stride, known)
         self.chain(seq, limit)
         hit, settled = limit, False
-        while not settled:
+        found = [policy.group.whole(limit) for policy in self.policies]  # pages from these on, before `hit`, are there
+        while not settled and hit > known:
             settled = True
             for g in range(len(self.policies)):
-                first = self._first(g, hit)
-                # Full attention: the first miss bounds the prefix. A window: the last miss within it does.
-                order = range(first, hit) if first == 0 else range(hit - 1, first - 1, -1)
-                miss = next((i for i in order if self.pages.find(g, seq.keys[i]) is None), None)
-                if miss is not None:
-                    hit, settled = miss, False
+                shorter = self._found(g, seq, known, hit, found)
+                if shorter < hit:
+                    hit, settled = shorter, False
         tables = []
-        for g in range(len(self.policies)):
-            first = self._first(g, hit)
-            found = [self.pages.find(g, key) for key in seq.keys[first:hit]]
-            tables.append([SCRATCH] * first + [page for page in found if page is not None])
-        return Reuse(hit * self.page_tokens, tables)
+        for g, policy in enumerate(self.policies):
+            need, begin = policy.required(seq, hit), policy.group.whole(known)
+            names = self.names(g, seq.keys, max(need.start, begin), need.stop)
+            pages = [page for page in map(self.pages.index[g].get, names) if page is not None]
+            tables.append([SCRATCH] * (need.start - begin) + pages)
+        return Reuse(hit, tables)
 
-    def _first(self, group: int, hit: int) -> int:
-        """The first page that group needs of a prefix of `hit` pages."""
-        return min(self.policies[group].live(hit * self.page_tokens, hit * self.page_tokens + 1).start, hit)
+    def _found(self, group: int, seq: Sequence, known: int, hit: int, found: list[int]) -> int:
+        """The longest prefix of up to `hit` tokens whose pages may be there, as far as one group's are; `found` is what
+        was found out about them."""
+        policy, index = self.policies[group], self.pages.index[group]
+        need = policy.required(seq, hit)
+        first, last = max(need.start, policy.group.whole(known)), min(found[group], need.stop)
+        if first >= last:
+            return hit
+        names = self.names(group, seq.keys, first, last)
+        if need.start == 0:
+            found[group] = 0
+            there = next((i for i, name in enumerate(names) if name not in index), len(names))
+            return hit if there == len(names) else self._floor(policy, first + there)
+        missing = next((i for i in range(len(names) - 1, -1, -1) if names[i] not in index), -1)
+        found[group] = first + max(missing, 0)
+        return hit if missing < 0 else self._floor(policy, first + missing)
+
+    def _floor(self, policy: LayerPolicy, pages: int) -> int:
+        return policy.group.until(pages) // self.stride * self.stride
 
     # Pages that are being computed
 
-    def is_coming(self, seq: Sequence, reuse: Reuse) -> bool:
-        """The page that follows what can be reused is being computed for another sequence: worth waiting for."""
-        page = reuse.tokens // self.page_tokens
-        if (page + 1) * self.page_tokens >= min(seq.reusable + 1, len(seq.tokens)) or seq.keys[page] not in self.coming:
+    def is_coming(self, seq: Sequence, tokens: int) -> bool:
+        """What follows the first `tokens` tokens, all that can be reused, is being computed for another sequence: worth
+        waiting for."""
+        end = (tokens // self.stride + 1) * self.stride
+        if end >= min(seq.reusable + 1, len(seq.tokens)):
             return False
-        self.awaited = (seq.id, seq.keys[page])
+        key = seq.keys[end // self.unit - 1]
+        if key not in self.coming:
+            return False
+        self.awaited.setdefault(key, set()).add(seq.id)
+        self.waiting[seq.id] = key
         return True
 
     def waits(self, seq: Sequence) -> bool:
         """The sequence was told that a page is coming, and that page hasn't arrived yet: nothing is looked up again. If
         pages before it were evicted meanwhile, that is seen when it arrives, or when its owner leaves."""
-        return self.awaited[0] == seq.id
+        return seq.id in self.waiting
 
-    def expect(self, seq: Sequence, start: int) -> int:
-        """`seq` will compute its whole prompt pages from `start` on. Returns where they end."""
-        end = max(start, len(seq.keys))
-        self.coming.update(seq.keys[start:end])
-        return end
+    def expect(self, seq: Sequence, start: int) -> tuple[int, int]:
+        """`seq` will compute the whole pages of its prompt from token `start` on. Returns which of its keys that is."""
+        first = start // self.unit
+        end = max(first, len(seq.keys))
+        self.coming.update(seq.keys[first:end])
+        return first, end
 
     def arrived(self, seq: Sequence, start: int, end: int) -> None:
-        """Pages [start, end) of `seq` are computed, or won't be."""
+        """What keys [start, end) of `seq` name is computed, or won't be."""
         for key in seq.keys[start:end]:
             self.coming[key] -= 1
             if not self.coming[key]:
                 del self.coming[key]
-            if key == self.awaited[1]:
-                self.awaited = NOBODY
+            for waiting in self.awaited.pop(key, ()):
+                del self.waiting[waiting]
 
-    # Registered prefixes
+    def look_again(self) -> None:
+        """What can be found has changed: nobody waits for what was said to be coming."""
+        self.awaited, self.waiting = {}, {}
+
+    def reset(self) -> int:
+        """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
+        self.look_again()
+        return self.pages.drop_cached()
+
+    # Registered prefixes (§4.4)
+
+    def room(self, length: int) -> bool:
+        """Could a prefix of `length` tokens be registered now?"""
+        held = Counter(group for group, _ in self.pins)
+        need = [held[g] + policy.group.pages(length) for g, policy in enumerate(self.policies)]
+        fits = all(sum(need[g] - self.kept[g] for g in pool.groups) <= 0 for pool in self.pages.pools)
+        return fits and len(self.registered) < MAX_PREFIXES
+
+    def pin(self, name: str, seq: Sequence) -> bool:
+        """Register the computed tokens of a resident sequence as the prefix `name`; they stay until `unpin`. False if
+        they exceed what is kept for prefixes, or if there are MAX_PREFIXES already."""
+        if not self.room(seq.computed):
+            return False
+        resident = self.tables.residents[seq.id]
+        self.chain(seq, seq.computed)
+        ends = range(self.stride, seq.computed + 1, self.stride)
+        keys = [self._origin(seq.salt), *(seq.keys[end // self.unit - 1] for end in ends)]
+        tables = [
+            table[: policy.required(seq, seq.computed).stop] for policy, table in zip(self.policies, resident.tables)
+        ]
+        prefix = Registered(seq.tokens[: seq.computed], tables, keys)
+        for group, page in _pages(prefix):
+            self.pages.share(group, page)
+            self.pins[group, page] += 1
+        self.registered[name] = prefix
+        self.index.add(name, self._stops(prefix))
+        self.look_again()
+        resident.forked = True
+        return True
+
+    def unpin(self, name: str) -> bool:
+        """Let go of a prefix; sequences that share its pages keep them. False if there is none of that name."""
+        prefix = self.registered.pop(name, None)
+        if prefix is None:
+            return False
+        for group, table in enumerate(prefix.tables):
+            self.pages.release(group, table)
+        self.pins -= Counter(_pages(prefix))
+        self.index.remove(name, self._stops(prefix))
+        self.look_again()
+        return True
 
     def pinned(self, seq: Sequence) -> Reuse:
-        """The longest part of a registered prefix that the sequence begins with: all of it, or whole pages."""
+        """The longest part of a registered prefix that the sequence begins with: all of it, or whole strides."""
         limit = min(seq.reusable, len(seq.tokens) - 1)
         name = self.index.find(self._known(seq, limit), seq.tokens, limit) if self.registered else None
         if name is None:
-            return self._nothing()
+            return self.nothing()
         prefix = self.registered[name]
-        return self.of(seq, prefix.tokens, prefix.tables, limit, len(prefix.tokens))
+        shared = common_prefix(seq.tokens, prefix.tokens, limit)
+        if shared < len(prefix.tokens):
+            shared = shared // self.stride * self.stride
+        kept = self.part(prefix.tables, shared) if shared > 0 else None
+        return Reuse(shared, kept) if kept is not None else self.nothing()
 
     def _known(self, seq: Sequence, limit: int) -> list[bytes]:
-        """The keys of 0, 1, 2... pages of the sequence, as long as a registered prefix has them too. No more are hashed
-        than one beyond those."""
+        """The keys of 0, 1, 2... strides of the sequence, as long as a registered prefix has them too. No more are
+        hashed than one beyond those."""
         keys: list[bytes] = []
         key = self._origin(seq.salt)
         while key in self.index:
             keys.append(key)
-            if len(keys) > limit // self.page_tokens:
+            end = len(keys) * self.stride
+            if end > limit:
                 break
-            self.chain(seq, len(keys))
-            key = seq.keys[len(keys) - 1]
+            self.chain(seq, end)
+            key = seq.keys[end // self.unit - 1]
         return keys
 
-    def of(self, seq: Sequence, tokens: list[int], tables: list[list[int]], limit: int, written: int) -> Reuse:
-        """What `seq` can reuse of pages that hold the first `written` of `tokens`: at most `limit` tokens."""
-        size = self.page_tokens
-        shared = common_prefix(seq.tokens, tokens, min(limit, written))
-        if shared < written:
-            shared = shared // size * size
-        kept = self._kept(tables, shared) if shared > 0 else None
-        return Reuse(shared, kept) if kept is not None else self._nothing()
-
-    def _kept(self, tables: list[list[int]], shared: int) -> list[list[int]] | None:
-        """What a sequence needs of the tables to go on after `shared` tokens; None if a window dropped some of it."""
+    def part(self, tables: Tables, tokens: int) -> Tables | None:
+        """What a sequence needs of the tables to go on after `tokens` tokens; None if some of it isn't there."""
         kept = []
         for policy, table in zip(self.policies, tables):
-            first, count = min(policy.live(shared, shared + 1).start, shared // self.page_tokens), self._count(shared)
-            part = table[first:count]
-            if len(part) < count - first or SCRATCH in part:
+            need = policy.required(None, tokens)
+            pages = table[need.start : need.stop]
+            if len(pages) < len(need) or SCRATCH in pages:
                 return None
-            kept.append([SCRATCH] * first + part)
+            kept.append([SCRATCH] * need.start + pages)
         return kept
 
-    def _count(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
-
-    def _nothing(self) -> Reuse:
+    def nothing(self) -> Reuse:
+        """No tokens."""
         return Reuse(0, [[] for _ in self.policies])
-
-    def register(self, name: str, seq: Sequence, tables: list[list[int]]) -> None:
-        """Pin the pages that hold what the sequence has computed."""
-        whole = seq.computed // self.page_tokens
-        self.chain(seq, whole)
-        prefix = Registered(seq.tokens[: seq.computed], seq.salt, tables, [self._origin(seq.salt), *seq.keys[:whole]])
-        for page in _pages(prefix):
-            self.pages.share(page)
-            self.pins[page] += 1
-        self.registered[name] = prefix
-        self.index.add(name, self._stops(prefix))
-        self.awaited = NOBODY
-
-    def release(self, name: str) -> bool:
-        """Unpin a prefix; sequences that share its pages keep them. False if there is none of that name."""
-        prefix = self.registered.pop(name, None)
-        if prefix is None:
-            return False
-        for table in prefix.tables:
-            for page in reversed(table):
-                if page != SCRATCH:
-                    self.pages.release(page)
-                    self.pins[page] -= 1
-                    if not self.pins[page]:
-                        del self.pins[page]
-        self.index.remove(name, self._stops(prefix))
-        self.awaited = NOBODY
-        return True
 
     def _stops(self, prefix: Registered) -> Iterator[Stop]:
         """Where a lookup of a prefix can end; see PrefixIndex."""
         gone = [next((i for i, page in enumerate(table) if page), len(table)) for table in prefix.tables]
         for i, key in enumerate(prefix.keys):
-            # The pages that a window dropped must not be needed. After no page at all there is nothing to use.
-            usable = i > 0 and all(self._first(g, i) >= min(dropped, i) for g, dropped in enumerate(gone))
-            yield Stop(key, (), usable)
-        if tail := prefix.tokens[(len(prefix.keys) - 1) * self.page_tokens :]:
-            yield Stop(prefix.keys[-1], tuple(tail), self._kept(prefix.tables, len(prefix.tokens)) is not None)
-
-    @property
-    def pinned_pages(self) -> int:
-        """Pages that registered prefixes hold, a page shared by several counted once."""
-        return len(self.pins)
+            # The pages that were dropped must not be needed. After no page at all there is nothing to use.
+            needs = [policy.required(None, i * self.stride) for policy in self.policies]
+            yield Stop(key, (), i > 0 and all(need.start >= min(first, need.stop) for need, first in zip(needs, gone)))
+        if tail := prefix.tokens[(len(prefix.keys) - 1) * self.stride :]:
+            yield Stop(prefix.keys[-1], tuple(tail), self.part(prefix.tables, len(prefix.tokens)) is not None)
 
     def check(self) -> None:
         """Assert that what is kept about registered prefixes is what their list says, and who waits waits for a page
         that is coming."""
-        pins = Counter(page for prefix in self.registered.values() for page in _pages(prefix))
+        pins = Counter(named for prefix in self.registered.values() for named in _pages(prefix))
         assert pins == self.pins, "the pins of registered prefixes differ from their tables"
-        index = PrefixIndex(self.page_tokens)
+        index = PrefixIndex(self.stride)
         for name, prefix in self.registered.items():
             index.add(name, self._stops(prefix))
         assert index.names == self.index.names, "the index names other prefixes than the registered ones"
         assert index.tails == self.index.tails, "the index has lost its way to a prefix"
-        assert self.awaited == NOBODY or self.awaited[1] in self.coming, "a sequence waits for nothing"
+        assert all(key in self.coming for key in self.awaited), "a sequence waits for nothing"
+        waiting = {seq: key for key, seqs in self.awaited.items() for seq in seqs}
+        assert waiting == self.waiting, "who waits, and for what, are told differently"
 
 
-def _pages(prefix: Registered) -> Iterator[int]:
-    return (page for table in prefix.tables for page in table if page != SCRATCH)
+def _pages(prefix: Registered) -> Iterable[tuple[int, int]]:
+    return ((group, page) for group, table in enumerate(prefix.tables) for page in table if page != SCRATCH)

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import NamedTuple
 
 from quire.config import EngineConfig
+from quire.control.memory.answers import Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.buddy import Buddy, block_units
-from quire.control.memory.paged import PagedMemory, Placement
-from quire.control.memory.usage import Sharing, Usage
-from quire.control.request import Request, Sequence
+from quire.control.memory.layout import Size, geometry_of
+from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Journal, Poison, Table
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
@@ -111,53 +110,40 @@ class Reservation:
         self.held = 0  # tokens that are or will be written, as far as asked for
 
 
-class Padding(NamedTuple):
-    """What FasterTransformer computes for nothing (§2.3), which this engine does not: for models of its cost. `members`
-    and `longest` are the sequences and the longest prompt of the batch under way. `prompt` tokens pad prompts to the
-    longest of their batch, and `rows` are those of members that had ended, in steps that others still needed; these two
-    count from the start."""
-
-    members: int = 0
-    longest: int = 0
-    prompt: int = 0
-    rows: int = 0
-
-
 class ReservedMemory:
     """See KVMemory. `rule` is a value of RULES; `longest` the most tokens of a sequence. With `static`, equal slots are
     given out, not blocks of the buddy allocator. A unit is one page of each group; a run of n units at base b is, for
     group g, the pages from 1 + b * groups + g * n on.
 
-    `queue` is the requests that wait: where the length of a sequence's output is told (§6.1: Orca (Oracle) "has the
-    knowledge of the lengths of the outputs"). A sequence that isn't there may become as long as any."""
+    What is reserved depends on the length that a sequence says it will have at most (§6.1: Orca (Oracle) "has the
+    knowledge of the lengths of the outputs"). Prefixes are not shared, and nothing is swapped."""
+
+    prefixes = None
 
     def __init__(
         self, geometry: Geometry, rule: Rule, *, longest: int, static: bool = False, debug: bool = False
     ) -> None:
         self.geometry, self.rule, self.longest, self.static, self.debug = geometry, rule, longest, static, debug
-        self.page_tokens = geometry.groups[0].page_tokens
+        group = geometry.groups[0]
+        assert all(other.ids == group.ids for other in geometry.groups), "runs are of pages that any group may have"
+        self.page_tokens, self.page_bytes = group.page_tokens, group.page_bytes
         self.groups = len(geometry.groups)
-        units = (geometry.pages - 1) // self.groups
+        units = len(group.ids) // self.groups
         self.pool: Buddy | EqualSlots = EqualSlots(units, -(-longest // self.page_tokens)) if static else Buddy(units)
-        self.queue: Iterable[Request] = ()
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Reservation] = {}
         self.entries: list[Entry] = []
         self.releases = 0  # times that a run or a slot came back
         self.refused = (-1, -1, 0)  # the last admission that failed for shortage: (sequence, releases, units)
         self.batch = 0  # units that the batch under way has taken
-        self.padding = Padding()
-        self.prompts: list[int] = []  # lengths of the batch's prompts
         self.copies = 0  # pages copied by forks
-        self.hits = self.queries = 0  # no prefix is ever found
 
     @classmethod
-    def build(cls, config: EngineConfig, spec: ModelSpec, tokens: int, max_len: int, itemsize: int) -> ReservedMemory:
-        """A memory for `tokens` tokens by the rule that `config.memory` names, in pages as PagedMemory has them."""
-        paged = PagedMemory.build(config, spec, tokens, max_len, itemsize).geometry
-        geometry = replace(paged, layout=Layout.CONTIGUOUS, host_bytes=0)
+    def build(cls, config: EngineConfig, spec: ModelSpec, size: Size) -> ReservedMemory:
+        """A memory of `size` by the rule that `config.memory` names, in pages as PagedMemory has them."""
+        geometry = geometry_of(replace(config, swap_gib=0, page_sizes="one"), spec, size, Layout.PAGED)
         static = config.memory in STATIC
-        return cls(geometry, RULES[config.memory], longest=max_len, static=static, debug=config.debug)
+        return cls(geometry, RULES[config.memory], longest=size.max_len, static=static, debug=config.debug)
 
     # Admission
 
@@ -175,24 +161,22 @@ class ReservedMemory:
         outputs = [0, *(over for k in range(length.bit_length()) if (over := 2**k + 1) <= length)]
         return max(self.rule(length - output, output, self.longest) for output in outputs)
 
-    def admit(self, seq: Sequence, budget: int, sibling: Sequence | None = None) -> int | None:
-        assert seq.id not in self.residents, f"sequence {seq.id} is admitted twice"
-        if not self.slots or self.refused[:2] == (seq.id, self.releases):
+    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+        first = seqs[0]
+        assert not any(seq.id in self.residents for seq in seqs), f"sequence {first.id} is admitted twice"
+        if len(self.slots) < len(seqs) or self.refused[:2] == (first.id, self.releases):
             return None
-        request = next((request for request in self.queue if seq in request.live), None)
-        output = request.max_tokens if request is not None else self.longest - seq.prompt_len
-        final = seq.prompt_len + output
-        reserve = self.rule(seq.prompt_len, output, self.longest)
-        units, count = -(-reserve // self.page_tokens), 1 + seq.branches
-        assert len(seq.tokens) <= reserve <= self.longest, f"{reserve} tokens are reserved for {len(seq.tokens)}"
-        if self.pool.room(units) < count:
-            self.refused = (seq.id, self.releases, units)
+        final = first.final or self.longest  # branches have one prompt, and one length
+        reserve = self.rule(first.prompt_len, final - first.prompt_len, self.longest)
+        units = -(-reserve // self.page_tokens)
+        assert max(len(seq.tokens) for seq in seqs) <= reserve <= self.longest, f"{reserve} tokens are reserved"
+        if self.pool.room(units) < sum(1 + seq.branches for seq in seqs):
+            self.refused = (first.id, self.releases, units)
             return None
-        base, *spares = (self._take(units) for _ in range(count))
-        self._reside(seq, Family(units, reserve, final, spares), base)
-        if self.static:
-            self._pad(seq)
-        return 0
+        for seq in seqs:
+            base, *spares = (self._take(units) for _ in range(1 + seq.branches))
+            self._reside(seq, Family(units, reserve, final, spares), base)
+        return [Admitted(0)] * len(seqs)
 
     def _take(self, units: int) -> int:
         base = self.pool.take(units)
@@ -214,15 +198,6 @@ class ReservedMemory:
     def _pages(self, resident: Reservation, group: int) -> range:
         first = 1 + resident.base * self.groups + group * resident.family.units
         return range(first, first + resident.family.units)
-
-    def _pad(self, seq: Sequence) -> None:
-        """One more prompt of the batch, and its branches."""
-        members, longest, prompt, rows = self.padding
-        before = len(self.prompts) * longest - sum(self.prompts)
-        self.prompts.append(seq.prompt_len)
-        longest = max(self.prompts)
-        after = len(self.prompts) * longest - sum(self.prompts)
-        self.padding = Padding(members + 1 + seq.branches, longest, prompt + after - before, rows)
 
     # Life
 
@@ -270,32 +245,13 @@ class ReservedMemory:
         self.slots.append(resident.slot)
         self.releases += 1
         if not self.residents:
-            self.batch, self.prompts = 0, []
-            self.padding = self.padding._replace(members=0, longest=0)
-
-    # What this memory does not have
+            self.batch = 0
 
     def swap_out(self, seqs: Seq[Sequence]) -> bool:
-        return False
+        return False  # there is no host memory
 
     def swap_in(self, seqs: Seq[Sequence]) -> bool:
         return False
-
-    def drop_swapped(self, seq: Sequence) -> None:
-        raise AssertionError("a reserved memory has swapped nothing")
-
-    def pin(self, name: str, seq: Sequence) -> bool:
-        return False
-
-    def unpin(self, name: str) -> bool:
-        return False
-
-    def room_for_prefix(self, length: int) -> bool:
-        return False
-
-    def reset_prefix_cache(self) -> int:
-        """No prefix is cached. Returns 0."""
-        return 0
 
     # Facts
 
@@ -305,25 +261,25 @@ class ReservedMemory:
     def held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
         runs = [self.residents[seq.id] for seq in seqs]
         pages = sum(resident.family.units for resident in runs) * self.groups
-        return pages * self.geometry.page_bytes, sum(resident.held for resident in runs)
+        return pages * self.page_bytes, sum(resident.held for resident in runs)
 
     def take_journal(self) -> tuple[Journal, Journal]:
         journal, self.entries = tuple(self.entries), []
-        if self.static and self.residents:
-            coming = sum(family.coming for family in self._families())
-            ended = max(self.padding.members - len(self.residents) - coming, 0)
-            self.padding = self.padding._replace(rows=self.padding.rows + ended)
         return journal, ()
 
     def place(self, seq: Sequence) -> Placement:
         resident = self.residents[seq.id]
         return Placement(resident.slot, tuple(tuple(self._pages(resident, g)) for g in range(self.groups)))
 
-    def usage(self) -> Usage:
+    def account(self) -> Account:
+        runs = sum(resident.family.units for resident in self.residents.values())
+        return Account(self._usage(), Sharing(runs * self.groups * self.page_bytes, 0, self.copies))
+
+    def _usage(self) -> Usage:
         """Figures 2 and 3. `reserved`: slots of tokens to come, as far as lengths were told. `internal`: the rest of
         what a rule reserved, and the runs of branches and of a static batch's members that ended. `external`: what the
         allocator rounds up to, and free pages too few in a row for the sequence that was refused last."""
-        size, taken = self.page_tokens, self.pool.total - self.pool.available
+        taken = self.pool.total - self.pool.available
         used = sum(resident.held for resident in self.residents.values())
         reserved = sum(max(resident.family.final - resident.held, 0) for resident in self.residents.values())
         runs = 0
@@ -336,20 +292,16 @@ class ReservedMemory:
             unusable = self.pool.unusable(0)
         elif self.refused[1] == self.releases:
             unusable = self.pool.unusable(self.refused[2])
-        unit_bytes = self.groups * self.geometry.page_bytes
+        unit_bytes = self.groups * self.page_bytes
+        token_bytes = sum(group.token_bytes for group in self.geometry.groups)
         return Usage(
-            used * unit_bytes // size,
+            used * token_bytes,
             0,
-            reserved * unit_bytes // size,
-            ((runs + ended) * size - used - reserved) * unit_bytes // size,
+            reserved * token_bytes,
+            (runs + ended) * unit_bytes - (used + reserved) * token_bytes,
             (taken - runs + unusable) * unit_bytes,
             (self.pool.available - ended - unusable) * unit_bytes,
         )
-
-    def sharing(self) -> Sharing:
-        runs = sum(resident.family.units for resident in self.residents.values())
-        held = runs * self.groups * self.geometry.page_bytes
-        return Sharing(held, 0, self.copies, 0, 0, 0, 0, 0, 0, 0)
 
     def _families(self) -> set[Family]:
         return {resident.family for resident in self.residents.values()}

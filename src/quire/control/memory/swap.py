@@ -1,108 +1,132 @@
-"""Swapping: sequences whose pages were copied to host memory, to come back later (PagedAttention §4.5)."""
+"""Swapping: sequences whose pages were copied to host memory, to come back later (PagedAttention §4.5).
+
+Host memory has the same ledger as the device; the tables of a swapped sequence name pages there. What a page holds is
+said by its sequence's keys, so one that is still cached on the device is shared, not copied back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from quire.control.memory.pages import SCRATCH
-from quire.control.memory.tables import PageTables, Resident
+from quire.control.memory.pages import SCRATCH, Ledger
+from quire.control.memory.prefix import Prefixes
+from quire.control.memory.tables import PageTables, Resident, Tables
 from quire.control.request import Sequence
 from quire.vocabulary.plan import In, Out, Poison
-from quire.vocabulary.specs import Geometry
+
+Moves = dict[tuple[int, int], int]
+"""Pages, as (group, page), and where the content of each goes; SCRATCH while that isn't known."""
 
 
-class SwappedTables(PageTables):
-    """Page tables that can leave: those of a swapped sequence name host pages."""
+class Swap:
+    """The host pages of a memory of these tables."""
 
-    def __init__(self, geometry: Geometry, order: Iterable[int] | None = None, debug: bool = False) -> None:
-        super().__init__(geometry, order, debug)
-        # Never more host pages than the device has (§4.5).
-        assert geometry.host_pages < geometry.pages, "more host pages than pages"
-        self.host_pages = list(range(geometry.host_pages, 0, -1))
-        self.host_total = len(self.host_pages)
-        self.host_keys: dict[int, tuple[int, bytes] | None] = {}
-        self.swapped: dict[int, Resident] = {}  # with host pages in its tables
-        self.swapped_out_pages = self.swapped_in_pages = 0
+    def __init__(self, tables: PageTables, prefixes: Prefixes) -> None:
+        self.tables, self.prefixes = tables, prefixes
+        self.host = Ledger([group.host_ids for group in tables.groups])
+        self.residents: dict[int, Resident] = {}  # with host pages in their tables
+        self.out_bytes = self.in_bytes = 0
 
-    def swap_out(self, seqs: Seq[Sequence]) -> bool:
+    def out(self, seqs: Seq[Sequence]) -> bool:
         """Copy every page of these sequences to host pages, a shared one once, and let go of pages and slots."""
         assert all(seq.quiet for seq in seqs), "a sequence is swapped out while in flight"
-        residents = [self.residents[seq.id] for seq in seqs]
-        groups = {page: g for resident in residents for g, table in enumerate(resident.tables) for page in table}
-        groups.pop(SCRATCH, None)
-        if len(groups) > len(self.host_pages):
+        tables = self.tables
+        residents = [tables.residents[seq.id] for seq in seqs]
+        moves = _pages(residents)
+        if not self.host.affords(self._counts(moves)):
             return False
-        hosts = {SCRATCH: SCRATCH}
-        for page, group in groups.items():
-            hosts[page] = self.host_pages.pop()
-            self.host_keys[hosts[page]] = self.pages.keys[page]
-            self.entries.append(Out(group, page, hosts[page]))
+        for g, page in moves:
+            moves[g, page] = self.host.take(g)
+            tables.entries.append(Out(g, page, moves[g, page]))
+            self.out_bytes += tables.groups[g].page_bytes
         for seq, resident in zip(seqs, residents):
-            away = [[hosts[page] for page in table] for table in resident.tables]
-            self.free(seq)
-            resident.tables = away
-            self.swapped[seq.id] = resident
-        if self.debug:
-            self.entries += [Poison(g, page) for page, g in groups.items() if self.pages.is_empty(page)]
-        self.swapped_out_pages += len(groups)
+            tables.free(seq)
+            resident.tables = _renamed(resident.tables, moves)
+            self.residents[seq.id] = resident
+        _count(self.host, residents)
+        if tables.debug:
+            tables.entries += [Poison(g, page) for g, page in moves if tables.pages.is_empty(g, page)]
         return True
 
-    def swap_in(self, seqs: Seq[Sequence]) -> bool:
+    def back(self, seqs: Seq[Sequence]) -> bool:
         """Bring sequences that were swapped out together back into pages: copied, or shared with cached ones that are
         still there."""
-        away = [self.swapped[seq.id] for seq in seqs]
-        groups = {host: g for resident in away for g, table in enumerate(resident.tables) for host in table}
-        groups.pop(SCRATCH, None)
-        back = {SCRATCH: SCRATCH}  # host page -> page, SCRATCH while it is to be taken
-        for host in groups:
-            key = self.host_keys[host]
-            back[host] = (self.pages.find(*key) if key is not None else None) or SCRATCH
-        cached = [page for page in back.values() if page != SCRATCH]
-        need = len(groups) - len(cached)
-        if self.residents:
-            need += len(seqs) * len(self.policies)  # a page more for each, to go on; alone they fit
-        if len(seqs) > len(self.slots) or need > self.pages.available - sum(not self.pages.refs[p] for p in cached):
+        tables, ledger = self.tables, self.tables.pages
+        away = [self.residents[seq.id] for seq in seqs]
+        moves, names = _pages(away), self._names(seqs, away)
+        for (g, host), name in names.items():
+            moves[g, host] = ledger.find(g, name) or SCRATCH
+        cached = [(g, page) for (g, _), page in moves.items() if page]
+        missing = self._counts(move for move, page in moves.items() if not page)
+        spare = len(seqs) if tables.residents else 0  # a page more for each, to go on; alone they fit
+        needs = [need + rest + spare for need, rest in zip(missing, ledger.resting(cached))]
+        if len(seqs) > len(tables.slots) or not ledger.affords(needs):
             return False
-        for page in cached:
-            self.pages.share(page)
-        for host, g in groups.items():
-            if back[host] == SCRATCH:
-                back[host] = self._take(g, seqs[0])
-                self.entries.append(In(g, host, back[host]))
-                self.swapped_in_pages += 1
-                if (key := self.host_keys[host]) is not None:
-                    self.pages.publish(key[0], back[host], key[1])
-        self._seat(seqs, back)
-        self.host_pages += groups
+        for g, page in cached:
+            ledger.share(g, page)
+        for (g, host), page in moves.items():
+            if not page:
+                moves[g, host] = page = tables.take(g)
+                tables.entries.append(In(g, host, page))
+                self.in_bytes += tables.groups[g].page_bytes
+                if (g, host) in names:
+                    ledger.publish(g, page, names[g, host])
+        for seq, old in zip(seqs, away):
+            self.free(seq)
+            resident = tables.reside(seq, _renamed(old.tables, moves))
+            resident.room, resident.held = old.room, old.held
+            resident.committed, resident.forked = old.committed, old.forked
+        _count(ledger, [tables.residents[seq.id] for seq in seqs])
         return True
 
-    def _seat(self, seqs: Seq[Sequence], back: dict[int, int]) -> None:
-        """Make swapped sequences resident again, in the pages that `back` gives for their host pages; each page was
-        counted once."""
-        counted = set(back) - {SCRATCH}
-        for seq in seqs:
-            old = self.swapped.pop(seq.id)
-            tables = [[back[host] for host in table] for table in old.tables]
-            for table in old.tables:
-                for host in table:
-                    if host in counted:
-                        counted.discard(host)
-                    elif host != SCRATCH:
-                        self.pages.share(back[host])
-            resident = self._reside(seq, tables)
-            resident.first = old.first
-            resident.committed, resident.capacity = old.committed, old.capacity
-            resident.held, resident.forked = old.held, old.forked
+    def _names(self, seqs: Seq[Sequence], away: list[Resident]) -> dict[tuple[int, int], bytes]:
+        """What host pages hold, where it may be found on the device."""
+        found: dict[tuple[int, int], bytes] = {}
+        for seq, resident in zip(seqs, away) if self.prefixes.caching else ():
+            for g, policy in enumerate(self.tables.policies):
+                table, first = resident.tables[g], resident.first[g]
+                last = min(policy.group.whole(resident.committed), len(table))
+                if policy.unit:
+                    names = self.prefixes.names(g, seq.keys, first, last)
+                    found |= {(g, page): name for page, name in zip(table[first:last], names)}
+        return found
 
-    def drop_swapped(self, seq: Sequence) -> None:
-        """A swapped sequence ended: forget its host pages, but for those that a sibling still has."""
-        resident = self.swapped.pop(seq.id)
-        kept = {host for other in self.swapped.values() for table in other.tables for host in table}
-        self.host_pages += {host for table in resident.tables for host in table} - kept - {SCRATCH}
+    def _counts(self, pages: Iterable[tuple[int, int]]) -> list[int]:
+        counts = [0] * len(self.tables.groups)
+        for g, _ in pages:
+            counts[g] += 1
+        return counts
 
-    def check_host_pages(self) -> None:
+    def free(self, seq: Sequence) -> None:
+        """A swapped sequence ended, or came back: let go of its host pages."""
+        for g, table in enumerate(self.residents.pop(seq.id).tables):
+            self.host.release(g, table)
+
+    def check(self) -> None:
         """Assert that every host page is free or named by a swapped sequence."""
-        away = {host for resident in self.swapped.values() for table in resident.tables for host in table} - {SCRATCH}
-        assert len(away) + len(self.host_pages) == self.host_total, "a host page is lost"
-        assert not away & set(self.host_pages), "a host page is free and used"
+        named: list[dict[int, int]] = [{} for _ in self.tables.groups]
+        for resident in self.residents.values():
+            for g, table in enumerate(resident.tables):
+                for page in filter(None, table):
+                    named[g][page] = named[g].get(page, 0) + 1
+        self.host.check(named)
+
+
+def _pages(residents: list[Resident]) -> Moves:
+    """All pages of these tables, each once."""
+    named = ((g, page) for resident in residents for g, table in enumerate(resident.tables) for page in table)
+    return {move: SCRATCH for move in named if move[1]}
+
+
+def _renamed(tables: Tables, moves: Moves) -> Tables:
+    return [[moves[g, page] if page else SCRATCH for page in table] for g, table in enumerate(tables)]
+
+
+def _count(ledger: Ledger, residents: list[Resident]) -> None:
+    """Count the references of these tables, of whose pages each was counted once."""
+    counted: set[tuple[int, int]] = set()
+    for resident in residents:
+        for g, table in enumerate(resident.tables):
+            ledger.share_all(g, [page for page in table if (g, page) in counted])
+            counted.update((g, page) for page in table if page)

@@ -1,0 +1,42 @@
+"""One way to put a scheduler and an engine together: for serving, for the simulator, and for comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.config import EngineConfig
+from quire.control.costs import DEFAULT, Costs
+from quire.control.engine import Engine, Runner, Text
+from quire.control.limits import Limits
+from quire.control.memory import KVMemory
+from quire.control.memory.reserved import STATIC
+from quire.control.scheduler import Scheduler
+
+
+def assemble(
+    config: EngineConfig,
+    memory: KVMemory,
+    runner: Runner,
+    limits: Limits,
+    *,
+    clock: Callable[[], float],
+    eos_ids: tuple[int, ...] = (),
+    costs: Costs = DEFAULT,
+    text: Text | None = None,
+    depth: int | None = None,
+) -> Engine:
+    """An engine of `config`, which is sized for its device, over a memory and a runner that is bound to it. `depth` is
+    the config's where it isn't given, and else the runner's."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    assert config.max_num_seqs is not None, "a sized config"
+    scheduler = Scheduler(
+        memory,
+        budget=config.max_num_batched_tokens,
+        max_seqs=config.max_num_seqs,
+        max_len=limits.max_len,
+        eos_ids=eos_ids,
+        preemption=config.preemption if config.swap_gib else "recompute",
+        costs=costs,
+        static=config.memory in STATIC,
+    )
+    return Engine(scheduler, runner, limits, clock=clock, text=text, seed=config.seed, depth=depth or config.depth)

@@ -1,0 +1,70 @@
+"""How a memory is cut into pages: which layers share page tables, how large their pages are, and how many there are."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from quire.config import EngineConfig
+from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec, lay_out
+
+
+class Size(NamedTuple):
+    """How large a memory is to be: `tokens` of capacity, for sequences of up to `max_len` tokens."""
+
+    tokens: int
+    max_len: int
+    itemsize: int
+
+
+class Sheet(NamedTuple):
+    """The pages of some layers: `token_bytes` are those of a token of all of them."""
+
+    layers: tuple[int, ...]
+    token_bytes: int
+    page_bytes: int
+
+
+def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[Sheet]:
+    """The pages of each group. A token takes a place in a page of each group. Where `config.page_sizes` is "one", all
+    have the size of the largest, so that any page may be given to any group: smaller ones are padded, to a whole number
+    of every group's head rows."""
+    sets: list[tuple[int, ...]]
+    if config.table_scope == "layer":
+        sets = [(i,) for i in range(len(spec.layers))]
+    else:
+        kept = [layer.kept for layer in spec.layers]
+        sets = [tuple(i for i, other in enumerate(kept) if other == kind) for kind in dict.fromkeys(kept)]
+    tokens = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets]
+    sizes = [config.page_size * size for size in tokens]
+    if config.page_sizes == "one":
+        row = math.lcm(*(spec.layers[layers[0]].head_dim * config.page_size * itemsize for layers in sets))
+        sizes = [-(-max(sizes) // row) * row] * len(sets)
+    return list(map(Sheet, sets, tokens, sizes))
+
+
+def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layout = Layout.PAGED) -> Geometry:
+    """The pages for `size.tokens` tokens in every layer. Page ids begin behind the scratch page, which every group
+    sees as its page 0; groups with pages of one size have them in common. Host pages are as many as `config.swap_gib`
+    holds, in the same proportions, and never more than the device has (PagedAttention §4.5)."""
+    assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
+    sheets = page_layout(config, spec, size.itemsize)
+    counts: dict[int, int] = {}  # page bytes -> pages
+    for sheet in sheets:
+        counts[sheet.page_bytes] = counts.get(sheet.page_bytes, 0) + -(-size.tokens // config.page_size)
+    ids, end = lay_out(list(counts.items()), max(counts))
+    swap, whole = int(config.swap_gib * 2**30), sum(page_bytes * count for page_bytes, count in counts.items())
+    hosts = [(page_bytes, min(swap * count // whole, count)) for page_bytes, count in counts.items()]
+    host_rows, host_end = lay_out(hosts, 0)
+    own = dict(zip(counts, ids))
+    own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
+    groups = tuple(
+        Group(
+            sheet.layers, sheet.page_bytes, sheet.token_bytes, -(-size.max_len // config.page_size),
+            own[sheet.page_bytes], own_host[sheet.page_bytes], config.page_size, 1, window,
+            "full" if window is None else "window",
+        )
+        for sheet in sheets
+        for window in [spec.layers[sheet.layers[0]].window]
+    )  # fmt: skip
+    return Geometry(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)

@@ -1,0 +1,142 @@
+"""What an EchoRunner keeps in pages: one array of bytes, in which each group of layers finds its tokens' states by its
+own rule, and the same rule over a plain list of states, as the oracle has them.
+
+A token takes `token_bytes`, all of which repeat its state, so that a page copied in part shows; where tokens aren't
+whole in their pages, the bytes of one go on in the next page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.vocabulary.specs import Group
+
+Bytes = npt.NDArray[np.uint8]
+States = npt.NDArray[np.int64]
+POISON = 0xFF
+WORD = 8  # bytes of a state
+
+
+def digest(data: bytes) -> int:
+    """A state: 63 bits."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=WORD).digest(), "little") >> 1
+
+
+class Rule(Protocol):
+    """What one kind of group keeps of a sequence, and what a token at a position sees of it."""
+
+    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
+        """What the token at `position` sees, given all tokens and the states of the positions before it."""
+        ...
+
+    def seen(self, pages: Pages, slot: int, position: int) -> bytes:
+        """The same, read from pages."""
+        ...
+
+    def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+        """Leave in the pages what later positions need of this one."""
+        ...
+
+
+class Pages:
+    """The pages of group `number` in the buffer of all groups, through its tables [slots, pages of a sequence]."""
+
+    def __init__(self, group: Group, number: int, buffer: Bytes, host: Bytes, slots: int) -> None:
+        self.group, self.number = group, number
+        self.table = np.zeros((slots, group.table_width), dtype=np.int64)
+        size = group.page_bytes
+        self.pages = buffer[: len(buffer) // size * size].reshape(-1, size)
+        self.host = host[: len(host) // size * size].reshape(-1, size)  # page `id` is row id - 1
+        self.full = group.run_tokens * group.token_bytes // group.run_pages  # bytes that tokens take of a page
+        self.rule = RULES[group.kind]
+
+    def page(self, slot: int, logical: int) -> int:
+        """The page at a logical page of a slot; it must be a real one."""
+        page = int(self.table[slot, logical])
+        assert page, f"slot {slot} uses its page {logical}, which is the scratch page"
+        assert page in self.group.ids, f"slot {slot} uses page {page}, which is none of group {self.number}"
+        return page
+
+    def read(self, slot: int, first: int, last: int) -> States:
+        """The states kept for tokens first .. last of a slot."""
+        size, full = self.group.token_bytes, self.full
+        begin, end = first * size // full, -(-last * size // full)
+        held = [self.page(slot, i) for i in range(begin, end)]
+        cells = self.pages[held, :full].reshape(-1)[first * size - begin * full : last * size - begin * full]
+        cells = cells.reshape(last - first, size)
+        assert (cells[:, WORD:] == cells[:, : size - WORD]).all(), f"a token of slot {slot} is torn"
+        states: States = np.ascontiguousarray(cells[:, :WORD]).view(np.int64).reshape(-1)
+        return states ^ self.number
+
+    def put(self, slot: int, position: int, state: int) -> None:
+        """Keep a state for the token at a position."""
+        size, full = self.group.token_bytes, self.full
+        cell = np.resize(np.frombuffer(struct.pack("<q", state ^ self.number), dtype=np.uint8), size)
+        begin = position * size
+        while len(cell):
+            logical, offset = divmod(begin, full)
+            count = min(full - offset, len(cell))
+            self.pages[self.page(slot, logical), offset : offset + count] = cell[:count]
+            cell, begin = cell[count:], begin + count
+
+
+class Attended:
+    """Full and sliding-window attention: the states of all positions before, or of those within the window."""
+
+    @staticmethod
+    def _first(group: Group, position: int) -> int:
+        return 0 if group.window is None else max(0, position - group.window + 1)
+
+    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
+        return (states[self._first(group, position) : position] ^ number).tobytes()
+
+    def seen(self, pages: Pages, slot: int, position: int) -> bytes:
+        return (pages.read(slot, self._first(pages.group, position), position) ^ pages.number).tobytes()
+
+    def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+        pages.put(slot, position, state)
+
+
+class Running:
+    """A running state: a hash of all tokens so far, with their number, in the page of the latest one. The page that is
+    read is not always the one that is written, and to advance it twice shows."""
+
+    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
+        state = 0
+        for i in range(position):
+            state = self._advanced(state, i, tokens[i])
+        return struct.pack("<q", state)
+
+    @staticmethod
+    def _advanced(state: int, position: int, token: int) -> int:
+        return digest(struct.pack("<qqq", state, position, token))
+
+    @staticmethod
+    def _of(pages: Pages, slot: int, position: int) -> int:
+        """The state after the tokens before `position`."""
+        if position == 0:
+            return 0
+        page = pages.page(slot, (position - 1) // pages.group.run_tokens)
+        count, state = struct.unpack("<qq", pages.pages[page, : 2 * WORD].tobytes())
+        assert count == position, f"slot {slot} needs the state of {position} tokens, its page has that of {count}"
+        return int(state)
+
+    def seen(self, pages: Pages, slot: int, position: int) -> bytes:
+        return struct.pack("<q", self._of(pages, slot, position))
+
+    def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+        after = self._advanced(self._of(pages, slot, position), position, token)
+        page = pages.page(slot, position // pages.group.run_tokens)
+        pages.pages[page] = np.resize(np.frombuffer(struct.pack("<qq", position + 1, after), np.uint8), pages.full)
+
+
+RULES: dict[str, Rule] = {"full": Attended(), "window": Attended(), "state": Running()}
+"""By the kind of a group."""
+FULL = Group((0,), 16, 16, 1, range(1), run_tokens=1)
+"""A group of full attention, where nothing else is said."""

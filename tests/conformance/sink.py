@@ -1,0 +1,45 @@
+"""A layer type that only tests have, to show what one takes: layers that attend to the first tokens of a sequence and to
+nothing else ("attention sinks"). Their pages have a length of their own, which doesn't grow with the sequence's.
+
+What the memory must know is one policy; what a data plane must know is one rule. Nothing else names the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from quire.control.memory.policies import POLICIES, FullPolicy
+from quire.control.request import Sequence
+from quire.sim.cells import RULES, Pages, States
+from quire.vocabulary.specs import Group
+
+KEPT = 5
+"""The tokens that are kept."""
+
+
+class SinkPolicy(FullPolicy):
+    """Pages of the first KEPT tokens; later ones read them and write nothing."""
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        return range(self.group.pages(min(end, KEPT)))
+
+    def writes(self, seq: Sequence | None, start: int, end: int) -> range:
+        return range(self.group.whole(start), self.group.pages(min(end, KEPT))) if start < KEPT else range(0)
+
+
+class Sink:
+    """What a token sees: the states of the first KEPT positions before it."""
+
+    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
+        return (states[: min(position, KEPT)] ^ number).tobytes()
+
+    def seen(self, pages: Pages, slot: int, position: int) -> bytes:
+        return (pages.read(slot, 0, min(position, KEPT)) ^ pages.number).tobytes()
+
+    def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+        if position < KEPT:
+            pages.put(slot, position, state)
+
+
+WITH_SINKS = {**POLICIES, "sink": SinkPolicy}
+RULES["sink"] = Sink()

@@ -1,0 +1,64 @@
+"""Random traces over groups that have little in common, and the bugs that only they show."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from memories import Build
+from traces import Told, run_trace
+from unlike import UNLIKE
+
+WAYS = ("swap", "recompute", "auto")
+every = pytest.mark.parametrize("name", UNLIKE)
+
+
+def drawn_trace(name: str, seed: int, depth: int) -> Told:
+    rng = random.Random(seed)
+    return run_trace(
+        UNLIKE[name],
+        seed=seed,
+        depth=depth,
+        budget=rng.choice((1, 3, 8, 16, 64)),
+        tokens=rng.choice((64, 96, 128, 256)),
+        max_seqs=rng.choice((3, 8)),
+        preemption=rng.choice(WAYS),
+        host=rng.choice((0, 12, 1000)),
+        prefix_tokens=rng.choice((0, 24)),
+        unforked=rng.choice((0.0, 0.0, 0.1)),
+    )
+
+
+@every
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_random_traces(name: str, depth: int) -> None:
+    told = [drawn_trace(name, seed, depth) for seed in range(6)]
+    assert sum(t.finished for t in told) > 30
+
+
+@every
+def test_traces_that_are_short_of_memory(name: str) -> None:
+    """They really preempt both ways, hit prefixes and evict."""
+    tokens = 40 if name == "state-uncached" else 72
+    told = [
+        run_trace(
+            UNLIKE[name], seed=seed, depth=2, budget=16, tokens=tokens, preemption=WAYS[seed % 2], host=1000, requests=20
+        )
+        for seed in range(8)
+    ]  # fmt: skip
+    assert sum(t.preemptions for t in told) > 0
+    if name != "state-uncached":  # it takes next to nothing: hardly anybody is in another's way
+        assert sum(t.swapped for t in told) > 0
+        assert sum(t.recomputed for t in told) > 0
+    if "uncached" not in name:
+        assert sum(t.hits for t in told) > 0
+        assert sum(t.evictions for t in told) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@every
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_many_random_traces(name: str, depth: int) -> None:
+    for seed in range(1000, 1500):
+        drawn_trace(name, seed, depth)

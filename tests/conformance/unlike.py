@@ -1,0 +1,80 @@
+"""Memories whose layer groups have little in common: pages of other sizes, other numbers of tokens in them, or not even
+whole ones; a running state; a group with a length of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from memories import Build
+from sink import WITH_SINKS
+
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.policies import POLICIES, FullPolicy
+from quire.vocabulary.specs import Geometry, Group, Layout, lay_out
+
+
+class StatePolicy(FullPolicy):
+    """A running state: the page of the latest token holds it, so that computing goes on from the page before, and
+    writes one page for each run of tokens. A full page is the state at its end."""
+
+    def reads(self, seq: object, start: int, end: int) -> range:
+        return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
+
+
+class Kind(NamedTuple):
+    """A group: `run` tokens of `token_bytes` fill `pages` pages, behind which `padding` bytes are left."""
+
+    token_bytes: int
+    run: int
+    pages: int = 1
+    window: int | None = None
+    kind: str = ""
+    padding: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self.run * self.token_bytes // self.pages + self.padding
+
+
+def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[[Build], PagedMemory]:
+    """A memory of these groups, each with room for the tokens that are asked for."""
+
+    def make(build: Build) -> PagedMemory:
+        counts = [-(-build.tokens * kind.pages // kind.run) + 1 for kind in kinds]
+        sizes = [kind.page_bytes for kind in kinds]
+        ids, end = lay_out(list(zip(sizes, counts)), max(sizes))
+        rows, host_end = lay_out([(size, min(build.host, count)) for size, count in zip(sizes, counts)], 0)
+        groups = tuple(
+            Group(
+                (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run) + 1, ids[i],
+                range(rows[i].start + 1, rows[i].stop + 1), kind.run, kind.pages, kind.window,
+                kind.kind or ("full" if kind.window is None else "window"),
+            )
+            for i, kind in enumerate(kinds)
+        )  # fmt: skip
+        geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end)
+        policies = {**WITH_SINKS, **POLICIES, "state": StatePolicy}
+        return PagedMemory(
+            geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
+            policies=policies,
+        )  # fmt: skip
+
+    return make
+
+
+FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
+STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
+UNLIKE: dict[str, Callable[[Build], PagedMemory]] = {
+    "3-to-2": unlike(WINDOW, FULL),
+    "84-to-1": unlike(Kind(8, 1, window=5), Kind(84 * 8, 1)),
+    "1-and-16-tokens": unlike(Kind(16, 16), Kind(16, 1), Kind(16, 4, window=6)),
+    "4-and-8-tokens": unlike(Kind(16, 4), Kind(24, 8), debug=True),
+    "not-whole": unlike(Kind(24, 8, 3)),
+    "not-whole-window": unlike(Kind(24, 8, 3, window=7), Kind(16, 4)),
+    "padded": unlike(Kind(16, 4, padding=32), Kind(16, 2, padding=16, window=3)),
+    "state": unlike(FULL, STATE),
+    "state-uncached": unlike(STATE, WINDOW, caching=False, debug=True),
+    "sink": unlike(SINK, FULL),
+    "all": unlike(WINDOW, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
+}
