@@ -93,7 +93,7 @@ class Branch:
         while self._request.status is not Status.RUNNING:
             self._step()
             top = self._computed()
-        child = self._engine.scheduler.fork(self._request, self._seq)
+        child = self._engine.scheduler.branching.fork(self._request, self._seq)
         if self._request.status is Status.RUNNING:
             self._request.candidates[child.id] = top
         return Branch(self._engine, self._step, self._request, child)
