@@ -27,7 +27,7 @@ def engine_of(runner: EchoRunner, budget: int = 64, name: str = "paged-4") -> En
 
 
 def session_of(engine: Engine, prompt: list[int]) -> Branch:
-    engine.add("session", prompt, session_params(3, 20, 5))
+    engine.add("session", prompt, session_params(3, 20, 5), waits=True)
     request = engine.requests["session"]
     return Branch(engine, engine.step, request, request.live[0])
 

@@ -181,7 +181,7 @@ class LLM:
     def session(self, prompt: Any, *, width: int = 8, max_tokens: int = 256, top: int = 20) -> Iterator[Branch]:
         """A prompt that the caller continues, token by token and in up to `width` branches of up to `max_tokens` (see
         quire.text.session). Room for all of them is required; other calls wait until the session is left."""
-        [job] = jobs = self._queue([self.prompts.prompt(prompt)], [session_params(width, max_tokens, top)])
+        [job] = jobs = self._queue([self.prompts.prompt(prompt)], [session_params(width, max_tokens, top)], waits=True)
         request = self.engine.requests[job.id]
         try:
             yield Branch(self.engine, self._step, request, request.live[0])
@@ -247,7 +247,7 @@ class LLM:
             raise InputError("sampling_params must be SamplingParams, or a list of them", "sampling_params")
         return each
 
-    def _queue(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Job]:
+    def _queue(self, prompts: list[Prompt], params: list[SamplingParams], waits: bool = False) -> list[Job]:
         """Add all requests to the engine, or none."""
         self._check_idle()
         jobs: list[Job] = []
@@ -257,7 +257,7 @@ class LLM:
             for prompt, each in zip(prompts, params):
                 job = Job(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
-                self.engine.add(job.id, prompt.ids, job.params)
+                self.engine.add(job.id, prompt.ids, job.params, waits=waits)
         except BaseException:
             self._abandon(jobs)
             raise

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from quire.control.checked import Misbehaved, ReadOnly
 from quire.control.decoding import context_of
 from quire.control.request import Request, Sequence, Status
 from quire.vocabulary.method import Branch, Choice, Ending
@@ -41,7 +42,13 @@ class Branching:
             self._fail(request, seq, sampled.error)
             return False
         request.candidates[seq.id] = sampled.tops[0]
-        return len(request.candidates) == len(request.live) and self._advance(request)
+        if len(request.candidates) < len(request.live):
+            return False
+        try:
+            return self._advance(request)
+        except Misbehaved as wrong:
+            self._fail(request, seq, str(wrong))
+            return False
 
     def fork(self, request: Request, seq: Sequence) -> Sequence:
         """A new branch of a running request, as `seq` is now; `seq` must be quiet."""
@@ -61,11 +68,11 @@ class Branching:
 
     def _advance(self, request: Request) -> bool:
         """Ask the method, and do what it says. False if it hasn't decided: then its branches stay as they are, until
-        somebody changes them."""
+        somebody changes them. Misbehaved, and then nothing changed, if it says what can't be done."""
         assert request.method is not None
         live, tops = request.live, request.candidates
-        branches = [Branch(seq.tokens, seq.prompt_len, seq.cumulative_logprob, tops[seq.id]) for seq in live]
-        advance = request.method.advance(branches, context_of(request, self.eos_ids))
+        branches = [Branch(ReadOnly(seq.tokens), seq.prompt_len, seq.cumulative_logprob, tops[seq.id]) for seq in live]
+        advance = request.method.advance(branches, context_of(request.params, request.max_tokens, self.eos_ids))
         if advance is None:
             return False
         request.candidates = {}

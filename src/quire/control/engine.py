@@ -11,7 +11,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, Protocol
 
-from quire.control.decoding import method_of
+from quire.control.checked import Checked, checked_method
+from quire.control.decoding import context_of
 from quire.control.limits import Limits, check_salt
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Event, Scheduler
@@ -90,6 +91,15 @@ class Stats:
         self.finished: dict[str, int] = {}
 
 
+class Accepted(NamedTuple):
+    """A request that passed every check and isn't queued yet."""
+
+    tokens: list[int]
+    max_tokens: int
+    width: int
+    method: Checked | None
+
+
 class Engine:
     """`add` requests, `step` until nothing is left. Not thread-safe: one thread drives it."""
 
@@ -118,10 +128,18 @@ class Engine:
     # In
 
     def add(
-        self, id: str, prompt: Seq[int], params: SamplingParams, *, salt: str = "", prefix: str | None = None
+        self,
+        id: str,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        prefix: str | None = None,
+        waits: bool = False,
     ) -> None:
-        """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed."""
-        self.add_all([(id, prompt)], params, salt=salt, prefix=prefix)
+        """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed. `waits`: its
+        method may leave its branches to whoever added it (text.session)."""
+        self.add_all([(id, prompt)], params, salt=salt, prefix=prefix, waits=waits)
 
     def add_all(
         self,
@@ -130,6 +148,7 @@ class Engine:
         *,
         salt: str = "",
         prefix: str | None = None,
+        waits: bool = False,
     ) -> None:
         """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` should be resolved already (see
         Text.resolve): that takes time, and this is the thread that steps."""
@@ -138,29 +157,33 @@ class Engine:
         params.check_vocabulary(self.limits.vocab_size)
         if self.text is not None:
             params = self.text.resolve(params)
-        checked: dict[str, tuple[list[int], int]] = {}
+        accepted: dict[str, Accepted] = {}
         for id, prompt in prompts:
-            if id in self.requests or id in checked:
+            if id in self.requests or id in accepted:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
-            tokens = self.limits.tokens(prompt)
-            fits = self.scheduler.memory.fits
-            checked[id] = tokens, self.limits.max_tokens(len(tokens), params, self.scheduler.max_seqs, fits)
-        for id, (tokens, max_tokens) in checked.items():
-            self._queue(id, tokens, params, max_tokens, salt, prefix)
+            accepted[id] = self._accept(prompt, params, waits)
+        for id, one in accepted.items():
+            self._queue(id, one, params, salt, prefix)
 
-    def _queue(
-        self, id: str, tokens: list[int], params: SamplingParams, max_tokens: int, salt: str, prefix: str | None
-    ) -> None:
+    def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool) -> Accepted:
+        tokens = self.limits.tokens(prompt)
+        method = checked_method(params, self.limits.vocab_size, waits)
+        width = params.width if method is None else method.width
+        fits, max_seqs = self.scheduler.memory.fits, self.scheduler.max_seqs
+        max_tokens = self.limits.max_tokens(len(tokens), params, width, max_seqs, fits)
+        if method is not None:
+            method.settle(context_of(params, max_tokens, self.scheduler.eos_ids))
+        return Accepted(tokens, max_tokens, width, method)
+
+    def _queue(self, id: str, accepted: Accepted, params: SamplingParams, salt: str, prefix: str | None) -> None:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
         self.added += 1
-        seq = Sequence(self.scheduler.new_id(), tokens, seed=seed, salt=salt)
-        seq.branches = params.width - 1
+        seq = Sequence(self.scheduler.new_id(), accepted.tokens, seed=seed, salt=salt)
+        seq.branches = accepted.width - 1
         if params.prompt_logprobs is not None:
             seq.reusable = 0
-        request = Request(id, seq, params, arrival=self.clock(), max_tokens=max_tokens)
-        request.method, request.prefix = method_of(params), prefix
-        if request.method is not None:
-            seq.branches = request.method.width - 1
+        request = Request(id, seq, params, arrival=self.clock(), max_tokens=accepted.max_tokens)
+        request.method, request.prefix = accepted.method, prefix
         self.requests[id] = request
         self.scheduler.add(request)
 
@@ -219,7 +242,8 @@ class Engine:
         return bool(self.outbox) or self.scheduler.unfinished
 
     def step(self) -> list[Output]:
-        """Plan and submit until `depth` steps are in flight, then take in the oldest. Returns what it brought."""
+        """Plan and submit until `depth` steps are in flight, then take in the oldest. Returns what it brought: nothing
+        if all that is left waits for its caller. EngineDead if nothing can be done and nobody is waited for."""
         outputs, self.outbox = self.outbox, []
         while len(self.flight) < self.depth:
             plan = self.scheduler.schedule()
@@ -233,7 +257,7 @@ class Engine:
             self.stats.step_seconds += result.seconds
             self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
             outputs += self._publish(self.scheduler.update(plan, result))
-        elif self.scheduler.unfinished and not outputs:
+        elif self.scheduler.unfinished and not outputs and not any(map(_waits, self.scheduler.running)):
             raise EngineDead(f"no progress: {len(self.scheduler.waiting)} requests wait and nothing can be planned")
         return outputs
 
@@ -276,9 +300,9 @@ class Engine:
     def _together(self, request: Request) -> list[Output]:
         """What a method's step settled: the tokens that all its branches agree on, or at its end the best results."""
         params, done = request.params, request.status is Status.DONE
-        if done and not request.results:
-            failed = request.done[0] if request.done else None
-            self._end(request, "error", failed.stop_reason if failed else "the method returned no result")
+        if done and not request.results:  # what failed ended all branches; else its caller freed the last
+            last = next((seq for seq in request.done if seq.finish == "error"), request.done[-1])
+            self._end(request, last.finish or "", last.stop_reason)
             return []
         every = [seq for _, seq in request.results] + ([] if done else request.live)
         first = every[0]
@@ -372,6 +396,11 @@ class Engine:
         """Release the runner. The engine can't be used afterwards."""
         self.flight.clear()
         self.runner.close()
+
+
+def _waits(request: Request) -> bool:
+    """Its branches have all that they asked for: whoever added it says how they go on."""
+    return request.method is not None and len(request.candidates) == len(request.live)
 
 
 def _rank(seq: Sequence) -> tuple[bool, float, int]:
