@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from quire.control.engine import Output
 from quire.control.memory.usage import Sharing, Usage
+from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.text.outputs import Assembly, RequestOutput

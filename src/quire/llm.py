@@ -13,7 +13,7 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.errors import EngineDead, InputError, PrefixesFull
 from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.text.prompts import Messages, Prompt, Prompts, engine_config

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from memories import MEMORIES, Build
 
-from quire.control.engine import Engine, Output
+from quire.control.engine import Engine
 from quire.control.limits import Limits
+from quire.control.outcomes import Output
 from quire.control.scheduler import Scheduler
 from quire.errors import EngineDead, InputError
 from quire.sim.echo import EchoRunner
@@ -133,7 +134,7 @@ def drive(engine: Engine) -> dict[str, list[Output]]:
         engine.scheduler.memory.check()
     assert not engine.requests
     assert not engine.scheduler.by_slot
-    assert not engine.streams
+    assert not engine.outcomes.streams
     assert engine.scheduler.memory.usage().used == 0
     return outputs
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.control.request import Request
 
 
