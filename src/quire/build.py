@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.budget import MemoryPlan, plan_memory
 from quire.config import EngineConfig
 from quire.control.costs import DEFAULT, Costs
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.control.memory import Size, build_memory
 from quire.control.memory.reserved import STATIC, ReservedMemory
 from quire.control.scheduler import Scheduler

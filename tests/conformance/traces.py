@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from memories import MAX_LEN, VOCAB, Build, check_published, connect, insides
 
 from quire.control.costs import Costs
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.control.memory import KVMemory
 from quire.control.outcomes import Output
 from quire.control.request import Request, Sequence, Status

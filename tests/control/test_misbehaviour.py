@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from memories import MEMORIES, Build
 
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.control.outcomes import Output
 from quire.control.scheduler import Scheduler
 from quire.errors import EngineDead, InputError

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
-from quire.control.limits import Limits, check_salt
+from quire.control.edge import Limits, check_salt
 from quire.control.outcomes import Outcomes, Output, Stats, Text
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
@@ -38,7 +38,8 @@ class Runner(Protocol):
         ...
 
     def collect(self, ticket: Any) -> StepResult:
-        """Wait for the step of a ticket."""
+        """Wait for the step of a ticket. Steps in flight overlap, but the `seconds` of their results don't: they add up
+        to no more than has passed."""
         ...
 
     def close(self) -> None:

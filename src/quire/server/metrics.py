@@ -182,7 +182,11 @@ class Metrics:
             ("prompt_tokens", "Prompt tokens of scheduled requests", engine.stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", engine.stats.generated_tokens),
             ("engine_steps", "Steps of the engine", engine.stats.steps),
-            ("engine_step_seconds", "Seconds of steps, as the runner measures them", engine.stats.step_seconds),
+            (
+                "engine_step_seconds",
+                "Seconds of steps, overlap counted once",
+                engine.stats.step_seconds,
+            ),
             ("aborted_requests", "Requests that ended before their end: clients that left, drains", llm.aborted),
             ("invalid_requests", "Requests refused with a 4xx status", self.invalid),
             ("admission_rejections", "Requests refused for a full queue", llm.rejected),

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import EngineConfig
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.control.memory import Size, Usage, build_memory
 from quire.control.memory.reserved import STATIC, ReservedMemory
 from quire.control.scheduler import Scheduler
