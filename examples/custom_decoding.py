@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire import LLM, SamplingParams
-from quire.text.session import Branch as Node
+from quire.text.session import Node
 from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending
 
 

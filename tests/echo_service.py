@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from quire.config import EngineConfig
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.control.memory import Size, build_memory
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner

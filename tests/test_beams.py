@@ -18,7 +18,8 @@ from test_equality import FAMILIES
 import quire
 from quire.build import build
 from quire.config import EngineConfig
-from quire.control.engine import Engine, Output
+from quire.control.engine import Engine
+from quire.control.outcomes import Output
 from quire.vocabulary.params import SamplingParams
 
 VOCAB = 97

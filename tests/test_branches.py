@@ -7,12 +7,12 @@ import time
 import pytest
 from memories import MEMORIES, Build
 
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.control.request import common_prefix
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, fake_top, states
-from quire.text.session import Branch, session_params
+from quire.text.session import Node, session_params
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepResult
 
@@ -26,10 +26,10 @@ def engine_of(runner: EchoRunner, budget: int = 64, name: str = "paged-4") -> En
     return Engine(scheduler, runner, Limits(VOCAB, 48, 8), clock=time.monotonic)
 
 
-def session_of(engine: Engine, prompt: list[int]) -> Branch:
-    engine.add("session", prompt, session_params(3, 20, 5))
+def session_of(engine: Engine, prompt: list[int]) -> Node:
+    engine.add("session", prompt, session_params(3, 20, 5), waits=True)
     request = engine.requests["session"]
-    return Branch(engine, engine.step, request, request.live[0])
+    return Node(engine, engine.step, request, request.live[0])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 import echo_service
 import pytest
@@ -17,6 +18,7 @@ import quire
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, StartupError
 from quire.llm import LLM, BeamSearchParams
 from quire.sim.echo import expected, expected_beams
+from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
 
@@ -291,3 +293,38 @@ def test_bad_words_become_ids(llm: LLM) -> None:
     assert tuple(encode("xyz")) in resolved.bad_word_ids
     with pytest.raises(InputError, match="has no tokens"):
         text.resolve(SamplingParams(bad_words=["  "]))
+
+
+class Broken:
+    """A method that fails in its third step."""
+
+    width, steps = 2, 0
+
+    def top(self, context: Context) -> int:
+        return 2
+
+    def keep(self) -> int:
+        return 2
+
+    def advance(self, branches: Sequence[Branch], context: Context) -> Advance:
+        self.steps += 1
+        parent = 9 if self.steps == 3 else 0
+        return Advance(tuple(Choice(parent, token, -1.0) for token in branches[0].top.ids))
+
+
+def test_a_broken_method_ends_its_own_request() -> None:
+    """With a model: the prompts of the same call, and the calls after it, get what they get without it."""
+    plain = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    broken = SamplingParams(max_tokens=8, method=Broken, ignore_eos=True)
+    with LLM(dtype="float32", kv_tokens=1024, threads=1) as llm:
+        prompts = ["Once upon a time", "The little", "One day"]
+        alone = llm.generate(prompts, plain, use_tqdm=False)
+        found = llm.generate(prompts, [plain, broken, plain], use_tqdm=False)
+        failed = found[1].outputs[0]
+        assert failed.finish_reason == "error"
+        assert failed.stop_reason == "the method Broken names branch 9, but the live ones are 0 to 1"
+        assert [found[i].outputs[0].token_ids for i in (0, 2)] == [alone[i].outputs[0].token_ids for i in (0, 2)]
+        with pytest.raises(InputError, match=r"method\(\) failed: ZeroDivisionError"):
+            llm.generate(prompts, [plain, plain, SamplingParams(method=lambda: 1 // 0)], use_tqdm=False)  # type: ignore[arg-type,return-value]
+        again = llm.generate(prompts, plain, use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in again] == [result.outputs[0].token_ids for result in alone]

@@ -13,15 +13,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from quire.control.engine import Output
 from quire.control.memory import Account
+from quire.control.outcomes import Output
 from quire.control.request import Request
-from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
-from quire.text.outputs import Assembly, RequestOutput
+from quire.errors import EngineDead, InputError, Overloaded, UnknownPrefix
+from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import INLINE_CHARS, Messages, Prompt, Prompts, engine_config
-from quire.text.streams import Stream, deliver
+from quire.text.pulse import Health, Pulse
+from quire.text.streams import Stream, deliver, settle
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,15 +39,6 @@ class Observer(Protocol):
     def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None:
         """Called once a step, also for one without outputs."""
         ...
-
-
-class Health(NamedTuple):
-    """Is the engine alive, and making progress? `beat` is the monotonic time of its last turn."""
-
-    alive: bool
-    stalled: bool
-    beat: float
-    why: str
 
 
 class AsyncLLM:
@@ -69,7 +61,7 @@ class AsyncLLM:
 
     def _start(self, built: Built, observer: Observer | None, stall_after: float) -> None:
         self.built, self.engine, self.prompts = built, built.engine, Prompts(built)
-        self.observer, self.stall_after = observer, stall_after
+        self.observer, self._pulse = observer, Pulse(stall_after)
         self.account: Account = self.engine.scheduler.memory.account()
         self.aborted = self.rejected = 0
         self.error: Exception | None = None
@@ -77,10 +69,10 @@ class AsyncLLM:
         self.on_death: Callable[[], object] | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._busy = self._closing = False
+        self._closing = False
         self._live: dict[str, Stream] = {}
         self._ids = itertools.count()
-        self._beat = self._looked = time.monotonic()
+        self._looked = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="quire-engine")
         self._thread.start()
 
@@ -235,11 +227,8 @@ class AsyncLLM:
 
     def heartbeat(self) -> Health:
         """Never a generated request: only whether the loop turns. An idle engine is well."""
-        now, beat = time.monotonic(), self._beat
         alive = self.error is None and self._thread.is_alive()
-        stalled = alive and self._busy and now - beat > self.stall_after
-        why = f"no step ended for {now - beat:.0f} s" if stalled else "" if alive else str(self.error or "closed")
-        return Health(alive, stalled, beat, why)
+        return self._pulse.health("" if alive else str(self.error or "closed"))
 
     async def drain(self, timeout: float) -> bool:
         """Accept nothing more, wait until all requests ended, and abort what is left after `timeout` seconds. Returns
@@ -292,9 +281,9 @@ class AsyncLLM:
                     raise EngineDead(f"the engine stopped: {self.error}")
                 result = work()
             except Exception as error:
-                self._call(loop, _settle, answer, None, error)
+                self._call(loop, settle, answer, None, error)
             else:
-                self._call(loop, _settle, answer, result, None)
+                self._call(loop, settle, answer, result, None)
 
         if not self._send(run):
             raise EngineDead(f"the engine stopped: {self.error or 'closed'}")
@@ -316,13 +305,13 @@ class AsyncLLM:
         """One turn: commands, then a step. False when it is time to end."""
         with self._wake:
             while not (self._commands or self._closing or self.engine.unfinished):
-                self._busy = False
+                self._pulse.rest()
                 self._look(time.monotonic())
                 self._wake.wait(timeout=1.0)
                 if not threading.main_thread().is_alive():
                     return False  # the program ended without close()
             commands = [self._commands.popleft() for _ in range(len(self._commands))]
-            self._beat, self._busy = time.monotonic(), True
+            self._pulse.turn()
         if self._closing:
             return False
         for command in commands:
@@ -406,20 +395,3 @@ class AsyncLLM:
         finally:
             if died and self.on_death is not None:
                 self.on_death()
-
-
-def check_registered(name: str, last: Output) -> None:
-    """Raise what kept a prefix from being registered, given the last output of its computation."""
-    if last.finish_reason == "error":
-        raise PrefixesFull(f"the prefix {name!r} was not registered: {last.stop_reason}", "prefix")
-    if last.finish_reason == "abort":
-        raise PrefixTaken(f"the prefix {name!r} was released while it was computed", "name")
-
-
-def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if answer.done():
-        return  # nobody waits any more
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(result)

@@ -18,8 +18,8 @@ from quire.budget import MemoryPlan, plan_memory
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.control.memory import Size, build_memory
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import CONFIGS

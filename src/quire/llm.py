@@ -13,11 +13,11 @@ from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.control.engine import Output
-from quire.errors import EngineDead, InputError, PrefixesFull
-from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.control.outcomes import Output
+from quire.errors import EngineDead, InputError
+from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput, check_registered
 from quire.text.prompts import Messages, Prompt, Prompts, engine_config
-from quire.text.session import Branch, session_params
+from quire.text.session import Node, session_params
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ class LLM:
             if not (done or self._closed):
                 self.engine.release_prefix(name)
                 self._abandon([])
-        if last is not None and last.finish_reason == "error":
-            raise PrefixesFull(f"the prefix {name!r} was not registered: {last.stop_reason}", "prefix")
+        assert last is not None, "a prefix was computed without an output"
+        check_registered(name, last)
         return len(tokens)
 
     def release_prefix(self, name: str) -> bool:
@@ -178,13 +178,13 @@ class LLM:
             self._abandon(jobs)
 
     @contextmanager
-    def session(self, prompt: Any, *, width: int = 8, max_tokens: int = 256, top: int = 20) -> Iterator[Branch]:
+    def session(self, prompt: Any, *, width: int = 8, max_tokens: int = 256, top: int = 20) -> Iterator[Node]:
         """A prompt that the caller continues, token by token and in up to `width` branches of up to `max_tokens` (see
         quire.text.session). Room for all of them is required; other calls wait until the session is left."""
-        [job] = jobs = self._queue([self.prompts.prompt(prompt)], [session_params(width, max_tokens, top)])
+        [job] = jobs = self._queue([self.prompts.prompt(prompt)], [session_params(width, max_tokens, top)], waits=True)
         request = self.engine.requests[job.id]
         try:
-            yield Branch(self.engine, self._step, request, request.live[0])
+            yield Node(self.engine, self._step, request, request.live[0])
         finally:
             self._abandon(jobs)
 
@@ -247,7 +247,7 @@ class LLM:
             raise InputError("sampling_params must be SamplingParams, or a list of them", "sampling_params")
         return each
 
-    def _queue(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Job]:
+    def _queue(self, prompts: list[Prompt], params: list[SamplingParams], waits: bool = False) -> list[Job]:
         """Add all requests to the engine, or none."""
         self._check_idle()
         jobs: list[Job] = []
@@ -257,7 +257,7 @@ class LLM:
             for prompt, each in zip(prompts, params):
                 job = Job(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
-                self.engine.add(job.id, prompt.ids, job.params)
+                self.engine.add(job.id, prompt.ids, job.params, waits=waits)
         except BaseException:
             self._abandon(jobs)
             raise

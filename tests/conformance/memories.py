@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.memory import KVMemory, Size, build_memory
+from quire.control.memory import KVMemory, Later, Size, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.reserved import ReservedMemory
 from quire.control.request import Sequence

@@ -1,5 +1,5 @@
-"""A layer type that only tests have, to show what one takes: layers that attend to the first tokens of a sequence and to
-nothing else ("attention sinks"). Their pages have a length of their own, which doesn't grow with the sequence's.
+"""A layer type that only tests have, to show what one takes: layers that attend to the first tokens of a sequence and
+to nothing else ("attention sinks"). Their pages have a length of their own, which doesn't grow with the sequence's.
 
 What the memory must know is one policy; what a data plane must know is one rule. Nothing else names the kind.
 """

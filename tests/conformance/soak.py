@@ -13,8 +13,8 @@ from pathlib import Path
 from memories import MAX_LEN, MEMORIES, VOCAB, Build, host_free, host_total
 from traces import Trace, draw_request
 
+from quire.control.edge import Limits
 from quire.control.engine import Engine
-from quire.control.limits import Limits
 from quire.errors import InputError
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.plan import Copy, In, Out, StepPlan

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from memories import Build
 from traces import Told, run_trace
 from unlike import UNLIKE
 
@@ -42,7 +41,8 @@ def test_traces_that_are_short_of_memory(name: str) -> None:
     tokens = 40 if name == "state-uncached" else 72
     told = [
         run_trace(
-            UNLIKE[name], seed=seed, depth=2, budget=16, tokens=tokens, preemption=WAYS[seed % 2], host=1000, requests=20
+            UNLIKE[name], seed=seed, depth=2, budget=16, tokens=tokens, preemption=WAYS[seed % 2], host=1000,
+            requests=20,
         )
         for seed in range(8)
     ]  # fmt: skip

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static
 
 from quire.control.costs import Costs
-from quire.control.engine import Engine, Output
-from quire.control.limits import Limits
+from quire.control.edge import Limits
+from quire.control.engine import Engine
 from quire.control.memory import Admitted, KVMemory, Later
 from quire.control.memory.paged import PagedMemory
+from quire.control.outcomes import Output
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.errors import InputError

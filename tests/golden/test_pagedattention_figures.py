@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from memories import admit_one, connect, spec
+from memories import connect, spec
 
 from quire.config import EngineConfig
 from quire.control.decoding import method_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire.llm import LLM
 from quire.sim.echo import expected
 from quire.text.outputs import RequestOutput
 from quire.text.stream import TokenText
+from quire.vocabulary.method import Advance, Branch, Context
 from quire.vocabulary.params import SamplingParams
 
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
@@ -208,5 +210,42 @@ def test_an_idle_engine_uses_no_time() -> None:
         assert time.process_time() - before < 0.1
         assert llm.heartbeat().alive
         assert not llm.heartbeat().stalled
+
+    run(work)
+
+
+class Broken:
+    """A method that says nothing, or raises what it is given."""
+
+    width = 2
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def top(self, context: Context) -> int:
+        return 2
+
+    def keep(self) -> int:
+        return 2
+
+    def advance(self, branches: Sequence[Branch], context: Context) -> Advance | None:
+        if self.error is not None:
+            raise self.error
+        return None
+
+
+def test_a_broken_method_ends_its_own_request() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        neighbour = await llm.submit([1, 2, 3], LONG)
+        for error, why in ((None, "the method Broken answered None"), (KeyError("x"), "failed in advance(): KeyError")):
+            params = SamplingParams(max_tokens=9, method=lambda error=error: Broken(error))  # type: ignore[misc]
+            [output] = [output async for output in await llm.submit([4, 5], params)]
+            assert (output.finish_reason, output.done) == ("error", True)
+            assert why in str(output.stop_reason)
+        with pytest.raises(InputError, match=r"method\(\) failed"):
+            await llm.submit([4, 5], SamplingParams(method=lambda: 1 // 0))  # type: ignore[arg-type,return-value]
+        tokens = [token for output in [output async for output in neighbour] for token in output.tokens]
+        assert tokens == expected([1, 2, 3], LONG, 1, vocab_size=VOCAB)
+        assert llm.error is None
 
     run(work)

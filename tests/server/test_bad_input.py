@@ -11,6 +11,7 @@ import pytest
 from echo_service import Running
 
 from quire.server.errors import Failure
+from quire.server.protocol import ChatRequest, CompletionRequest
 
 NUMERIC = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -262,3 +263,11 @@ def test_invalid_requests_are_counted(http: httpx.Client, echo: Running) -> None
     before = echo.metric("quire_invalid_requests_total")
     post(http, "/v1/completions", "{}")
     assert echo.metric("quire_invalid_requests_total") == before + 1
+
+
+def test_clients_cannot_give_methods(http: httpx.Client) -> None:
+    """Like every field that the API doesn't have it is ignored: code comes from the program's owner only."""
+    before = canary(http)
+    body = {"prompt": "once upon a time", "seed": 1, "max_tokens": 6, "logprobs": 1, "method": "os.abort"}
+    assert json.dumps(http.post("/v1/completions", json=body).json()["choices"]) == before
+    assert not {"method", "stop_automaton"} & {*CompletionRequest.model_fields, *ChatRequest.model_fields}

@@ -103,8 +103,10 @@ def test_time_is_exact_without_overlap() -> None:
 def test_time_is_exact_with_two_steps_in_flight() -> None:
     """The host plans the second step at 0.25, while the first computes until 1.25."""
     cost = Cost(SHAPE, NOTHING._replace(step=1.0, host_step=0.25))
-    outcome = Simulation(SMALL, SPEC, cost, 160, depth=2).run([Arriving(0.0, [1, 2, 3, 4], asked(3))])
+    simulation = Simulation(SMALL, SPEC, cost, 160, depth=2)
+    outcome = simulation.run([Arriving(0.0, [1, 2, 3, 4], asked(3))])
     assert outcome.served[0].events == [(1.25, 1), (2.25, 1), (3.25, 1)]
+    assert simulation.engine.stats.step_seconds == 3.0  # a step's seconds are the device's, though steps overlap
 
 
 def test_a_slow_host_is_waited_for() -> None:

@@ -14,7 +14,7 @@ import transformers
 
 import quire
 from quire.errors import InputError
-from quire.text.session import Branch
+from quire.text.session import Node
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top
 
@@ -69,7 +69,7 @@ def test_random_trees_are_what_the_model_says(llm: quire.LLM, model: Any, way: s
     scheduler = llm.engine.scheduler
     scheduler.preemption = way or "recompute"
     with llm.session(ids, width=5, max_tokens=40) as root:
-        branches: dict[Branch, list[int]] = {root: []}
+        branches: dict[Node, list[int]] = {root: []}
         for step in range(60):
             branch = choose.choice(list(branches))
             action = choose.choice(["append", "append", "fork", "free", "next"])

@@ -14,8 +14,8 @@ from quire.bench import arrivals, beams, calibrate, control, histories, memory, 
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
 from quire.bench.workloads import EXPECTED
-from quire.cli import Parser
 from quire.cli.flags import add_engine_flags
+from quire.cli.parser import Parser
 from quire.errors import StartupError
 
 Run = Callable[[argparse.Namespace], list[dict[str, Any]]]

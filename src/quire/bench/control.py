@@ -14,13 +14,13 @@ from typing import Any
 from quire.bench.document import short, table
 from quire.bench.latency import spread
 from quire.bench.machine import Others
-from quire.collector import spare_the_loaded
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
 from quire.control.request import Request
 from quire.control.request import Sequence as Seq
 from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
+from quire.server.collector import spare_the_loaded
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from quire.bench.latency import Trace
 from quire.bench.workloads import Job
-from quire.control.engine import Engine, Output
+from quire.control.engine import Engine
 from quire.control.memory import Usage
+from quire.control.outcomes import Output
 from quire.errors import QuireError
 from quire.vocabulary.params import SamplingParams
 

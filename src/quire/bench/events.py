@@ -1,6 +1,6 @@
 """What rare events cost the control plane: one call each, in which all that waits for the next step waits too.
 
-Each is measured as often as asked, over a memory made anew; the least time counts, as whatever disturbs makes it longer.
+Each is measured as often as asked, over a memory made anew; the least time counts: whatever disturbs makes it longer.
 """
 
 from __future__ import annotations

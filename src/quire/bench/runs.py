@@ -19,9 +19,9 @@ from quire.bench.latency import Trace, latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
 from quire.bench.workloads import Job, Workload, parse, poisson
 from quire.cli.flags import config_from
-from quire.collector import spare_the_loaded
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
+from quire.server.collector import spare_the_loaded
 
 Loads = Callable[[Workload, int], Load]
 Attempt = Callable[[Sequence[Job], Load], tuple[list[Trace], dict[str, Any]]]

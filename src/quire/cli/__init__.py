@@ -10,12 +10,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn
 
 from quire.cli.flags import add_engine_flags, add_sampling_flags, add_serve_flags
+from quire.cli.parser import BAD_START, Parser, fail
 from quire.errors import QuireError
 
-BAD_START = 2
 INTERRUPTED = 130
 COMMANDS = {
     "generate": "continue prompts",
@@ -27,20 +26,6 @@ COMMANDS = {
     "reproduce": "reproduce a figure or table of a paper: quire reproduce NAME, or --list",
     "env": "show versions and hardware, for bug reports",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message[:1].upper() + message[1:], f"See {self.prog} --help")
-
-
-def fail(cause: str, remedy: str = "") -> NoReturn:
-    """End with the one line that every start-up failure ends with."""
-    line = " ".join(f"{cause}. {remedy}".split()) if remedy else " ".join(cause.split())
-    print(f"quire: error: {line}", file=sys.stderr)
-    raise SystemExit(BAD_START)
 
 
 def parsers() -> tuple[Parser, dict[str, Parser]]:

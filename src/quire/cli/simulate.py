@@ -22,8 +22,8 @@ from quire.bench.traces import Traced, counter, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
 from quire.budget import activation_bytes
 from quire.build import BUNDLED, ITEMSIZE, read_source
-from quire.cli import Parser
 from quire.cli.flags import add_engine_flags, config_from
+from quire.cli.parser import Parser
 from quire.config import EngineConfig
 from quire.data.models.configs import CONFIGS
 from quire.errors import InputError, StartupError

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from quire.config import EngineConfig
 from quire.control.costs import DEFAULT, Costs
-from quire.control.engine import Engine, Runner, Text
-from quire.control.limits import Limits
+from quire.control.edge import Limits
+from quire.control.engine import Engine, Runner
 from quire.control.memory import KVMemory
 from quire.control.memory.reserved import STATIC
+from quire.control.outcomes import Text
 from quire.control.scheduler import Scheduler
 
 

@@ -49,15 +49,10 @@ def method_of(params: SamplingParams) -> Method | None:
     return params.method() if params.method is not None else None
 
 
-def context_of(request: Request, eos_ids: frozenset[int]) -> Context:
-    """What a method may know."""
-    params = request.params
-    return Context(
-        frozenset() if params.ignore_eos else eos_ids,
-        request.stop_ids,
-        params.min_tokens,
-        request.max_tokens,
-    )
+def context_of(params: SamplingParams, max_tokens: int, eos_ids: frozenset[int]) -> Context:
+    """What a method may know of a request that may generate `max_tokens`."""
+    ends = frozenset[int]() if params.ignore_eos else eos_ids
+    return Context(ends, frozenset(params.stop_token_ids or ()), params.min_tokens, max_tokens)
 
 
 class BeamSearch:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from quire.control.branching import Branching, Hands
 from quire.control.costs import DEFAULT, Costs
 from quire.control.decoding import append, context_of
 from quire.control.memory import KVMemory, Later
 from quire.control.request import Request, Sequence, Status
-from quire.vocabulary.method import Branch
 from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Top
 from quire.vocabulary.seeds import branch_seed
 
@@ -58,6 +58,8 @@ class Scheduler:
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = self.added = 0
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
+        hands = Hands(self.new_id, self._fork, self._leave, self._born_of, self.finish)
+        self.branching = Branching(hands, self.eos_ids)
 
     def new_id(self) -> int:
         """A sequence id that was never used."""
@@ -259,11 +261,14 @@ class Scheduler:
             Birth(slot, seq.id, parent, params, seq.seed, seq.prompt_len, history, len(seq.tokens), request.top)
         )
 
+    def _born_of(self, request: Request, seq: Sequence, parent: Sequence) -> None:
+        self._born(request, seq, self.memory.slot(parent))
+
     def _top(self, request: Request) -> int:
         """How many most likely tokens a row returns with its sample; -1: no log-probabilities at all."""
         top = -1 if request.params.logprobs is None else request.params.logprobs
         if request.method is not None:
-            return max(top, request.method.top(context_of(request, self.eos_ids)))
+            return max(top, request.method.top(context_of(request.params, request.max_tokens, self.eos_ids)))
         return max(top, 0) if request.params.ranked else top
 
     def _leave(self, seq: Sequence) -> None:
@@ -295,7 +300,11 @@ class Scheduler:
 
     def _sampled(self, request: Request, seq: Sequence, sampled: Sampled, events: list[Event]) -> None:
         if request.method is not None:
-            self._candidates(request, seq, sampled, events)
+            if self.branching.sampled(request, seq, sampled):
+                events.append(Event(request, None))
+                if not request.live:
+                    del self.running[request]
+                    request.status = Status.DONE
             return
         branches = [seq]
         if seq.branches:
@@ -338,82 +347,6 @@ class Scheduler:
             if row.start + i == len(seq.prompt_tops):  # a recomputed prompt is scored again; keep the first
                 seq.prompt_tops.append(top)
 
-    # Methods: all branches of a request take a step together
-
-    def _candidates(self, request: Request, seq: Sequence, sampled: Sampled, events: list[Event]) -> None:
-        if sampled.error:
-            request.candidates, request.results = {}, []
-            seq.finish, seq.stop_reason = "error", sampled.error  # `update` retires it
-            for other in [other for other in request.live if other is not seq]:
-                self.finish(request, other, "error", sampled.error)
-            return
-        request.candidates[seq.id] = sampled.tops[0]
-        if len(request.candidates) == len(request.live) and self._advance(request):
-            events.append(Event(request, None))
-
-    def fork(self, request: Request, seq: Sequence) -> Sequence:
-        """A new branch of a running request with a method, as `seq` is now; `seq` must be quiet."""
-        child = seq.fork(self.new_id(), len(request.live), seq.seed)
-        seq.branches = 0
-        request.live.append(child)
-        self._fork(request, [(seq, child)])
-        if request.status is Status.RUNNING:
-            self._born(request, child, parent=self.memory.slot(seq))
-        return child
-
-    def _advance(self, request: Request) -> bool:
-        """Free the branches that don't go on, fork those that go on more than once, append to all. False if the method
-        hasn't decided: then its branches stay as they are, until somebody changes them."""
-        assert request.method is not None
-        live, tops, request.candidates = request.live, request.candidates, {}
-        branches = [Branch(s.tokens, s.prompt_len, s.cumulative_logprob, tops[s.id]) for s in live]
-        advance = request.method.advance(branches, context_of(request, self.eos_ids))
-        if advance is None:
-            request.candidates = tops
-            return False
-        assert len(advance.choices) <= request.method.width, "a method continues more branches than its width"
-        for ending in advance.endings:
-            parent = live[ending.parent]
-            ended = parent.fork(self.new_id(), 0, parent.seed)
-            _extend(ended, ending.token, ending.logprob, tops[parent.id], request)
-            ended.finish, ended.stop_reason = ending.reason, ending.stop_reason
-            request.results.append((ending.score, ended))
-        request.results.sort(key=lambda result: -result[0])
-        del request.results[request.method.keep() :]
-        going = {choice.parent for choice in advance.choices}
-        for i, seq in enumerate(live):
-            seq.branches = 0
-            if i not in going:
-                self._leave(seq)
-        if not advance.choices:
-            request.live = []
-            del self.running[request]
-            request.status = Status.DONE
-            return True
-        last = live[0].outputs + 1 >= request.max_tokens
-        assert not last, f"a method goes on after max_tokens, which is {request.max_tokens}"
-        request.live = []
-        forks: list[tuple[Sequence, Sequence]] = []
-        used: set[int] = set()
-        for choice in advance.choices:
-            seq = live[choice.parent]
-            if choice.parent in used:
-                child = seq.fork(self.new_id(), len(request.live), seq.seed)
-                forks.append((seq, child))
-                seq = child
-            used.add(choice.parent)
-            request.live.append(seq)
-        self._fork(request, forks)
-        for seq, choice in zip(request.live, advance.choices):
-            _extend(seq, choice.token, choice.logprob, tops[live[choice.parent].id], request)
-        if request.status is Status.RUNNING:
-            for parent, child in forks:
-                self._born(request, child, parent=self.memory.slot(parent))
-            if request.params.needs_history:  # the device has recorded its own choice, which wasn't the method's
-                for seq in {id(live[choice.parent]): live[choice.parent] for choice in advance.choices}.values():
-                    self._born(request, seq, parent=self.memory.slot(seq))
-        return True
-
     # Ends
 
     def finish(self, request: Request, seq: Sequence, why: str, reason: int | str | None = None) -> None:
@@ -450,12 +383,3 @@ def _width(request: Request) -> int:
 def _enqueue(queue: deque[Request], victim: Request) -> None:
     """Put a preempted request where its order says, near the front."""
     queue.insert(next((i for i, other in enumerate(queue) if other.order > victim.order), len(queue)), victim)
-
-
-def _extend(seq: Sequence, token: int, logprob: float, top: Top, request: Request) -> None:
-    """Append a method's choice, with what its log-probabilities looked like."""
-    seq.tokens.append(token)
-    seq.cumulative_logprob += logprob
-    if (count := request.params.logprobs) is not None:
-        rank = top.ids.index(token) + 1 if token in top.ids else 0
-        seq.tops.append(Top(token, logprob, rank, top.ids[:count], top.logprobs[:count]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.bench.document import document, table, write
-from quire.cli import Parser
+from quire.cli.parser import Parser
 from quire.errors import StartupError
 from quire.reproduce.result import DIFFERS, Reproduction
 

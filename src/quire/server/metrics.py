@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from quire.async_llm import AsyncLLM
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.control.request import Request
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -186,7 +186,11 @@ class Metrics:
             ("prompt_tokens", "Prompt tokens of scheduled requests", engine.stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", engine.stats.generated_tokens),
             ("engine_steps", "Steps of the engine", engine.stats.steps),
-            ("engine_step_seconds", "Seconds of steps, as the runner measures them", engine.stats.step_seconds),
+            (
+                "engine_step_seconds",
+                "Seconds of steps, overlap counted once",
+                engine.stats.step_seconds,
+            ),
             ("aborted_requests", "Requests that ended before their end: clients that left, drains", llm.aborted),
             ("invalid_requests", "Requests refused with a 4xx status", self.invalid),
             ("admission_rejections", "Requests refused for a full queue", llm.rejected),

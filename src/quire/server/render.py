@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.server.protocol import ChatRequest, CompletionRequest
 from quire.text.prompts import Prompt, Prompts
 from quire.vocabulary.plan import Top

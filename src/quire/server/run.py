@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.collector import spare_the_loaded
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.server.collector import spare_the_loaded
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.async_llm import AsyncLLM
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.server.errors import failure
 from quire.server.render import Json, Renderer, envelope
 from quire.text.prompts import Prompt

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
-from quire.control.limits import Limits
+from quire.control.edge import Limits
 from quire.control.memory import Size, Usage, build_memory
 from quire.errors import StartupError
 from quire.sim.clock import VirtualClock

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.control.request import Request
+from quire.errors import PrefixesFull, PrefixTaken
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top
 
@@ -152,3 +153,11 @@ class Assembly:
         if request is not None:
             self.result.metrics = RequestMetrics(request.arrival, request.scheduled, request.first_token, now)
         return self.result
+
+
+def check_registered(name: str, last: Output) -> None:
+    """Raise what kept a prefix from being registered, given the last output of its computation."""
+    if last.finish_reason == "error":
+        raise PrefixesFull(f"the prefix {name!r} was not registered: {last.stop_reason}", "prefix")
+    if last.finish_reason == "abort":
+        raise PrefixTaken(f"the prefix {name!r} was released while it was computed", "name")

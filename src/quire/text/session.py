@@ -4,15 +4,14 @@ log-probabilities of what may come next. `LLM.session` opens one; a vocabulary.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from types import TracebackType
 
 from quire.control.engine import Engine
-from quire.control.request import Request, Status
-from quire.control.request import Sequence as Tokens
+from quire.control.request import Request, Sequence, Status
 from quire.errors import EngineDead, InputError
-from quire.vocabulary.method import Advance, Context
-from quire.vocabulary.method import Branch as Candidates
+from quire.vocabulary.method import Advance, Branch, Context
 from quire.vocabulary.params import MAX_N, SamplingParams
 from quire.vocabulary.plan import Top
 
@@ -29,7 +28,7 @@ class Waiting:
         """See quire.vocabulary.method."""
         return self._top
 
-    def advance(self, branches: Sequence[Candidates], context: Context) -> Advance | None:
+    def advance(self, branches: Seq[Branch], context: Context) -> Advance | None:
         """Not yet."""
         return None
 
@@ -48,15 +47,15 @@ def session_params(width: int, max_tokens: int, top: int) -> SamplingParams:
     )
 
 
-class Branch:
-    """One continuation of a session's prompt. Branches share the pages of what they have in common."""
+class Node:
+    """One continuation of the prompt: a branch of the request. Nodes share the pages of what they have in common."""
 
-    def __init__(self, engine: Engine, step: Callable[[], object], request: Request, seq: Tokens) -> None:
+    def __init__(self, engine: Engine, step: Callable[[], object], request: Request, seq: Sequence) -> None:
         self._engine, self._step, self._request, self._seq = engine, step, request, seq
 
     @property
     def tokens(self) -> list[int]:
-        """What was appended, by this branch and its ancestors."""
+        """What was appended, by this node and its ancestors."""
         return self._seq.tokens[self._seq.prompt_len :]
 
     def next(self, k: int) -> Top:
@@ -83,8 +82,8 @@ class Branch:
             self._request.candidates.pop(self._seq.id, None)
             self._seq.tokens += tokens
 
-    def fork(self) -> Branch:
-        """A branch that goes on from here. InputError beyond the session's width."""
+    def fork(self) -> Node:
+        """A node that goes on from here. InputError beyond the session's width."""
         self._check()
         assert self._request.method is not None
         if len(self._request.live) == self._request.method.width:
@@ -93,13 +92,13 @@ class Branch:
         while self._request.status is not Status.RUNNING:
             self._step()
             top = self._computed()
-        child = self._engine.scheduler.fork(self._request, self._seq)
+        child = self._engine.scheduler.branching.fork(self._request, self._seq)
         if self._request.status is Status.RUNNING:
             self._request.candidates[child.id] = top
-        return Branch(self._engine, self._step, self._request, child)
+        return Node(self._engine, self._step, self._request, child)
 
     def free(self) -> None:
-        """End this branch; its descendants go on. Freeing twice is fine."""
+        """End this node; its descendants go on. Freeing twice is fine."""
         if self._seq.finish is None:
             if any(other.sibling is self._seq for other in self._request.live):
                 self._computed()  # others wait for what this one computes for them
@@ -119,7 +118,7 @@ class Branch:
         if self._seq.finish is not None or self._request.aborted:
             raise InputError("this branch was freed, or its session closed")
 
-    def __enter__(self) -> Branch:
+    def __enter__(self) -> Node:
         return self
 
     def __exit__(

@@ -1,6 +1,6 @@
 """The engine's view of a tokenizer: text as tokens come, stop strings in it, and bad words as token ids.
 
-Implements quire.control.engine.Text; knows nothing of requests beyond their SamplingParams.
+Implements quire.control.outcomes.Text; knows nothing of requests beyond their SamplingParams.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from quire.control.engine import Output
+from quire.control.outcomes import Output
 from quire.control.request import Request
 
 
@@ -97,3 +97,13 @@ def deliver(batch: list[tuple[Stream, Output]]) -> None:
     """On the loop: a step's outputs, each to its stream."""
     for stream, output in batch:
         stream.put(output)
+
+
+def settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    """On the loop: what was asked is known, or failed."""
+    if answer.done():
+        return  # nobody waits any more
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)

@@ -59,7 +59,9 @@ class Context(NamedTuple):
 
 
 class Method(Protocol):
-    """One request's decoding method. `width` branches at most are live; `top` candidates are returned for each."""
+    """One request's decoding method. `width` branches at most are live; `top` candidates are returned for each. Width,
+    top and keep are asked for once, when the request is added. docs/decoding.md says what becomes of a method that
+    breaks its contract: its request ends with an error, and no other."""
 
     width: int
 
@@ -69,7 +71,7 @@ class Method(Protocol):
 
     def advance(self, branches: Seq[Branch], context: Context) -> Advance | None:
         """Called once a step, with all live branches in the order of the last choices. They must end before they have
-        more than context.max_tokens outputs. None: the branches wait until somebody changes them (text.session)."""
+        more than context.max_tokens outputs. None is for sessions alone, whose caller changes the branches."""
         ...
 
     def keep(self) -> int:

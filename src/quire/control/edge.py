@@ -8,7 +8,6 @@ from bisect import bisect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.control.decoding import method_of
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.vocabulary.params import SamplingParams
 
@@ -49,17 +48,16 @@ class Limits(NamedTuple):
                 raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {most}", "prompt")
         return list(prompt)
 
-    def max_tokens(self, prompt_len: int, params: SamplingParams, max_seqs: int, fits: Fits) -> int:
-        """Tokens that a request may generate: what it asks for, cut to the model's length; if it doesn't ask, cut to
-        what the memory holds too. InputError if more than `max_seqs` branches would run, PromptTooLong if nothing
-        fits."""
+    def max_tokens(self, prompt_len: int, params: SamplingParams, width: int, max_seqs: int, fits: Fits) -> int:
+        """Tokens that a request of `width` branches may generate: what it asks for, cut to the model's length; if it
+        doesn't ask, cut to what the memory holds too. InputError if more than `max_seqs` branches would run,
+        PromptTooLong if nothing fits."""
         room = self.max_len - prompt_len
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-        method = method_of(params)
-        width = params.width if method is None else method.width
         if width > max_seqs:
             name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
-            raise InputError(f"{name} is {width}, but at most {max_seqs} sequences run at once", name)
+            what, name = (name, name) if params.method is None else ("the width of the method", "method")
+            raise InputError(f"{what} is {width}, but at most {max_seqs} sequences run at once", name)
 
         def held(output: int) -> bool:
             return fits([prompt_len + output] * width, prompt_len)

@@ -1,0 +1,37 @@
+"""The pulse of a loop on a thread of its own: whether it is alive and turns, as other threads ask."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+
+class Health(NamedTuple):
+    """Is the engine alive, and making progress? `beat` is the monotonic time of its last turn."""
+
+    alive: bool
+    stalled: bool
+    beat: float
+    why: str
+
+
+class Pulse:
+    """The loop says when it begins a turn and when it rests. A turn longer than `stall_after` seconds is a stall."""
+
+    def __init__(self, stall_after: float) -> None:
+        self.stall_after = stall_after
+        self._beat, self._busy = time.monotonic(), False
+
+    def turn(self) -> None:
+        """A turn begins."""
+        self._beat, self._busy = time.monotonic(), True
+
+    def rest(self) -> None:
+        """There is nothing to do."""
+        self._busy = False
+
+    def health(self, death: str) -> Health:
+        """How the loop is; `death` says why it ended, if it did."""
+        lasted, beat = time.monotonic() - self._beat, self._beat
+        stalled = not death and self._busy and lasted > self.stall_after
+        return Health(not death, stalled, beat, f"no step ended for {lasted:.0f} s" if stalled else death)

@@ -1,0 +1,335 @@
+"""A caller's method does what its contract forbids: its own request ends with an error that names it and the limit, and
+those beside it get the tokens that they get without it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from memories import MEMORIES, Build
+
+from quire.control.edge import Limits
+from quire.control.engine import Engine
+from quire.control.outcomes import Output
+from quire.control.scheduler import Scheduler
+from quire.errors import EngineDead, InputError
+from quire.sim.echo import EchoRunner
+from quire.text.session import session_params
+from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending
+from quire.vocabulary.params import SamplingParams
+
+VOCAB, WIDTH, MAX_TOKENS = 64, 3, 12
+Answer = Callable[[Sequence[Branch], Context], Any]
+NEIGHBOURS = {
+    "samples": ([1, 2, 3, 4], SamplingParams(n=2, seed=3, max_tokens=20, ignore_eos=True, frequency_penalty=0.5)),
+    "beams": ([5, 6, 7], SamplingParams(n=2, beam_width=3, max_tokens=18, ignore_eos=True)),
+}
+
+
+class Rogue:
+    """Well-behaved for some steps, with one branch at first, then two."""
+
+    def __init__(self, answer: Answer, after: int = 0) -> None:
+        self.width, self.answer, self.after = WIDTH, answer, after
+
+    def top(self, context: Context) -> int:
+        return 2
+
+    def keep(self) -> int:
+        return 2
+
+    def advance(self, branches: Sequence[Branch], context: Context) -> Any:
+        self.after -= 1
+        if self.after < 0:
+            return self.answer(branches, context)
+        parents = (0, 0) if len(branches) == 1 else (0, 1)
+        return Advance(tuple(Choice(p, branches[p].top.ids[i], -1.0) for i, p in enumerate(parents)), (an_ending(),))
+
+
+def a_choice(parent: Any = 0, token: Any = 1, logprob: Any = -1.0) -> Choice:
+    return Choice(parent, token, logprob)
+
+
+def an_ending(token: Any = 1, score: Any = 0.0, reason: Any = "stop", stop_reason: Any = None) -> Ending:
+    return Ending(0, token, -1.0, score, reason, stop_reason)
+
+
+def choosing(*choices: Any) -> Answer:
+    return lambda branches, context: Advance(choices)
+
+
+def ending(**wrong: Any) -> Answer:
+    return lambda branches, context: Advance((), (an_ending(**wrong),))
+
+
+def failing(branches: Sequence[Branch], context: Context) -> Advance:
+    raise KeyError("mine")
+
+
+def writing(branches: Sequence[Branch], context: Context) -> Advance:
+    branches[0].tokens.append(1)  # type: ignore[attr-defined]
+    return Advance((a_choice(),))
+
+
+class Unspeakable(Exception):
+    """An error that can't even be shown."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def unspeakable(branches: Sequence[Branch], context: Context) -> Advance:
+    raise Unspeakable
+
+
+ANSWERS: dict[str, tuple[Answer, str]] = {
+    "a parent too many": (choosing(a_choice(parent=5)), r"names branch 5, but the live ones are 0 to [01]$"),
+    "a negative parent": (choosing(a_choice(parent=-1)), r"names branch -1,"),
+    "a parent that is no integer": (choosing(a_choice(parent=0.0)), r"names branch 0\.0,"),
+    "an ending's parent": (lambda b, c: Advance((), (Ending(9, 1, 0.0, 0.0, "stop"),)), r"names branch 9,"),
+    "a token too many": (choosing(a_choice(token=VOCAB)), r"chose token 64: token ids are integers from 0 to 63$"),
+    "a negative token": (choosing(a_choice(token=-1)), r"chose token -1:"),
+    "a token that is true": (choosing(a_choice(token=True)), r"chose token a bool:"),
+    "a huge token": (choosing(a_choice(token=10**5000)), r"chose token an int:"),
+    "a text as token": (choosing(a_choice(token="t")), r"chose token 't':"),
+    "no log-probability": (choosing(a_choice(logprob=math.nan)), r"log-probability nan: it must be a finite number"),
+    "an infinite log-probability": (choosing(a_choice(logprob=-math.inf)), r"log-probability -inf:"),
+    "a huge log-probability": (choosing(a_choice(logprob=10**400)), r"log-probability an int:"),
+    "more than its width": (choosing(*[a_choice()] * 4), r"continues 4 branches, but its width is 3$"),
+    "after max_tokens": (lambda b, c: Advance((a_choice(),)), r"goes on after max_tokens, which is 12$"),
+    "an unknown reason": (ending(reason="done"), r"""ended a branch for 'done': the reason is "stop" or "length"$"""),
+    "a reason of another type": (ending(reason=[]), r"ended a branch for a list:"),
+    "a score": (ending(score=math.inf), r"gave the score inf:"),
+    "a score of another type": (ending(score="1"), r"gave the score '1':"),
+    "a stop reason": (ending(stop_reason="t"), r"gave the stop_reason 't': it must be a token id or None"),
+    "an answer of another type": (lambda b, c: [a_choice()], r"answered with a list: it must be an Advance$"),
+    "choices of another type": (lambda b, c: Advance(a_choice), r"gave a function in place of a tuple of Choice"),  # type: ignore[arg-type]
+    "a choice of another type": (choosing((0, 1, -1.0)), r"gave a tuple in place of a Choice$"),
+    "an ending of another type": (lambda b, c: Advance((), (None,)), r"gave None in place of an Ending$"),  # type: ignore[arg-type]
+    "no answer": (lambda b, c: None, r"answered None, and nobody else continues its branches"),
+    "an exception": (failing, r"failed in advance\(\): KeyError: 'mine' \(test_misbehaviour\.py:\d+\)$"),
+    "an exception without a text": (unspeakable, r"failed in advance\(\): Unspeakable \("),
+    "a branch's tokens changed": (writing, r"failed in advance\(\): AttributeError: 'ReadOnly' object"),
+}
+
+
+def engine_of(depth: int, preemption: str = "recompute", tokens: int = 512, host: int = 0) -> Engine:
+    memory = MEMORIES["paged-4"](Build(tokens, 64, 8, host=host))
+    runner = EchoRunner(depth, vocab_size=VOCAB)
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(memory, budget=64, max_seqs=8, max_len=48, preemption=preemption)
+    return Engine(scheduler, runner, Limits(VOCAB, 48, 8), clock=time.monotonic)
+
+
+def drive(engine: Engine) -> dict[str, list[Output]]:
+    """All outputs, by request; at the end nothing is left anywhere."""
+    outputs: dict[str, list[Output]] = {}
+    while engine.unfinished:
+        for output in engine.step():
+            outputs.setdefault(output.request, []).append(output)
+        engine.scheduler.memory.check()
+    assert not engine.requests
+    assert not engine.scheduler.by_slot
+    assert not engine.outcomes.streams
+    assert engine.scheduler.memory.usage().used == 0
+    return outputs
+
+
+def tokens_of(outputs: list[Output]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for output in outputs:
+        found.setdefault(output.branch, []).extend(output.tokens)
+    return found
+
+
+def asked(method: Callable[[], Any], n: int = 1) -> SamplingParams:
+    return SamplingParams(n=n, method=method, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+def alone(depth: int) -> dict[str, dict[int, list[int]]]:
+    engine = engine_of(depth)
+    for id, (prompt, params) in NEIGHBOURS.items():
+        engine.add(id, prompt, params)
+    return {id: tokens_of(outputs) for id, outputs in drive(engine).items()}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_only_its_own_request_ends(name: str, after: int, depth: int) -> None:
+    answer, message = ANSWERS[name]
+    engine = engine_of(depth)
+    (first, one), (second, other) = NEIGHBOURS.items()
+    engine.add(first, *one)
+    engine.add("rogue", [8, 9], asked(lambda: Rogue(answer, after), n=2))
+    engine.add(second, *other)
+    outputs = drive(engine)
+    told = outputs.pop("rogue")
+    assert [(output.branch, output.finish_reason) for output in told[-2:]] == [(0, "error"), (1, "error")]
+    assert [output.done for output in told] == [False] * (len(told) - 1) + [True]
+    reason = told[-1].stop_reason
+    assert isinstance(reason, str)
+    assert reason.startswith("the method Rogue ")
+    assert re.search(message, reason), reason
+    assert {id: tokens_of(found) for id, found in outputs.items()} == alone(depth)
+    assert engine.stats.finished["error"] == 2
+
+
+def test_an_end_without_a_result() -> None:
+    engine = engine_of(1)
+    engine.add("a", [1, 2], asked(lambda: Rogue(choosing())))
+    [output] = drive(engine)["a"]
+    assert (output.finish_reason, output.stop_reason) == ("error", "the method Rogue ends without a result")
+
+
+def test_it_may_fail_while_memory_is_short() -> None:
+    """Its branches are preempted, swapped and recomputed before it fails; its neighbours too."""
+    for way in ("swap", "recompute"):
+        for after in range(9):
+            engine = engine_of(2, way, tokens=72, host=200)
+            for id, (prompt, params) in NEIGHBOURS.items():
+                engine.add(id, prompt, params)
+            engine.add("rogue", [8, 9], asked(lambda: Rogue(failing, after)))  # noqa: B023  # called by `add`
+            outputs = drive(engine)
+            assert outputs.pop("rogue")[-1].finish_reason == "error"
+            assert {id: tokens_of(found) for id, found in outputs.items()} == alone(2)
+
+
+def test_its_width_and_what_it_keeps_are_asked_once() -> None:
+    """Saying something else later has no effect: not on the slots that it may take, nor on its results."""
+    calls: list[str] = []
+
+    class Moody(Rogue):
+        def __init__(self) -> None:
+            super().__init__(lambda b, c: Advance((), tuple(an_ending(score=float(i)) for i in range(4))), 3)
+
+        def top(self, context: Context) -> int:
+            calls.append("top")
+            return 2
+
+        def keep(self) -> int:
+            calls.append("keep")
+            return 3
+
+        def advance(self, branches: Sequence[Branch], context: Context) -> Any:
+            self.width += 100
+            return super().advance(branches, context)
+
+    engine = engine_of(2)
+    engine.add("moody", [8, 9], asked(Moody, n=3))
+    for id, (prompt, params) in NEIGHBOURS.items():
+        engine.add(id, prompt, params)
+    outputs = drive(engine)
+    assert sorted(calls) == ["keep", "top"]
+    assert [output.finish_reason for output in outputs.pop("moody")[-3:]] == ["stop"] * 3
+    assert {id: tokens_of(found) for id, found in outputs.items()} == alone(2)
+
+
+def test_each_request_has_one_method() -> None:
+    made: list[Rogue] = []
+
+    def make() -> Rogue:
+        made.append(Rogue(ending(), 2))
+        return made[-1]
+
+    engine = engine_of(1)
+    engine.add_all([("a", [1, 2]), ("b", [3, 4])], asked(make))
+    assert len(made) == 2
+    outputs = drive(engine)
+    assert [outputs[id][-1].finish_reason for id in "ab"] == ["stop", "stop"]
+
+
+def with_(**members: Any) -> Callable[[], Any]:
+    return lambda: type("Odd", (Rogue,), {"width": WIDTH, "__init__": lambda self: None, **members})()
+
+
+def broken(*_: object) -> int:
+    raise ZeroDivisionError("none")
+
+
+FACTORIES: dict[str, tuple[Any, str]] = {
+    "raises": (lambda: 1 // 0, r"method\(\) failed: ZeroDivisionError: .*test_misbehaviour"),
+    "no factory": (7, r"method\(\) failed: TypeError: 'int' object is not callable"),
+    "None": (lambda: None, r"method\(\) returned None"),
+    "a class": (lambda: Rogue, r"the method type failed in width: AttributeError"),
+    "no method": (lambda: object(), r"the method object failed in width: AttributeError"),
+    "no advance": (with_(advance=None), r"the method Odd has no advance"),
+    "no width": (with_(width=0), r"the method Odd has a width of 0: it must be an integer of at least 1"),
+    "a width of another type": (with_(width=2.0), r"has a width of 2\.0:"),
+    "a width that fails": (with_(width=property(broken)), r"failed in width: ZeroDivisionError: none"),
+    "too wide": (with_(width=9), r"the width of the method is 9, but at most 8 sequences run at once"),
+    "keeps nothing": (with_(keep=lambda self: 0), r"has a keep\(\) of 0: it must be an integer of at least 1"),
+    "keep fails": (with_(keep=broken), r"failed in keep\(\): ZeroDivisionError: none"),
+    "no top": (with_(top=lambda self, context: -1), r"has a top\(\) of -1: it must be an integer of at least 0"),
+    "top fails": (with_(top=broken), r"failed in top\(\): ZeroDivisionError: none"),
+    "top of another type": (with_(top=lambda self, context: "many"), r"has a top\(\) of 'many':"),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_what_is_no_method_is_refused_and_nothing_is_queued(name: str) -> None:
+    factory, message = FACTORIES[name]
+    made = 0
+
+    def second() -> Any:
+        nonlocal made
+        made += 1
+        return Rogue(ending()) if made == 1 or not callable(factory) else factory()
+
+    engine = engine_of(1)
+    with pytest.raises(InputError, match=message) as raised:
+        engine.add("bad", [1, 2], asked(factory))
+    assert raised.value.param == "method"
+    if callable(factory):
+        with pytest.raises(InputError, match=message):
+            engine.add_all([("a", [1, 2]), ("b", [1, 2])], asked(second))
+    assert (engine.added, engine.scheduler.next_seq, len(engine.requests)) == (0, 0, 0)
+    assert not engine.unfinished
+
+
+def test_more_candidates_than_tokens() -> None:
+    engine = engine_of(1)
+    engine.add("a", [1, 2], asked(with_(top=lambda self, context: 10**30, advance=lambda s, b, c: ending()(b, c))))
+    [output] = drive(engine)["a"]
+    assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_session_may_wait_for_its_caller(depth: int) -> None:
+    """Its steps bring nothing then; its neighbours' go on."""
+    engine = engine_of(depth)
+    engine.add("session", [1, 2, 3], session_params(2, 20, 5), waits=True)
+    assert [engine.step() for _ in range(3)] == [[]] * 3
+    for id, (prompt, params) in NEIGHBOURS.items():
+        engine.add(id, prompt, params)
+    outputs: dict[str, list[Output]] = {id: [] for id in NEIGHBOURS}
+    while len(engine.requests) > 1:
+        for output in engine.step():
+            outputs[output.request].append(output)
+    assert {id: tokens_of(found) for id, found in outputs.items()} == alone(depth)
+    assert engine.unfinished
+    assert engine.step() == []
+    engine.abort("session")
+    assert [output.finish_reason for output in drive(engine)["session"]] == ["abort"]
+
+
+def test_nothing_to_do_and_nobody_to_wait_for_is_a_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(1)
+    engine.add("a", [1, 2], SamplingParams())
+    monkeypatch.setattr(engine.scheduler.memory, "admit", lambda *_: None)
+    with pytest.raises(EngineDead, match="no progress: 1 requests wait"):
+        engine.step()
+
+
+def test_an_interrupt_in_a_method_is_an_interrupt() -> None:
+    def interrupted(branches: Sequence[Branch], context: Context) -> Advance:
+        raise KeyboardInterrupt
+
+    engine = engine_of(1)
+    engine.add("a", [1, 2], asked(lambda: Rogue(interrupted)))
+    with pytest.raises(KeyboardInterrupt):
+        drive(engine)
