@@ -148,16 +148,12 @@ def _sampling(asked: Sampling) -> Iterator[bytes]:
         len(asked.stop_token_ids), len(allowed or ()), len(bias), len(words),
         CHOSEN * asked.chosen | RESTRICTED * (allowed is not None),
     )  # fmt: skip
-    if asked.stop_token_ids:
-        yield _ints(asked.stop_token_ids, "stop tokens")
-    if allowed:
-        yield _ints(allowed, "allowed tokens")
-    if bias:
-        yield _ints([token for token, _ in bias], "biased tokens")
-        yield _floats([by for _, by in bias], "biases")
-    if words:
-        yield _ints(list(map(len, words)), "bad word lengths")
-        yield _ints(list(chain.from_iterable(words)), "bad words")
+    yield _ints(asked.stop_token_ids, "stop tokens")
+    yield _ints(allowed or (), "allowed tokens")
+    yield _ints([token for token, _ in bias], "biased tokens")
+    yield _floats([by for _, by in bias], "biases")
+    yield _ints(list(map(len, words)), "bad word lengths")
+    yield _ints(list(chain.from_iterable(words)), "bad words")
 
 
 def _journal(journal: Journal) -> Iterator[bytes]:
@@ -195,10 +191,7 @@ def _ints(values: Sequence[int], field: str, width: str = "i") -> bytes:
 
 
 def _floats(values: Sequence[float], field: str) -> bytes:
-    try:
-        return struct.pack(f"<{len(values)}d", *values)
-    except struct.error as error:
-        raise WireError(field, str(error)) from error
+    return _pack(struct.Struct(f"<{len(values)}d"), field, *values)
 
 
 def _counts(runs: Sequence[Sequence[Any]], field: str) -> bytes:
@@ -371,18 +364,14 @@ def _read_sampling(reader: _Reader) -> Sampling:
     temperature, top_p, min_p, presence, frequency, repetition = factors
     if flags & ~(CHOSEN | RESTRICTED) or (some and not flags & RESTRICTED):
         raise reader.error("sampling", f"its flags are {flags}")
-    stop = reader.ints(stops, "stop tokens") if stops else ()
-    allowed = reader.ints(some, "allowed tokens") if some else () if flags & RESTRICTED else None
-    bias: tuple[tuple[int, float], ...] = ()
-    if biased:
-        bias = tuple(zip(reader.ints(biased, "biased tokens"), reader.floats(biased, "biases")))
-    words: tuple[tuple[int, ...], ...] = ()
-    if barred:
-        lengths = reader.lengths(barred, "bad word lengths")
-        words = tuple(_split(reader.ints(sum(lengths), "bad words"), lengths))
+    stop = reader.ints(stops, "stop tokens")
+    allowed = reader.ints(some, "allowed tokens")
+    bias = tuple(zip(reader.ints(biased, "biased tokens"), reader.floats(biased, "biases")))
+    lengths = reader.lengths(barred, "bad word lengths")
+    words = tuple(_split(reader.ints(sum(lengths), "bad words"), lengths))
     return Sampling(
-        temperature, top_p, top_k, min_p, presence, frequency, repetition, min_tokens, stop, allowed, bias, words,
-        bool(flags & CHOSEN), scored,
+        temperature, top_p, top_k, min_p, presence, frequency, repetition, min_tokens, stop,
+        allowed if flags & RESTRICTED else None, bias, words, bool(flags & CHOSEN), scored,
     )  # fmt: skip
 
 
@@ -398,18 +387,15 @@ def _read_journal(reader: _Reader, count: int) -> Journal:
     for code in codes:
         entry, size, run = ENTRIES[code]
         end = place + size
-        few = values[place:end]
+        fields: tuple[Any, ...] = values[place:end]
         if run:
             length = values[end] if end < numbers else -1
-            place = end + 1 + length
-            if length < 0 or place > numbers:
-                raise reader.error("journal numbers", f"an entry of {length} pages begins at number {end} of {numbers}")
-            entries.append(_new(entry, (*few, values[end + 1 : place])))
-        else:
-            if end > numbers:
-                raise reader.error("journal numbers", f"{numbers} are too few for {count} entries")
-            entries.append(_new(entry, few))
-            place = end
+            fields = (*fields, values[end + 1 : end + 1 + length])
+            end = end + 1 + length if length >= 0 else numbers + 1
+        if end > numbers:
+            raise reader.error("journal numbers", f"entry {len(entries)} goes beyond the {numbers} that there are")
+        entries.append(_new(entry, fields))
+        place = end
     if place != numbers:
         raise reader.error("journal numbers", f"{numbers - place} belong to no entry")
     return tuple(entries)
