@@ -71,9 +71,6 @@ ZEROS, ONES = 0, 1  # codes in place of a column of counts
 _new = tuple.__new__  # makes a NamedTuple of a tuple at half the cost of its constructor
 
 
-# Writing
-
-
 def encode(message: Message) -> bytes:
     """The frame of a message. WireError for a number beyond what its field holds, or beyond MOST_BYTES in all."""
     frame = b"".join(_plan(message) if isinstance(message, StepPlan) else _result(message))
@@ -208,9 +205,6 @@ def _runs(runs: Sequence[Sequence[int]], field: str) -> Iterator[bytes]:
     yield counts
     if counts != b"\0":
         yield _ints(list(chain.from_iterable(runs)), field)
-
-
-# Reading
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:
