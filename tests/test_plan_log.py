@@ -304,3 +304,15 @@ def test_differences_have_names() -> None:
         "x[0] is Copy(group=0, src=1, dst=2) and Out(group=0, page=1, host=2)"
     ]
     assert list(differing((1,), (1, 2), "x")) == ["x has 1 and 2 of them"]
+
+
+def test_the_step_that_ended_a_runner_is_in_its_log(tmp_path: Path) -> None:
+    logged = Logged(EchoRunner(), tmp_path / "log", 512)
+    logged.bind(SMALL)
+    plan = StepPlan((), (), (Row(3, (4, 5), 0, 1),))
+    with pytest.raises(KeyError):
+        logged.collect(logged.submit(plan))  # slot 3 was never born
+    logged.close()
+    with PlanLog(tmp_path / "log") as log:
+        [step] = log
+    assert (step.plan, step.result) == (plan, None)
