@@ -25,6 +25,7 @@ from quire.data.models import read_spec, resolve
 from quire.data.models.configs import CONFIGS
 from quire.data.weights.checkpoint import locate, read_config, read_generation_config
 from quire.errors import InputError, StartupError
+from quire.plan_log import Logged
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
@@ -110,6 +111,8 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     eos_ids = _eos_ids(source, tokenizer)
     with _enough_memory(device):
         runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
+    if config.log_plans:
+        runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
     assert config.max_num_batched_tokens is not None, "sized above"

@@ -37,7 +37,8 @@ class EngineConfig:
     wrote) says is cheaper.
     `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `deterministic` makes a
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay decode steps, and
-    `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed.
+    `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed. `log_plans`
+    names a file to write every plan and result to (quire.plan_log), for debugging.
     """
 
     model: str = ""
@@ -72,6 +73,7 @@ class EngineConfig:
     deterministic: bool = False
     cuda_graphs: bool = True
     warm_up: bool = True
+    log_plans: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here

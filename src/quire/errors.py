@@ -7,6 +7,7 @@
     │   ├── PrefixesFull      a prefix larger than what is left of the memory kept for prefixes
     │   └── UnknownPrefix     no prefix of that name is registered
     ├── StartupError      the engine can't start; names the cause and a remedy
+    ├── LogError          a log of plans that can't be read, or doesn't hold together; names the byte
     ├── Overloaded        the queue is full; come back after `retry_after` seconds
     └── EngineDead        the engine stopped; nothing more will be served
 
@@ -50,6 +51,14 @@ class StartupError(QuireError):
     def __init__(self, cause: str, remedy: str = "") -> None:
         super().__init__(f"{cause}. {remedy}" if remedy else cause)
         self.cause, self.remedy = cause, remedy
+
+
+class LogError(QuireError):
+    """A log of plans that can't be read, or whose steps don't hold together, from byte `at` on."""
+
+    def __init__(self, message: str, at: int = 0) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 class Overloaded(QuireError):

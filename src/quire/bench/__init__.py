@@ -10,7 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import arrivals, beams, calibrate, control, histories, memory, preemption, profile, runs, start, traces
+from quire.bench import (
+    arrivals,
+    beams,
+    calibrate,
+    control,
+    histories,
+    memory,
+    preemption,
+    profile,
+    runs,
+    start,
+    traces,
+    wire,
+)
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
 from quire.bench.workloads import EXPECTED
@@ -175,6 +188,7 @@ ENTRIES: dict[str, Entry] = {
     "latency": Entry("one request at a time", _traced(runs.latency), runs.show, _workload_flags("fixed:128:128@4")),
     "serve": Entry("requests that come over time, here or at a server", _traced(_serve), runs.show, _serve_flags),
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
+    "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
     "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),

@@ -1,4 +1,4 @@
-"""The command line: `quire generate | chat | serve | plan | simulate | bench | reproduce | env`.
+"""The command line: `quire generate | chat | serve | plan | replay | simulate | bench | reproduce | env`.
 
 Commands import what they need when they run, so that `quire --help` is immediate. A failure ends with one last line
 that names cause and remedy, and exit status 2.
@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "serve OpenAI's API over HTTP",
     "plan": "show how memory would be used, without loading the model",
+    "replay": "check a log of plans (--log-plans), or compare two",
     "simulate": "what a model on a device would serve: quire simulate --help",
     "bench": "measure: quire bench NAME",
     "reproduce": "reproduce a figure or table of a paper: quire reproduce NAME, or --list",
@@ -48,6 +49,10 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
             command.add_argument("--json", action="store_true", help="print one JSON object a prompt")
         if name == "chat":
             command.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+        if name == "replay":
+            command.add_argument("file", metavar="FILE", help="a log that --log-plans wrote")
+            command.add_argument("--against", metavar="FILE2", help="another one: name the first difference")
+            command.add_argument("--debug", action="store_true", help="show tracebacks")
         if name == "serve":
             add_serve_flags(command)
     return top, named
@@ -123,6 +128,8 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli.generate import generate as run
     elif args.command == "chat":
         from quire.cli.chat import chat as run
+    elif args.command == "replay":
+        from quire.cli.replay import replay as run
     elif args.command == "plan":
         from quire.cli.plan import plan as run
     else:

@@ -117,7 +117,7 @@ class Branching:
         if request.status is Status.RUNNING:
             for parent, child in forks:
                 self.hands.born(request, child, parent)
-            if request.params.needs_history:  # the device has recorded its own choice, which wasn't the method's
+            if request.sampling.needs_history:  # the device has recorded its own choice, which wasn't the method's
                 for parent in dict.fromkeys(parents):
                     self.hands.born(request, parent, parent)
 

@@ -100,13 +100,14 @@ class Request:
 
     __slots__ = (
         "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
-        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "scheduled", "seed",
-        "settled", "status", "stop_ids", "top",
+        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "sampling",
+        "scheduled", "seed", "settled", "status", "stop_ids", "top",
     )  # fmt: skip
 
     def __init__(self, id: str, first: Sequence, params: SamplingParams, *, arrival: float, max_tokens: int) -> None:
         self.id = id
         self.params = params
+        self.sampling = params.sampling()  # what the device must know of them
         self.arrival = arrival
         self.max_tokens = max_tokens  # resolved: what params ask for, cut to what model and memory allow
         self.seed = first.seed

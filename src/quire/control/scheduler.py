@@ -252,14 +252,12 @@ class Scheduler:
         return rows
 
     def _born(self, request: Request, seq: Sequence, parent: int = -1) -> None:
-        params = request.params
-        history = tuple(seq.tokens) if params.needs_history else ()
+        sampling = request.sampling if parent < 0 else None  # a fork's are its parent's
+        history = tuple(seq.tokens) if request.sampling.needs_history else ()
         if request.top is None:
             request.top = self._top(request)
         slot = self.memory.slot(seq)
-        self.births.append(
-            Birth(slot, seq.id, parent, params, seq.seed, seq.prompt_len, history, len(seq.tokens), request.top)
-        )
+        self.births.append(Birth(slot, seq.id, parent, sampling, seq.seed, seq.prompt_len, history, request.top))
 
     def _born_of(self, request: Request, seq: Sequence, parent: Sequence) -> None:
         self._born(request, seq, self.memory.slot(parent))

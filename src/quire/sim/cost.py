@@ -81,7 +81,7 @@ def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
     tokens = drawn = 0
     contexts: list[int] = []
     chunks: list[tuple[int, int]] = []
-    for _, computed, start, sample, _ in plan.rows:
+    for _, computed, start, sample, _, _ in plan.rows:
         count = len(computed)
         tokens += count
         drawn += sample > 0

@@ -20,7 +20,21 @@ from quire.control.decoding import method_of
 from quire.sim.cells import FULL, POISON, RULES, Pages, digest
 from quire.vocabulary.method import Branch, Context
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST, Birth, Copy, Entry, In, Out, Row, Sampled, StepPlan, StepResult, Table, Top
+from quire.vocabulary.plan import (
+    LAST,
+    Birth,
+    Copy,
+    Entry,
+    In,
+    Out,
+    Row,
+    Sampled,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Table,
+    Top,
+)  # fmt: skip
 from quire.vocabulary.seeds import branch_seed
 from quire.vocabulary.specs import Geometry, Group
 
@@ -128,18 +142,19 @@ def expected_beams(
 class Slot:
     """What the device knows of the sequence in a slot."""
 
-    __slots__ = ("history", "last", "params", "seed", "seq", "top")
+    __slots__ = ("history", "last", "sampling", "seed", "seq", "top")
 
     def __init__(self, birth: Birth, parent: Slot | None) -> None:
-        params = birth.params if birth.params is not None else parent.params if parent is not None else None
-        assert params is not None, f"slot {birth.slot} is born without parameters"
-        self.params: SamplingParams = params
+        sampling = birth.sampling if birth.sampling is not None else parent.sampling if parent is not None else None
+        assert sampling is not None, f"slot {birth.slot} is born without sampling parameters"
+        self.sampling: Sampling = sampling
         self.seq, self.seed, self.top = birth.seq, birth.seed, birth.top
         self.last: int | None = parent.last if parent is not None else None
         self.history: list[int] | None = None
-        if params.needs_history:
-            assert len(birth.history) == birth.length, f"the history of slot {birth.slot} isn't all of its tokens"
-            self.history = list(birth.history)
+        if sampling.needs_history:
+            history = birth.history or (parent.history if parent is not None else None)
+            assert history, f"slot {birth.slot} is born without its history"
+            self.history = list(history)
 
 
 class EchoRunner:
@@ -227,7 +242,7 @@ class EchoRunner:
             for group in self.groups:
                 group.rule.write(group, row.slot, position, token, state)
             if i < len(row.score):
-                scores.append(fake_top(state, row.score[i], slot.params.prompt_logprobs or 0, self.vocab_size))
+                scores.append(fake_top(state, row.score[i], max(slot.sampling.prompt_logprobs, 0), self.vocab_size))
         seeds = [branch_seed(slot.seed, i) for i in range(row.sample)]
         tokens = tuple(_draw(state, seed, slot.history, self.vocab_size) for seed in seeds)
         if tokens:

@@ -83,10 +83,10 @@ class Replay:
 
     def __call__(self, row: Row, birth: Birth) -> Sampled:
         """Candidates of a beam: the tokens of the beams that go on from it."""
-        assert birth.params is not None, "a sequence was born without parameters"
-        width = birth.params.beam_width
-        if width is None:
+        assert birth.sampling is not None, "a sequence was born without sampling parameters"
+        if not birth.sampling.chosen:
             return Sampled(self.tokens[: row.sample])
+        width = birth.top  # where end tokens are ignored, a search asks for as many candidates as it has beams
         step = row.start + len(row.tokens) - birth.prompt_len
         beam = self.beams[row.tokens[-1]] if step else 0
         parents = self.parents(birth.seed, width, step)

@@ -82,8 +82,8 @@ class SimRunner:
             return StepResult(tuple(self._sampled(row) for row in plan.rows), seconds)
         for birth in plan.births:
             known = self.births.get(birth.parent)
-            params = birth.params if birth.params is not None or known is None else known.params
-            self.births[birth.slot] = birth._replace(params=params)
+            sampling = birth.sampling if birth.sampling is not None or known is None else known.sampling
+            self.births[birth.slot] = birth._replace(sampling=sampling)
         drawn = tuple(self.draw(row, self.births[row.slot]) if row.sample else self._none for row in plan.rows)
         return StepResult(drawn, seconds)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.errors import InputError
 from quire.vocabulary.method import Method
+from quire.vocabulary.plan import Sampling
 
 MAX_N = 128
 MAX_BEAM_WIDTH = 64
@@ -222,18 +223,27 @@ class SamplingParams:
         return self.beam_width is None and self.best_of is not None and self.best_of > self.n
 
     @property
-    def greedy(self) -> bool:
-        """The most likely token is chosen; no noise is drawn."""
-        return self.temperature < 1e-5
-
-    @property
     def needs_history(self) -> bool:
-        """The sampler must know the tokens so far: penalties and multi-token bad words."""
-        return (
-            self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.repetition_penalty != 1
-            or any(len(word) > 1 for word in self.bad_word_ids)
+        """The sampler must know the tokens so far."""
+        return self.sampling().needs_history
+
+    def sampling(self) -> Sampling:
+        """What the data plane must know of these parameters: how tokens are drawn, not what becomes of them."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            bad_word_ids=tuple(map(tuple, self.bad_word_ids)),
+            chosen=self.beam_width is not None or self.method is not None,
+            prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:

@@ -6,30 +6,62 @@ diffed. PagedAttention §4.6: "the scheduler first prepares the message with inp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from quire.vocabulary.params import SamplingParams
+from typing import NamedTuple
 
 LAST = -1
 """In `Row.tokens`: this slot's most recent sample, which only the device has seen."""
 
 
+class Sampling(NamedTuple):
+    """How tokens are drawn: of a request's parameters (vocabulary.params) what the data plane reads, in numbers
+    and token ids only. Methods, stop strings and whatever else decides what a token means stay above."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # masked with the model's end tokens while there are fewer than min_tokens
+    allowed_token_ids: tuple[int, ...] | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    chosen: bool = False  # a method chooses among the likeliest tokens: none is drawn
+    prompt_logprobs: int = -1  # most likely tokens to return with each token to score; -1: none is scored
+
+    @property
+    def greedy(self) -> bool:
+        """The most likely token is chosen; no noise is drawn."""
+        return self.chosen or self.temperature < 1e-5
+
+    @property
+    def needs_history(self) -> bool:
+        """The sampler must know the tokens so far: penalties and multi-token bad words."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or any(len(word) > 1 for word in self.bad_word_ids)
+        )
+
+
 class Birth(NamedTuple):
     """A sequence gets a slot (on admission, fork or swap-in): all that the device must know of it.
 
-    A slot's next birth is its death. With `parent` >= 0 the child starts with the parent slot's sampling state.
-    `history` is the tokens so far (prompt first, `prompt_len` of them), and given only when `params` need it.
+    A slot's next birth is its death. With `parent` >= 0 the child starts with the parent slot's sampling state, and
+    `sampling` is None: it is the parent's. `history` is the tokens so far (prompt first, `prompt_len` of them), and
+    given only when `sampling` needs it.
     """
 
     slot: int
     seq: int
     parent: int
-    params: SamplingParams | None
+    sampling: Sampling | None
     seed: int
     prompt_len: int
     history: tuple[int, ...] = ()
-    length: int = 0  # tokens that the sequence has at birth: `length - prompt_len` of them are output
     top: int = -1  # most likely tokens to return with each sample; -1: no log-probabilities at all
 
 
@@ -38,6 +70,8 @@ class Row(NamedTuple):
 
     `sample` tokens are drawn from the logits of the last position (0: none; n > 1: one for each branch to be forked,
     the i-th with the seed of branch i). `score[i]` is a prompt token whose log-probability after tokens[i] is wanted.
+    `draft` tokens were guessed to follow `tokens`: they are computed too, and as many of them are accepted as sampling
+    would have drawn.
     """
 
     slot: int
@@ -45,6 +79,7 @@ class Row(NamedTuple):
     start: int
     sample: int
     score: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
 
 
 # Journal entries: effects on tables and pages, in order.
@@ -114,8 +149,9 @@ class Top(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a row produced: `tokens` drawn (one a branch), `tops` beside each when log-probabilities were asked for, and
-    `scores`, one for each of the row's `score` tokens. `error` is set when the row's logits were not finite."""
+    """What a row produced: `tokens` drawn (one a branch; of a row with a draft the run that was accepted: some of the
+    draft, and one token after it), `tops` beside each when log-probabilities were asked for, and `scores`, one for each
+    of the row's `score` tokens. `error` is set when the row's logits were not finite."""
 
     tokens: tuple[int, ...]
     tops: tuple[Top, ...] = ()

@@ -8,7 +8,7 @@ import torch
 
 from quire.data.runner.penalties import Phrases, TokenStatistics
 from quire.data.runner.sampler import Rules
-from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Sampling
 
 
 def test_endings_of_several_slots_equal_brute_force() -> None:
@@ -29,5 +29,5 @@ def test_endings_of_several_slots_equal_brute_force() -> None:
 
 def test_a_long_word_costs_its_own_tokens_only() -> None:
     words = ((1,) * 401, *((2, 3),) * 100)
-    rules = Rules.of(SamplingParams(bad_word_ids=words), 10, (0,), torch.device("cpu"))
+    rules = Rules.of(Sampling(bad_word_ids=words), 10, (0,), torch.device("cpu"))
     assert len(rules.openings.tokens) == 400 + 100

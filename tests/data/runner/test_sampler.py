@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 
 from quire.data.runner import penalties
 from quire.data.runner.draws import SCALE, draw, noise, token_weights
+from quire.data.runner.rules import Rules
 from quire.data.runner.sampler import Drawn, Sampler
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Birth, Row, Sampled, Top
@@ -72,7 +73,7 @@ def born(
     top = -1 if params.logprobs is None else params.logprobs
     if params.beam_width is not None:
         top = 30 * params.beam_width
-    sampler.birth(Birth(slot, slot, -1, params, seed, prompt, history, len(history), top))
+    sampler.birth(Birth(slot, slot, -1, params.sampling(), seed, prompt, history, top))
 
 
 def weights_of(logits: Tensor, **kinds: float) -> Tensor:
@@ -236,7 +237,7 @@ def test_the_first_draw_of_each_row_becomes_its_last() -> None:
     sampler = Sampler(40, VOCAB, DEVICE, EOS)
     kinds: list[dict[str, Any]] = [{"n": 3}, {"temperature": 0}, {"allowed_token_ids": [9, 70]}, {"top_p": 0.5}]
     for slot, values in enumerate(kinds):
-        sampler.birth(Birth(30 + slot, slot, -1, SamplingParams(**values), slot, 1, (1,), 1))
+        sampler.birth(Birth(30 + slot, slot, -1, SamplingParams(**values).sampling(), slot, 1, (1,)))
     last = torch.full((40,), -1, device=DEVICE)
     rows = [(30 + slot, 1, values.get("n", 1)) for slot, values in enumerate(kinds)]
     samples = sampler.finish(sampler.sample(some_logits(4, seed=24).to(DEVICE), rows, last))
@@ -431,7 +432,7 @@ def test_a_fork_starts_with_its_parents_tokens_and_its_own_seed() -> None:
     tokens = list(history)
     for step in range(4):
         tokens += sampler.sample(logits[step : step + 1], [(1, len(tokens), 1)]).tokens.tolist()
-    sampler.birth(Birth(2, 2, 1, params, 555, 6, (), len(tokens)))
+    sampler.birth(Birth(2, 2, 1, None, 555, 6))
     born(fresh, 9, params, tuple(tokens), 6, 555)
     child, parent = list(tokens), list(tokens)
     for step in range(4, 8):
@@ -452,7 +453,7 @@ def test_a_fork_of_a_row_of_several_draws_takes_its_own_history() -> None:
     born(sampler, 0, params, history, 5, 20)
     drawn = sampler.sample(some_logits(1, seed=16), [(0, 5, 3)]).tokens.tolist()
     for i in (1, 2):
-        sampler.birth(Birth(i, i, 0, params, 20 + i, 5, (*history, drawn[i]), 6))
+        sampler.birth(Birth(i, i, 0, None, 20 + i, 5, (*history, drawn[i])))
     changed = sampler.process(torch.zeros(3, VOCAB), [(i, 6, 1) for i in range(3)])
     assert len(set(drawn)) == 3
     assert [row.nonzero()[:, 0].tolist() for row in changed] == [[token] for token in drawn]
@@ -577,7 +578,7 @@ def test_score_equals_brute_force(k: int) -> None:
 def test_a_row_returns_as_many_alternatives_as_its_birth_says(top: int) -> None:
     logits, sampler = some_logits(4, seed=22), a_sampler()
     for slot, wanted in enumerate((top, -1, 3, 64)):
-        sampler.birth(Birth(slot, slot, -1, SamplingParams(temperature=0, logprobs=5), slot, 1, (), 1, wanted))
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(temperature=0).sampling(), slot, 1, (), wanted))
     samples = sampler.finish(sampler.sample(logits, [(slot, 1, 1) for slot in range(4)]))
     for row, wanted in ((0, top), (2, 3), (3, 64)):
         exact = logits[row].double().log_softmax(-1)
@@ -615,5 +616,24 @@ def test_nothing_is_looked_up_unless_somebody_asks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.Tensor, "topk", refuse)
     sampler = a_sampler()
     for slot, values in enumerate(({}, {"temperature": 0}, {"best_of": 2}, {"logprobs": 2})):
-        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values), slot, 1, (), 1))
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values).sampling(), slot, 1))
     sampler.finish(sampler.sample(some_logits(4), [(slot, 1, 1) for slot in range(4)]))
+
+
+def test_a_fork_shares_what_its_parent_has_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask of the vocabulary is made or sent anew."""
+    logits, sampler = some_logits(1, seed=31, spread=1.0), a_sampler()
+    params = SamplingParams(allowed_token_ids=[5, 6, 90], logit_bias={6: 1.0}, bad_word_ids=((90,),), min_tokens=3)
+    born(sampler, 0, params, (1, 2), 2, 7)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("rules were made for a fork")
+
+    monkeypatch.setattr(Rules, "of", refuse)
+    for slot in (1, 2):
+        sampler.birth(Birth(slot, slot, slot - 1, None, 7, 2))
+    changed = sampler.process(logits.repeat(3, 1), [(slot, 2, 1) for slot in range(3)])
+    assert torch.equal(changed[0], changed[1])
+    assert torch.equal(changed[0], changed[2])
+    with pytest.raises(AssertionError, match="slot 9 is born without sampling parameters"):
+        sampler.birth(Birth(9, 9, -1, None, 7, 2))

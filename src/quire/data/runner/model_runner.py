@@ -154,7 +154,7 @@ class ModelRunner:
     def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
         targets = to_device(np.array(row.score, dtype=np.int64), self.device)
-        width = min(MAX_LOGPROBS, self.spec.vocab_size) if self.sampler.params(row.slot).prompt_logprobs else 0
+        width = min(MAX_LOGPROBS, self.spec.vocab_size) if self.sampler.sampling(row.slot).prompt_logprobs > 0 else 0
         parts = [
             details_of(self.model.logits(part).float(), wanted, width)
             for part, wanted in zip(
@@ -176,7 +176,7 @@ class ModelRunner:
         for row in ticket.plan.rows:
             sample = next(drawn) if row.sample else Sampled(())
             if row.score:
-                most = self.sampler.params(row.slot).prompt_logprobs or 0
+                most = max(self.sampler.sampling(row.slot).prompt_logprobs, 0)
                 scored = zip(row.score, next(scores).tolist())
                 sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
             samples.append(sample)

@@ -17,18 +17,17 @@ import torch
 
 from quire.data.kernels.limits import SCORED_AT_ONCE
 from quire.errors import StartupError
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Row, StepPlan
+from quire.vocabulary.plan import Birth, Row, Sampling, StepPlan
 
 if TYPE_CHECKING:
     from quire.data.runner.model_runner import ModelRunner
 
 THREADS = 16
 MOST_AT_ONCE = 256  # rows of a step that is run beside others: their logits are all in memory
-PARAMS = (
-    SamplingParams(temperature=0.8, top_p=0.9, top_k=20, frequency_penalty=0.5, logprobs=1),
-    SamplingParams(temperature=0.8),
-    SamplingParams(temperature=0.0, prompt_logprobs=1),  # last: slot 0 keeps no penalties
+KINDS = (  # of sampling, and how many log-probabilities are wanted
+    (Sampling(temperature=0.8, top_p=0.9, top_k=20, frequency_penalty=0.5), 1),
+    (Sampling(temperature=0.8), -1),
+    (Sampling(temperature=0.0, prompt_logprobs=1), -1),  # last: slot 0 keeps no penalties
 )
 FEW = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: products of each have kernels of their own
 
@@ -104,8 +103,8 @@ def _plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
     """Prompts: short ones in every way of sampling, and of every number of tokens that has kernels of its own, also
     where each of them has logits; the end of a prompt as long as may be; rows of one token; and as many tokens, in as
     many of `slots` rows, as a step may have."""
-    for params in PARAMS:
-        birth = Birth(0, 0, -1, params, 0, 1, (0,) if params.needs_history else (), 1, params.logprobs or -1)
+    for sampling, top in KINDS:
+        birth = Birth(0, 0, -1, sampling, 0, 1, (0,) if sampling.needs_history else (), top)
         yield StepPlan((birth,), (), (_row(min(5, max_len, tokens)),))
     for count in dict.fromkeys(min(few, max_len, tokens) for few in FEW):
         yield StepPlan((), (), (_row(count),))

@@ -10,51 +10,44 @@ from torch import Tensor
 
 from quire.data.kernels.batch import to_device
 from quire.data.runner.penalties import Phrases
-from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a slot's parameters do to logits, token by token. Derived from `params` alone, so forks share it."""
+    """What a slot's parameters do to logits, token by token. Derived from `sampling` alone, so forks share it."""
 
-    params: SamplingParams
+    sampling: Sampling
     biased: np.ndarray  # token ids, and what is added to their logits: logit_bias, and -inf for one-token bad words
     biases: np.ndarray
     ends: np.ndarray  # token ids masked below min_tokens
     allowed: Tensor | None  # [vocab] bool, on the device
-    candidates: bool  # a method chooses: no token is drawn
     openings: Phrases  # of bad words of several tokens, and the token that would complete each
     lasts: np.ndarray
 
     @property
-    def greedy(self) -> bool:
-        """No noise is needed."""
-        return self.candidates or self.params.greedy
-
-    @property
     def changes(self) -> bool:
         """Logits change, whatever the position; or the slot's tokens must be recorded."""
-        return self.allowed is not None or len(self.biased) > 0 or self.params.needs_history
+        return self.allowed is not None or len(self.biased) > 0 or self.sampling.needs_history
 
     @classmethod
-    def of(cls, params: SamplingParams, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device) -> Rules:
-        bias = dict(params.logit_bias or {})
-        words = [word for word in params.bad_word_ids if word and max(word) < vocab_size]
+    def of(cls, sampling: Sampling, vocab_size: int, eos_ids: tuple[int, ...], device: torch.device) -> Rules:
+        bias = dict(sampling.logit_bias)
+        words = [word for word in sampling.bad_word_ids if word and max(word) < vocab_size]
         bias.update((word[0], -np.inf) for word in words if len(word) == 1)
         longer = [word for word in words if len(word) > 1]
-        ends = {*eos_ids, *(params.stop_token_ids or ())} if params.min_tokens else set()
+        ends = {*eos_ids, *sampling.stop_token_ids} if sampling.min_tokens else set()
         allowed = None
-        if params.allowed_token_ids is not None:
+        if sampling.allowed_token_ids is not None:
             mask = np.zeros(vocab_size, dtype=np.bool_)
-            mask[list(params.allowed_token_ids)] = True
+            mask[list(sampling.allowed_token_ids)] = True
             allowed = to_device(mask, device)
         return cls(
-            params,
+            sampling,
             np.array(list(bias), dtype=np.int64),
             np.array(list(bias.values()), dtype=np.float32),
             np.array(sorted(ends), dtype=np.int64),
             allowed,
-            params.beam_width is not None or params.method is not None,
             Phrases.of([word[:-1] for word in longer]),
             np.array([word[-1] for word in longer], dtype=np.int64),
         )

@@ -20,8 +20,8 @@ from quire.data.runner.fused import FusedSampling, Tail, cuts
 from quire.data.runner.logprobs import Width, details_of, top_of, total_of
 from quire.data.runner.penalties import TokenStatistics
 from quire.data.runner.rules import Rules
-from quire.vocabulary.params import MAX_LOGPROBS, SamplingParams
-from quire.vocabulary.plan import Birth, Row, Sampled, Top
+from quire.vocabulary.params import MAX_LOGPROBS
+from quire.vocabulary.plan import Birth, Row, Sampled, Sampling, Top
 from quire.vocabulary.seeds import branch_seed
 
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
@@ -62,14 +62,16 @@ class Sampler:
     def birth(self, birth: Birth) -> None:
         """A sequence takes a slot. Its tokens are `birth.history` or, if that is empty, those of the parent's slot.
 
-        A parent that drew several branches at once has recorded the first one: the others need their history.
+        A parent that drew several branches at once has recorded the first one: the others need their history. What a
+        child inherits is shared with the parent: nothing is sent to the device anew.
         """
         slot, parent = birth.slot, self._rules.get(birth.parent) if birth.parent >= 0 else None
-        params = birth.params or (parent.params if parent else None)
-        assert params is not None, f"slot {slot} is born without sampling parameters"
-        rules = parent if parent and parent.params is params else None
-        rules = rules or Rules.of(params, self.vocab_size, self.eos_ids, self.device)
-        if not params.needs_history:
+        rules = parent
+        if birth.sampling is not None:
+            rules = Rules.of(birth.sampling, self.vocab_size, self.eos_ids, self.device)
+        assert rules is not None, f"slot {slot} is born without sampling parameters"
+        sampling = rules.sampling
+        if not sampling.needs_history:
             self._statistics.drop(slot)
         elif birth.history or parent is None:
             assert birth.history, f"slot {slot} has penalties and is born without its history"
@@ -78,12 +80,12 @@ class Sampler:
             self._statistics.fork(birth.parent, slot)
         self._rules[slot], self._prompt_len[slot], self._seeds[slot] = rules, birth.prompt_len, birth.seed % 2**63
         self._tops[slot] = birth.top
-        top_k = params.top_k if params.top_k < self.vocab_size else 0
-        temperature = 0.0 if rules.greedy else params.temperature
-        self._shape[slot] = (temperature, params.min_p, top_k, params.top_p)
-        self._penalties[slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self._ruled[slot] = rules.changes or rules.candidates
-        self._until[slot] = birth.prompt_len + params.min_tokens if len(rules.ends) else 0
+        top_k = sampling.top_k if sampling.top_k < self.vocab_size else 0
+        temperature = 0.0 if sampling.greedy else sampling.temperature
+        self._shape[slot] = (temperature, sampling.min_p, top_k, sampling.top_p)
+        self._penalties[slot] = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        self._ruled[slot] = rules.changes or sampling.chosen
+        self._until[slot] = birth.prompt_len + sampling.min_tokens if len(rules.ends) else 0
         self._simple[slot] = birth.top < 0 and not self._ruled[slot]
 
     def tails(self, last: Tensor, largest: int) -> dict[str, Tail]:
@@ -145,9 +147,9 @@ class Sampler:
             self._statistics.record(slots, self._take(tokens, asked.first[counted]))
         return self._packed(logits, changed, tokens, faults, asked)
 
-    def params(self, slot: int) -> SamplingParams:
-        """The parameters that the slot was born with."""
-        return self._rules[slot].params
+    def sampling(self, slot: int) -> Sampling:
+        """What the slot was born with."""
+        return self._rules[slot].sampling
 
     def process(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Tensor:
         """Logits [R, V] after masks, biases and penalties: new ones, or `logits` itself if no row has any of these."""
@@ -285,7 +287,7 @@ class Sampler:
             if len(rules.biased):
                 ids.append(rules.biased + offset)
                 numbers.append(rules.biases)
-            if len(rules.ends) and position - self._prompt_len[slot] < rules.params.min_tokens:
+            if len(rules.ends) and position - self._prompt_len[slot] < rules.sampling.min_tokens:
                 ids.append(rules.ends + offset)
                 numbers.append(np.full(len(rules.ends), -np.inf, dtype=np.float32))
             if len(rules.lasts):
@@ -305,7 +307,7 @@ class Sampler:
         top = int(self._tops[slot])
         if top < 0:
             return None
-        return Width(self._rules[slot].candidates, min(max(top, MAX_LOGPROBS), self.vocab_size) if top else 0)
+        return Width(self._rules[slot].sampling.chosen, min(max(top, MAX_LOGPROBS), self.vocab_size) if top else 0)
 
     def _packed(self, logits: Tensor, changed: Tensor | None, tokens: Tensor, faults: Tensor, asked: Asked) -> Drawn:
         """Everything that the host will want, on its way there. `changed` are the logits of all rows or, by kernels,

@@ -242,7 +242,7 @@ def run(sampler: Sampler, logits: Tensor, kinds: list[int], last: Tensor) -> lis
         top = -1 if params.logprobs is None else params.logprobs
         history = tuple(range(20 + kind))
         top = 30 if params.beam_width is not None else top
-        sampler.birth(Birth(kind + 1, kind, -1, params, kind * 99, 10 + kind, history, len(history), top))
+        sampler.birth(Birth(kind + 1, kind, -1, params.sampling(), kind * 99, 10 + kind, history, top))
     samples = []
     for step in range(2):
         rows = [(kind + 1, 11 + kind + step * 4, KINDS[kind].get("n", 1)) for kind in kinds]
@@ -280,7 +280,7 @@ def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
     sampler._fused = FusedSampling(300, DEVICE)  # as on a GPU
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_p": 0.8}, {"top_k": 4, "min_p": 0.1}]
     for slot, values in enumerate(kinds, 1):
-        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values), slot * 7, 1, (1,), 1))
+        sampler.birth(Birth(slot, slot, -1, SamplingParams(**values).sampling(), slot * 7, 1, (1,)))
     last = torch.full((9,), -1, device=DEVICE)
     tails = sampler.tails(last, 6)
     logits = some_logits(6, 300, 13).to(DEVICE)

@@ -51,7 +51,7 @@ def a_runner(model: Any, spec: Any, attention: str) -> ModelRunner:
 
 def plans() -> list[StepPlan]:
     """Two prompts, then one of them beside a third prompt's chunks, then all decoding."""
-    params = SamplingParams(temperature=0, max_tokens=20)
+    params = SamplingParams(temperature=0, max_tokens=20).sampling()
     births = [Birth(slot, slot, -1, params, 0, 5) for slot in (1, 2, 3)]
     tables = tuple(Table(slot, 0, 0, tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH))) for slot in (1, 2, 3))
     return [

@@ -1,0 +1,90 @@
+"""What the wire form of plans and results takes: bytes, and microseconds to write and to read, beside JSON's.
+
+The best of many repeats is reported, and the median: on a machine that does other things too, the best says what the
+code costs. The garbage collector rests meanwhile, as it nearly does in service (server.collector).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import timeit
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from quire.bench.document import short, table
+from quire.bench.machine import Others
+from quire.errors import StartupError
+from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Table, Top
+from quire.vocabulary.wire import Message, decode, encode
+
+REPEATS = 200
+AT_ONCE = 1e-3  # seconds that a repeat takes, about
+ROWS = (1, 32, 256, 1024)
+
+
+def cases() -> dict[str, Message]:
+    """Steps as they come: decoding rows (every 16th gets a page), a prompt among them, a fork, results."""
+    found: dict[str, Message] = {}
+    for rows in ROWS:
+        pages = tuple(Table(slot, 0, 100, (5000 + slot,)) for slot in range(1, rows, 16))
+        found[f"plan of {rows} rows"] = StepPlan((), pages, _decoding(rows))
+    prompt = Row(300, tuple(range(1000, 3048)), 0, 1)
+    found["plan of 255 rows and a prompt of 2048"] = StepPlan((), (), (*_decoding(255), prompt))
+    found["plan of a fork"] = StepPlan((Birth(7, 12345, 3, None, 2**62 + 1, 500),), (), ())
+    for rows in ROWS:
+        found[f"result of {rows} rows"] = StepResult(tuple(Sampled((31000 + i,)) for i in range(rows)), 0.01)
+    top = Top(310, -0.5, 1, tuple(range(310, 315)), (-0.5, -1.25, -3.0, -4.0, -5.0))
+    found["result of 256 rows with 5 log-probabilities"] = StepResult((Sampled((310,), (top,)),) * 256, 0.01)
+    return found
+
+
+def _decoding(rows: int) -> tuple[Row, ...]:
+    return tuple(Row(slot, (LAST,), 1500 + slot, 1) for slot in range(rows))
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The entry's own arguments."""
+    parser.add_argument("--repeat", type=int, default=REPEATS, metavar="N", help="repeats (default: %(default)s)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A result for each kind of message."""
+    if args.repeat < 1:
+        raise StartupError(f"--repeat is {args.repeat}", "Give 1 or more")
+    return [measured(name, message, args.repeat) for name, message in cases().items()]
+
+
+def measured(name: str, message: Message, repeats: int) -> dict[str, Any]:
+    """Sizes and times of one message."""
+    frame, text, others = encode(message), json.dumps(message), Others()
+    assert decode(frame) == message, f"{name} isn't read as it was written"
+    times = {
+        "encode_us": _spent(lambda: encode(message), repeats),
+        "decode_us": _spent(lambda: decode(frame), repeats),
+        "json_encode_us": _spent(lambda: json.dumps(message), repeats),
+        "json_decode_us": _spent(lambda: json.loads(text), repeats),  # lists only: no message is made of them
+    }
+    sizes = {"bytes": len(frame), "json_bytes": len(text)}
+    return {"message": name, **sizes, **times, "repeats": repeats, "cores_used_by_others": others.load()}
+
+
+def _spent(call: Callable[[], object], repeats: int) -> dict[str, float]:
+    once = min(timeit.repeat(call, number=1, repeat=5))
+    number = max(1, int(AT_ONCE / once))
+    taken = [seconds / number * 1e6 for seconds in timeit.repeat(call, number=number, repeat=repeats)]
+    return {"best": min(taken), "p50": median(taken)}
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """A line a message: the best times, and how many times those JSON takes."""
+    head = ("message", "bytes", "encode us", "decode us", "JSON's bytes", "encode x", "decode x", "others' cores")
+    rows = []
+    for r in results:
+        ours, theirs = ([r[f"{of}{way}_us"]["best"] for way in ("encode", "decode")] for of in ("", "json_"))
+        ratios = [f"{b / a:.1f}" for a, b in zip(ours, theirs)]
+        load = f"{r['cores_used_by_others']:.2f}"
+        rows.append((r["message"], r["bytes"], *map(short, ours), r["json_bytes"], *ratios, load))
+    return table(head, rows)

@@ -1,0 +1,208 @@
+"""A log of plans: every StepPlan that a runner was given and every StepResult that it gave, in the wire form.
+
+The file begins with a line that names it and its version, and a header: the geometry of the memory, and how large the
+vocabulary is. Then come frames (vocabulary.wire), each behind its length; a result is that of the oldest plan without
+one. `quire replay` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.errors import LogError, StartupError
+from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.wire import MOST_BYTES, WireError, decode, encode
+
+MAGIC = b"quire plans 1\n"
+LENGTH = struct.Struct("<I")
+MOST_HEADER = 2**20  # bytes
+MOST_CELLS = 2**29  # of all page tables together, and tokens of host memory
+MOST_IN_FLIGHT = 64
+BUFFER = 2**20
+
+
+class Logged:
+    """`runner`, with all that it is given and gives written to the file `path`: a plan before it is submitted, so that
+    it is there if the runner fails. Everything else is the runner's own. OSError where the file can't take more."""
+
+    def __init__(self, runner: Any, path: Path, vocab_size: int) -> None:
+        self.runner, self.vocab_size = runner, vocab_size
+        try:
+            self.file = path.open("wb", buffering=BUFFER)
+        except OSError as error:
+            raise StartupError(f"--log-plans {path} can't be written: {error.strerror}", "Give another file") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def bind(self, geometry: Geometry) -> None:
+        """See control.engine.Runner, as of all that follows."""
+        header = json.dumps({"vocab_size": self.vocab_size, "geometry": _said(geometry)}).encode()
+        self.file.write(MAGIC + LENGTH.pack(len(header)) + header)
+        self.runner.bind(geometry)
+
+    def submit(self, plan: StepPlan) -> Any:
+        """Log the plan, then submit it."""
+        self._write(encode(plan))
+        return self.runner.submit(plan)
+
+    def collect(self, ticket: Any) -> StepResult:
+        """Collect the result and log it."""
+        result: StepResult = self.runner.collect(ticket)
+        self._write(encode(result))
+        return result
+
+    def close(self) -> None:
+        """Close the log, and the runner."""
+        self.file.close()
+        self.runner.close()
+
+    def _write(self, frame: bytes) -> None:
+        self.file.write(LENGTH.pack(len(frame)))
+        self.file.write(frame)
+
+
+class Step(NamedTuple):
+    """A plan, with the place of its frame, and its result: None if the log ends before it was collected."""
+
+    number: int
+    at: int
+    plan: StepPlan
+    result: StepResult | None
+
+
+class PlanLog:
+    """A log to read, a step after the other. LogError names the byte from which it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.size = path.stat().st_size
+            self.file: BufferedReader = path.open("rb", buffering=BUFFER)
+        except OSError as error:
+            raise LogError(f"{path} can't be read: {error.strerror}") from error
+        try:
+            self._open()
+        except LogError:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        start = self.file.read(len(MAGIC))
+        if start != MAGIC:
+            said = f"it begins with {start!r}, not with {MAGIC!r}"
+            raise self.error(0, f"this is no log of plans, or one of another version, or truncated: {said}")
+        data = self._framed(MOST_HEADER, "the header")
+        try:
+            header = json.loads(data)
+            self.vocab_size = _number(header["vocab_size"])
+            self.geometry = _geometry(header["geometry"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self.error(len(MAGIC), f"the header can't be read: {type(error).__name__} {error}") from error
+
+    def error(self, at: int, why: str) -> LogError:
+        """What is wrong with the file, from byte `at` on."""
+        return LogError(f"{self.path}, byte {at}: {why}", at)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def __enter__(self) -> PlanLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Step]:
+        """The steps that are left, each once its result is read."""
+        flight: deque[tuple[int, StepPlan]] = deque()
+        number = 0
+        while (at := self.file.tell()) < self.size:
+            frame = self._framed(MOST_BYTES, "a frame")
+            try:
+                message = decode(frame)
+            except WireError as error:
+                raise self.error(at + LENGTH.size + (error.at or 0), f"step {number + len(flight)}, {error}") from error
+            if isinstance(message, StepPlan):
+                flight.append((at, message))
+                if len(flight) > MOST_IN_FLIGHT:
+                    raise self.error(at, f"more than {MOST_IN_FLIGHT} plans wait for their results")
+                continue
+            if not flight:
+                raise self.error(at, f"after {number} steps, a result without a plan")
+            began, plan = flight.popleft()
+            yield Step(number, began, plan, message)
+            number += 1
+        for began, plan in flight:
+            yield Step(number, began, plan, None)
+            number += 1
+
+    def _framed(self, most: int, what: str) -> bytes:
+        """What lies behind the next length; it must all be there."""
+        at = self.file.tell()
+        left = self.size - at - LENGTH.size
+        if left < 0:
+            raise self.error(at, f"the log is truncated: {what} begins here")
+        [length] = LENGTH.unpack(self.file.read(LENGTH.size))
+        if length > most:
+            raise self.error(at, f"{what} of {length} bytes, at most {most} are read")
+        if length > left:
+            raise self.error(at, f"the log is truncated: {what} of {length} bytes begins here, {left} remain")
+        return self.file.read(length)
+
+
+def _said(geometry: Geometry) -> dict[str, Any]:
+    """A geometry as JSON: a range is its two ends."""
+    said = asdict(geometry)
+    said["layout"] = geometry.layout.value
+    for group in said["groups"]:
+        for name, value in group.items():
+            if isinstance(value, range):
+                group[name] = [value.start, value.stop]
+    return said
+
+
+def _geometry(said: dict[str, Any]) -> Geometry:
+    """The geometry that was said. ValueError, KeyError or TypeError if none was."""
+    values = {field.name: said[field.name] for field in fields(Geometry)}
+    groups = tuple(_group(group) for group in values.pop("groups"))
+    layout = Layout(values.pop("layout"))
+    geometry = Geometry(layout=layout, groups=groups, **{name: _number(value) for name, value in values.items()})
+    if not groups or set(said) != {field.name for field in fields(Geometry)}:
+        raise ValueError("it has no groups, or what is unknown here")
+    if sum(geometry.slots * group.table_width for group in groups) > MOST_CELLS:
+        raise ValueError(f"its page tables have more than {MOST_CELLS} cells")
+    if any(group.host_ids.stop * group.run_tokens > MOST_CELLS for group in groups):
+        raise ValueError(f"its host memory holds more than {MOST_CELLS} tokens")
+    return geometry
+
+
+def _group(said: dict[str, Any]) -> Group:
+    if set(said) != {field.name for field in fields(Group)}:
+        raise ValueError("a group has other fields than it has here")
+    values = dict(said)
+    for name in ("ids", "host_ids"):
+        start, stop = map(_number, values[name])
+        values[name] = range(start, stop)
+    values["layers"] = tuple(map(_number, values["layers"]))
+    if not isinstance(values["kind"], str):
+        raise TypeError("a group's kind is no string")
+    for name in ("page_bytes", "token_bytes", "table_width", "run_tokens", "run_pages", "window"):
+        if (name != "window" or values[name] is not None) and not _number(values[name]):
+            raise ValueError(f"a group's {name} is 0")
+    return Group(**values)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{str(value)[:40]!r} is no number of a geometry")
+    return value

@@ -1,0 +1,318 @@
+"""The log of plans: what is served is written down, replays to the same tables, and is refused where it is broken."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from geometries import one_size
+
+import quire
+from quire import SamplingParams
+from quire.cli import main
+from quire.errors import LogError, StartupError
+from quire.plan_log import LENGTH, MAGIC, MOST_IN_FLIGHT, Logged, PlanLog
+from quire.plan_replay import compare, differing, replay
+from quire.sim.echo import EchoRunner
+from quire.vocabulary.plan import (
+    Birth,
+    Copy,
+    In,
+    Out,
+    Poison,
+    Row,
+    Sampled,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Table,
+    Top,
+)  # fmt: skip
+from quire.vocabulary.wire import decode, encode
+
+PROMPT = "Once upon a time, there was a"
+SMALL = one_size(((0, 1), None), ((2,), 8), pages=40, page_bytes=64, slots=5, width=8, tokens=4, host=6)
+
+
+def serve(path: Path, temperature: float = 0.8) -> np.ndarray:
+    """Requests of several kinds, in so little memory that some are swapped; returns the runner's own tables."""
+    settings: dict[str, Any] = {"kv_tokens": 240, "page_size": 4, "preemption": "swap", "swap_gib": 0.01}
+    with quire.LLM(dtype="float32", threads=1, debug=True, max_num_seqs=16, log_plans=str(path), **settings) as llm:
+        params = [
+            SamplingParams(temperature=temperature, seed=i, n=1 + i % 3, max_tokens=24, ignore_eos=True, logprobs=i % 2)
+            for i in range(9)
+        ]
+        params.append(SamplingParams(beam_width=3, max_tokens=20, ignore_eos=True))
+        llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+        return np.array(llm.engine.runner.store.host_tables)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    path = tmp_path_factory.mktemp("logs") / "plans"
+    return path, serve(path)
+
+
+def refused(path: Path) -> LogError:
+    """Why a log can't be replayed."""
+    with pytest.raises(LogError) as error, PlanLog(path) as log:
+        replay(log)
+    assert 0 <= error.value.at <= path.stat().st_size
+    assert f"byte {error.value.at}" in str(error.value)
+    return error.value
+
+
+def frames(path: Path) -> list[bytes]:
+    """The header and the frames of a log, each with its length; the header with what is before it."""
+    data = path.read_bytes()
+    ends, at = [0], len(MAGIC)
+    while at < len(data):
+        at += LENGTH.size + LENGTH.unpack_from(data, at)[0]
+        ends.append(at)
+    return [data[start:end] for start, end in pairwise(ends)]
+
+
+def written(path: Path, *messages: StepPlan | StepResult, geometry: Any = SMALL) -> Path:
+    """A log of an EchoRunner that was given nothing."""
+    logged = Logged(EchoRunner(), path, 512)
+    logged.bind(geometry)
+    for message in messages:
+        logged._write(encode(message))
+    logged.close()
+    return path
+
+
+def test_a_served_log_replays_to_the_tables_of_its_runner(served: tuple[Path, np.ndarray]) -> None:
+    path, tables = served
+    with PlanLog(path) as log:
+        done = replay(log)
+    assert np.array_equal(np.array(done.echo.tables), tables)
+    assert done.counts["forks"] > 5
+    assert all(done.entries[kind.__name__] for kind in (Table, Copy, Out, In, Poison)), done.entries
+    assert done.counts["collected"] == done.counts["steps"]
+
+
+def test_the_command_tells_what_a_log_holds(
+    served: tuple[Path, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = served
+    assert main(["replay", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "tables   sha256" in shown
+    assert "inherit" in shown
+    assert main(["replay", str(path), "--against", str(path)]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    cut = tmp_path / "cut"
+    cut.write_bytes(path.read_bytes()[:-1])
+    for wrong in (["replay", str(cut)], ["replay", str(path), "--against", str(cut)]):
+        assert main(wrong) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.count("\n") == 1
+        assert "is truncated" in said.err
+    assert main(["replay", str(tmp_path / "none")]) == 2
+    assert "can't be read: No such file" in capsys.readouterr().err
+
+
+def test_logs_of_the_same_requests_are_the_same_and_of_others_differ(
+    served: tuple[Path, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = served
+    again, other = tmp_path / "again", tmp_path / "other"
+    serve(again)
+    assert compare(path, again) is None
+    serve(other, temperature=0.9)
+    assert compare(path, other) == "step 0: plan.births[0].sampling.temperature is 0.8 and 0.9"
+    assert main(["replay", str(path), "--against", str(other)]) == 1
+    parts = frames(path)
+    last = decode(parts[-1][LENGTH.size :])
+    assert isinstance(last, StepResult)
+    changed = last.samples[-1]._replace(tokens=(99,))
+    frame = encode(last._replace(samples=(*last.samples[:-1], changed), seconds=1.0))
+    other.write_bytes(b"".join(parts[:-1]) + LENGTH.pack(len(frame)) + frame)
+    steps = (len(parts) - 1) // 2
+    found = compare(path, other)
+    assert found is not None
+    assert found.startswith(f"step {steps - 1}: result.samples[{len(last.samples) - 1}].tokens")
+    other.write_bytes(b"".join(parts[:-2]))
+    assert compare(path, other) == f"step {steps - 1}: only {path} has it"
+    other.write_bytes(b"".join(parts[:-1]))
+    assert compare(path, other) == f"step {steps - 1}: only one of them has a result: the first"
+
+
+def test_what_is_truncated_is_refused_wherever_it_ends(served: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    path, _ = served
+    data, cut, rng = path.read_bytes(), tmp_path / "cut", random.Random(5)
+    ends, at = set(), 0
+    for part in frames(path):
+        at += len(part)
+        ends.add(at)
+    for end in [0, 1, len(MAGIC), len(MAGIC) + 3, *(rng.randrange(len(data)) for _ in range(40))]:
+        cut.write_bytes(data[:end])
+        if end in ends:
+            with PlanLog(cut) as log:
+                replay(log)  # a shorter log
+            continue
+        error = refused(cut)
+        assert "truncated" in str(error)
+        assert error.at <= end
+
+
+def test_what_is_damaged_is_refused_or_a_log(served: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    path, _ = served
+    data, broken, rng = path.read_bytes(), tmp_path / "broken", random.Random(6)
+    outcomes = [0, 0]
+    for _ in range(60):
+        changed = bytearray(data)
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        broken.write_bytes(changed)
+        try:
+            with PlanLog(broken) as log:
+                replay(log)
+        except LogError:
+            outcomes[0] += 1
+        else:
+            outcomes[1] += 1
+    assert all(outcomes)
+
+
+def test_other_versions_and_geometries_are_refused(served: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    path, _ = served
+    data, other = path.read_bytes(), tmp_path / "other"
+    other.write_bytes(data.replace(b"quire plans 1", b"quire plans 2", 1))
+    assert "byte 0: this is no log of plans, or one of another version" in str(refused(other))
+    other.write_bytes(data.replace(b'"page_bytes"', b'"page_bites"', 1))
+    assert f"byte {len(MAGIC)}: the header can't be read" in str(refused(other))
+    written(other, StepPlan((), (), ()))
+    with pytest.raises(LogError, match=r"it is of another geometry than .*: (vocab_size|geometry\.bytes)"):
+        compare(path, other)
+    smaller = written(tmp_path / "smaller", geometry=replace(SMALL, slots=4))
+    with pytest.raises(LogError, match=r"of another geometry than .*: geometry\.slots is 5 and 4"):
+        compare(other, smaller)
+
+
+def test_a_header_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(MAGIC + LENGTH.pack(2**32 - 1))
+    assert "the header of 4294967295 bytes, at most" in str(refused(path))
+    for group in ({"table_width": 2**40}, {"run_tokens": 0}, {"host_ids": range(1, 2**40)}):
+        geometry = replace(SMALL, groups=(replace(SMALL.groups[0], **group),))
+        logged = Logged(EchoRunner(blind=True), path, 512)
+        logged.bind(geometry)
+        logged.close()
+        assert "the header can't be read: ValueError" in str(refused(path))
+
+
+BORN = Birth(1, 7, -1, Sampling(), 3, 4)
+HELD = Table(1, 0, 0, (5, 6)), Table(1, 1, 0, (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (StepPlan((BORN._replace(slot=5),), (), ()), r"births\[0\]: slot 5 is none of the 5"),
+        (StepPlan((BORN._replace(slot=0),), (), ()), r"births\[0\]: slot 0 is none"),
+        (StepPlan((BORN._replace(sampling=None, parent=2),), (), ()), "slot 1 inherits from slot 2, which was never"),
+        (StepPlan((BORN._replace(sampling=Sampling(min_p=1, top_k=1, presence_penalty=1.0)),), (), ()), "its history"),
+        (StepPlan((), (Table(1, 2, 0, (5,)),), ()), r"journal\[0\]: there is no group 2"),
+        (StepPlan((), (Table(1, 0, 7, (5, 6)),), ()), r"journal\[0\]: places 7 on for 2 pages, of 8"),
+        (StepPlan((), (Table(1, 0, -1, (5,)),), ()), r"journal\[0\]: places -1 on"),
+        (StepPlan((), (Table(1, 0, 0, (40,)),), ()), r"journal\[0\]: page 40 is none of group 0"),
+        (StepPlan((), (), (), (Copy(0, 0, 3),)), r"ahead\[0\]: page 0 is none of group 0"),
+        (StepPlan((), (Poison(0, -3),), ()), r"journal\[0\]: page -3 is none"),
+        (StepPlan((), (Out(1, 5, 7),), ()), r"journal\[0\]: host page 7 is none of group 1"),
+        (StepPlan((), HELD, (Row(1, (4, 5), 0, 1),)), r"rows\[0\]: slot 1 was never born"),
+        (StepPlan((BORN,), HELD[:1], (Row(1, (4, 5), 0, 1),)), r"no real page for some position below 2 in group 1"),
+        (StepPlan((BORN,), HELD, (Row(1, (4,) * 9, 0, 1),)), r"no real page for some position below 9"),
+        (
+            StepPlan((BORN,), HELD, (Row(1, (4,), 7, 1, (), (5,)),)),
+            r"no real page for some position below 9",
+        ),
+        (StepPlan((BORN,), HELD, (Row(1, (4,), 100, 1),)), r"no real page for some position below 101"),
+        (StepPlan((BORN,), HELD, (Row(1, (4,), -1, 1),)), r"rows\[0\]: 1 tokens from position -1 on"),
+        (StepPlan((BORN,), HELD, (Row(1, (4,), 0, 2),)), r"samples\[0\]: 1 tokens, and 2 were to be drawn"),
+        (StepPlan((BORN,), HELD, ()), "1 samples for 0 rows"),
+    ],
+)
+def test_steps_that_do_not_hold_together_are_named(plan: StepPlan, why: str, tmp_path: Path) -> None:
+    fine = StepPlan((), (), ()), StepResult((), 0.0)
+    path = written(tmp_path / "log", *fine, plan, StepResult((Sampled((3,)),), 0.0))
+    error = refused(path)
+    with pytest.raises(LogError, match=rf"byte {error.at}: step 1, .*{why}"):
+        raise error
+    assert error.at == sum(map(len, frames(path)[:3]))
+
+
+def test_a_window_needs_no_pages_behind_it(tmp_path: Path) -> None:
+    tables = Table(1, 0, 0, (5, 6, 9, 10, 11)), Table(1, 1, 2, (7, 8, 4))
+    plan = StepPlan((BORN,), tables, (Row(1, (4,), 16, 1),))
+    with PlanLog(written(tmp_path / "log", plan)) as log:
+        done = replay(log)
+    assert done.counts["collected"] == 0
+
+
+def test_two_replayers_that_disagree_are_noticed(
+    served: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = served
+    real = EchoRunner.replay
+
+    def lossy(runner: EchoRunner, entry: Any) -> None:
+        if isinstance(entry, Table) and entry.pages:
+            entry = entry._replace(pages=(entry.pages[0] % 50 + 1, *entry.pages[1:]))
+        real(runner, entry)
+
+    monkeypatch.setattr(EchoRunner, "replay", lossy)
+    assert "is one page here and another one there" in str(refused(path))
+
+
+def test_results_belong_to_plans(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", StepResult((), 0.0))
+    assert "after 0 steps, a result without a plan" in str(refused(path))
+    path = written(tmp_path / "log", *[StepPlan((), (), ())] * (MOST_IN_FLIGHT + 1))
+    assert "plans wait for their results" in str(refused(path))
+
+
+def test_any_runner_can_be_logged(tmp_path: Path) -> None:
+    logged = Logged(EchoRunner(vocab_size=99), tmp_path / "log", 99)
+    logged.bind(SMALL)
+    assert (logged.depth, logged.vocab_size) == (1, 99)
+    plan = StepPlan((BORN,), HELD, (Row(1, (4, 5), 0, 1),))
+    result = logged.collect(logged.submit(plan))
+    logged.close()
+    with PlanLog(tmp_path / "log") as log:
+        [step] = log
+        assert log.geometry == SMALL
+    assert (step.plan, step.result) == (plan, result)
+
+
+def test_a_log_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"--log-plans .* can't be written: Is a directory\. Give another file"):
+        Logged(EchoRunner(), tmp_path, 512)
+
+
+def test_differences_have_names() -> None:
+    top = Top(1, float("nan"), 1)
+    assert list(differing(top, Top(1, float("nan"), 1), "top")) == []
+    assert list(differing(top, top._replace(rank=2), "top")) == ["top.rank is 1 and 2"]
+    assert list(differing((Copy(0, 1, 2),), (Out(0, 1, 2),), "x")) == [
+        "x[0] is Copy(group=0, src=1, dst=2) and Out(group=0, page=1, host=2)"
+    ]
+    assert list(differing((1,), (1, 2), "x")) == ["x has 1 and 2 of them"]
+
+
+def test_the_step_that_ended_a_runner_is_in_its_log(tmp_path: Path) -> None:
+    logged = Logged(EchoRunner(), tmp_path / "log", 512)
+    logged.bind(SMALL)
+    plan = StepPlan((), (), (Row(3, (4, 5), 0, 1),))
+    with pytest.raises(KeyError):
+        logged.collect(logged.submit(plan))  # slot 3 was never born
+    logged.close()
+    with PlanLog(tmp_path / "log") as log:
+        [step] = log
+    assert (step.plan, step.result) == (plan, None)

@@ -1,0 +1,279 @@
+"""The wire form: what is read is what was said, to the bit; what is broken is refused at no more cost than its size."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+import time
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from quire.vocabulary import wire
+from quire.vocabulary.plan import (
+    LAST,
+    Birth,
+    Copy,
+    Entry,
+    In,
+    Out,
+    Poison,
+    Row,
+    Sampled,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Table,
+    Top,
+)  # fmt: skip
+from quire.vocabulary.wire import ENTRIES, MOST_BYTES, VERSION, Message, WireError, decode, encode
+
+small, large = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
+numbers = st.one_of(st.integers(-1, 300), large)
+runs = st.one_of(st.just(()), st.lists(numbers, max_size=5).map(tuple))
+floats = st.floats(allow_nan=True, allow_infinity=True)
+texts = st.one_of(st.just(""), st.text(st.characters(), max_size=5))  # halves of surrogate pairs too
+samplings = st.builds(
+    Sampling, floats, floats, small, floats, floats, floats, floats, small, runs, st.none() | runs,
+    st.lists(st.tuples(numbers, floats), max_size=3).map(tuple), st.lists(runs, max_size=3).map(tuple), st.booleans(),
+    small,
+)  # fmt: skip
+births = st.builds(Birth, small, large, small, st.none() | samplings, large, small, runs, small)
+rows = st.builds(Row, numbers, runs, numbers, numbers, runs, runs)
+decoding = st.tuples(st.integers(1, 300), st.integers(-1, 999), small).map(lambda t: Row(t[0], (t[1],), t[2], 1))
+entries = st.one_of(
+    st.builds(Table, numbers, numbers, numbers, runs),
+    *(st.builds(kind.entry, *[numbers] * kind.numbers) for kind in ENTRIES[1:]),
+)
+tops = st.builds(Top, numbers, floats, numbers, runs, st.lists(floats, max_size=3).map(tuple))
+samples = st.builds(Sampled, runs, st.lists(tops, max_size=3).map(tuple), st.lists(tops, max_size=3).map(tuple), texts)
+drawn = small.map(lambda token: Sampled((token,)))
+
+
+def some(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(strategy, max_size=6).map(tuple)
+
+
+plans = st.builds(StepPlan, some(births), some(entries), some(rows) | some(decoding), some(entries))
+results = st.builds(StepResult, some(samples) | some(drawn), floats)
+
+
+def same(a: object, b: object) -> bool:
+    """Equal in value and type, NaNs too."""
+    if isinstance(a, tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))  # type: ignore[arg-type]
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    return type(a) is type(b) and a == b
+
+
+def a_plan(count: int = 12) -> StepPlan:
+    """A step with a bit of everything."""
+    sampling = Sampling(
+        0.7, 0.9, 40, 0.1, 0.5, -0.5, 1.1, 3, (2, 7), (5, 6, 7), ((9, -100.0),), ((1,), (2, 3)), False, 2
+    )
+    return StepPlan(
+        (Birth(3, 70, -1, sampling, 2**62 + 1, 4, (1, 2, 3, 4), 2), Birth(4, 71, 3, None, -5, 4)),
+        (Table(3, 0, 0, (17, 18)), Copy(0, 17, 19), Out(1, 5, 6), In(0, 6, 2**33), Poison(1, 8), Table(4, 1, 7, ())),
+        (
+            Row(3, (1, 2, 3, 4), 0, 3, (2, 3, 4)), Row(4, (), 9, 0, (), (8, 9)),
+            *(Row(10 + i, (LAST,), 100 * i, 1) for i in range(count)),
+        ),
+        (Copy(0, 1, 2),),
+    )  # fmt: skip
+
+
+def a_result(count: int = 12) -> StepResult:
+    top = Top(5, -0.25, 1, (5, 6), (-0.25, -math.inf))
+    return StepResult(
+        (
+            Sampled((5, 6), (top, top._replace(logprob=math.nan))), Sampled((), (), (top, top, top)),
+            Sampled((0,), error="не конечны: ∞"), *(Sampled((i,)) for i in range(count)),
+        ),
+        0.012,
+    )  # fmt: skip
+
+
+@given(plans)
+@example(StepPlan((), (), ()))
+@example(a_plan())
+@example(StepPlan((), (), (Row(1, (), 0, 0),) * 3))
+def test_plans_are_read_as_they_were_said(plan: StepPlan) -> None:
+    assert same(decode(encode(plan)), plan)
+
+
+@given(results)
+@example(StepResult((), 0.0))
+@example(a_result())
+@example(StepResult((Sampled(()),) * 300, math.nan))
+@example(StepResult((Sampled((), (Top(1, 0.0, 1),)),) * 2, math.inf))
+def test_results_are_read_as_they_were_said(result: StepResult) -> None:
+    assert same(decode(encode(result)), result)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_frames_are_read_from_any_bytes(kind: Any) -> None:
+    for message in (a_plan(), a_result()):
+        assert same(decode(kind(encode(message))), message)
+
+
+def test_small_steps_are_small() -> None:
+    assert len(encode(StepPlan((Birth(255, 10**6, 3, None, 2**63 - 1, 32000),), (), ()))) < 64
+    decodes = StepPlan((), (), tuple(Row(i, (LAST,), 32000 + i, 1) for i in range(256)))
+    assert len(encode(decodes)) < 14 * 256
+
+
+def test_every_kind_of_entry_has_a_code() -> None:
+    assert {kind.entry for kind in ENTRIES} == set(Entry.__args__)
+    for kind in ENTRIES:
+        assert len(kind.entry._fields) == kind.numbers + kind.run
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (StepPlan((), (), (Row(2**63, (1,), 0, 1),)), "row slots"),
+        (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "row tokens"),
+        (StepPlan((), (Copy(0, 2**64, 1),), ()), "journal numbers"),
+        (StepPlan((Birth(1, 1, -1, None, 2**63, 5),), (), ()), "birth"),
+        (StepPlan((Birth(2**31, 1, -1, None, 0, 5),), (), ()), "birth"),
+        (StepPlan((Birth(1, 1, -1, Sampling(top_k=2**31), 0, 5),), (), ()), "sampling"),
+        (StepPlan((), (), (Row(1, ("x",), 0, 1),)), "row tokens"),  # type: ignore[arg-type]
+        (StepResult((Sampled((1,), (Top(1, "x", 1),)),), 0.0), "top logprobs"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_has_no_wire_form_is_refused(message: Message, field: str) -> None:
+    with pytest.raises(WireError, match=field) as error:
+        encode(message)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("message", [a_plan(), a_result()])
+def test_what_is_cut_short_or_goes_on_is_refused(message: Message) -> None:
+    frame = encode(message)
+    for end in range(len(frame)):
+        with pytest.raises(WireError) as error:
+            decode(frame[:end])
+        assert error.value.at is not None
+        assert 0 <= error.value.at <= end
+    with pytest.raises(WireError, match=rf"frame at byte {len(frame)}: 1 bytes follow its end"):
+        decode(frame + b"\0")
+
+
+def test_other_versions_and_kinds_are_refused() -> None:
+    frame = encode(a_plan())
+    with pytest.raises(WireError, match=f"version at byte 0: it is 9, only {VERSION} is read"):
+        decode(b"\x09" + frame[1:])
+    with pytest.raises(WireError, match="kind at byte 1: 3 is neither a plan nor a result"):
+        decode(frame[:1] + b"\x03" + frame[2:])
+    with pytest.raises(WireError, match="head at byte 0: 2 bytes are announced, 0 remain"):
+        decode(b"")
+    with pytest.raises(WireError, match="bytes, at most"):
+        decode(memoryview(bytearray(MOST_BYTES + 1)))
+
+
+@pytest.mark.parametrize("count", [2**16, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("place", range(4))
+def test_counts_cost_nothing_before_they_are_proven(place: int, count: int) -> None:
+    """Each number of a head, as large as it can be, with what makes long runs cheap behind it."""
+    for kind, form, size in ((wire.PLAN, wire.PLAN_HEAD, 4), (wire.RESULT, wire.RESULT_HEAD, 2)):
+        heads: list[Any] = [0] * size
+        if size == 2 and place:
+            continue
+        heads[place] = count
+        for filling in (b"\0" * 40, b"\1" * 40, b"b" + b"\0" * 40, b"q" + b"\xff" * 40):
+            assert refused_cheaply(wire.HEAD.pack(VERSION, kind) + form.pack(*heads) + filling)
+
+
+def refused_cheaply(frame: bytes) -> bool:
+    """The frame is refused, soon, and nothing large was made for it."""
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        decode(frame)
+    except WireError:
+        return time.perf_counter() - began < 1 and tracemalloc.get_traced_memory()[1] < 200 * len(frame) + 50_000
+    finally:
+        tracemalloc.stop()
+    return False
+
+
+def mutated(frame: bytes, others: Sequence[bytes], rng: random.Random) -> bytes:
+    """The frame after one to four accidents."""
+    data = bytearray(frame)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randrange(len(data)) if data else 0
+        way = rng.randrange(6)
+        if way == 0 and data:
+            data[at] ^= 1 << rng.randrange(8)
+        elif way == 1:
+            del data[at:]
+        elif way == 2:
+            del data[at : at + rng.randrange(1, 9)]
+        elif way == 3:
+            other = rng.choice(others)
+            start = rng.randrange(len(other))
+            data[at : at + rng.randrange(9)] = other[start : start + rng.randrange(64)]
+        elif way == 4:  # where counts are
+            number = rng.choice((0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, len(data)))
+            at = rng.choice((at, 2, 6, 10, 14, 18))
+            data[at : at + 4] = struct.pack("<I", number)
+        else:
+            data[at : at + 1] = rng.choice((b"b", b"i", b"q", b"\0", b"\1", b"\xff"))
+    return bytes(data)
+
+
+def read(frame: bytes) -> tuple[Message | None, WireError | None]:
+    try:
+        return decode(frame), None
+    except WireError as error:
+        return None, error
+
+
+def attack(count: int, seed: int) -> dict[str, int]:
+    """Read so many broken frames; what came of them. Anything but a message or a WireError passes through."""
+    rng = random.Random(seed)
+    frames = [encode(message) for message in (a_plan(), a_plan(0), a_result(), a_result(0), a_plan(60), a_result(60))]
+    frames.append(encode(StepPlan((), (), a_plan(40).rows[2:])))
+    frames.append(encode(StepResult(tuple(Sampled((i,)) for i in range(40)), 0.0)))
+    seen = {"refused": 0, "read": 0}
+    for _ in range(count):
+        frame = mutated(rng.choice(frames), frames, rng)
+        began = time.perf_counter()
+        message, error = read(frame)
+        if message is None:
+            assert error is not None and error.at is not None and 0 <= error.at <= len(frame)  # noqa: PT018
+            seen["refused"] += 1
+        else:
+            seen["read"] += 1
+            assert same(decode(encode(message)), message)
+        assert time.perf_counter() - began < 5, f"{frame.hex()} takes too long"
+    return seen
+
+
+def test_broken_frames_are_refused_or_read() -> None:
+    seen = attack(3000, seed=1)
+    assert seen["refused"] > 1000
+    assert seen["read"] > 100
+
+
+def test_broken_frames_cost_no_more_memory_than_their_size_allows() -> None:
+    tracemalloc.start()
+    try:
+        attack(1500, seed=2)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_many_broken_frames() -> None:
+    seen = attack(100_000, seed=3)
+    print(seen)
+    assert sum(seen.values()) == 100_000
