@@ -193,7 +193,7 @@ def small() -> Iterator[Case]:
     """The small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
     from quire.data.kernels.triton.activation import gate
     from quire.data.kernels.triton.norm import rms_norm
-    from quire.data.kernels.triton.rope import rope_write
+    from quire.data.kernels.triton.rope_write import rope_write
 
     weight, angles = _random(HIDDEN), torch.randn(8192, 2, DIM // 2, device="cuda")
     width = HEADS + 2 * KV_HEADS

@@ -21,7 +21,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton import activation, attention, copy, linear, norm, prompt, prompt_hopper, rope, sampling
+from quire.data.kernels.triton import (
+    activation,
+    attention,
+    copy,
+    linear,
+    norm,
+    prompt,
+    prompt_hopper,
+    rope_write,
+    sampling,
+)
 
 CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
 PDL = CAPABILITY >= 90
@@ -97,7 +107,7 @@ def attend() -> None:
             prompt_hopper.prompt(zeros(4, heads, dim), cache, tables, tiles, scale=1.0)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
-        rope.rope_write(qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), heads, kv, rotary=turns, pdl=PDL)
+        rope_write.rope_write(qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), heads, kv, rotary=turns, pdl=PDL)
 
 
 def layers() -> None:

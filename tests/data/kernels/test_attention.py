@@ -11,7 +11,7 @@ from geometries import one_size
 
 from quire.data.kernels.reference import ReferenceBackend, paged_attention
 from quire.data.kernels.sdpa import SdpaBackend
-from quire.data.runner.batch import build_batch
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec

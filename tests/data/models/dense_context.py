@@ -1,4 +1,4 @@
-"""A Context for tests: plain attention over everything seen so far, with one mask. Slow, and obviously right."""
+"""An Attending for tests: plain attention over everything seen so far, with one mask. Slow, and obviously right."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Plan:
+class Gathering:
     """One group's buckets, and where the step's keys and values go: rows of [*, dim] before the layer's own offset."""
 
     buckets: list[Bucket]
@@ -52,19 +52,19 @@ class SdpaBackend:
     def __init__(self) -> None:
         self.scratch: dict[str, Tensor] = {}
 
-    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Plan:
+    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Gathering:
         """Once a step and layer group, on the host: keys and values of `batch`, queries of `asked` if given."""
         cache = next(c for c in batch.caches if c.group == group)
         asked = asked or batch
         tiles = _tiles(asked, cache)
         heads = torch.arange(cache.kv_heads, device=batch.device)
         rows = batch.write_pages[group][:, None] * cache.stride + heads
-        return Plan(
+        return Gathering(
             [_bucket(asked, cache, tiles[part]) for part in _parts(tiles, cache)],
             rows * cache.page_tokens + batch.write_offsets[:, None],
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Gathering, scale: float) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
         dim, size = cache.head_dim, cache.page_tokens
         slots = cache.rows.view(-1, dim)

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
+from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch
 from quire.data.kernels.triton.launch import early
 from quire.data.kernels.triton.prompt import prompt
-from quire.data.kernels.triton.rope import rope_write
+from quire.data.kernels.triton.rope_write import rope_write
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary
 from quire.data.runner.staging import Staging
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row
 
-Tail = Callable[[Tensor, Tensor], Any]
+AnyTail = Callable[[Tensor, Tensor], Any]
 
 
 def sizes(largest: int) -> list[int]:
@@ -42,7 +42,7 @@ def sizes(largest: int) -> list[int]:
 
 
 class DecodeContext:
-    """A model's view of a step of one token a row, all of it on the device. See quire.data.models.context."""
+    """A model's view of a step of one token a row, all of it on the device. See quire.data.models.attending."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DecodeContext:
         positions: Tensor,
         slots: Tensor,
         splits: dict[int, int],
-        scratch: Scratch,
+        scratch: SplitScratch,
         deterministic: bool = False,
     ) -> None:
         self.positions, self.slots, self.lengths = positions, slots, positions + 1
@@ -64,7 +64,7 @@ class DecodeContext:
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
     ) -> Tensor:
-        """See quire.data.models.context."""
+        """See quire.data.models.attending."""
         cache = self.caches[layer]
         tables = self.tables[cache.group]
         q = qkv[:, : cache.heads]  # rotated in place
@@ -103,7 +103,7 @@ class DecodeGraphs:
         last: Tensor,
         staging: Staging,
         largest: int,
-        tails: dict[str, Tail],
+        tails: dict[str, AnyTail],
         deterministic: bool = False,
     ) -> None:
         self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
@@ -118,7 +118,7 @@ class DecodeGraphs:
         self.multiprocessors = torch.cuda.get_device_properties(last.device).multi_processor_count
         self.scratch = self._scratch(store.caches)
 
-    def _scratch(self, caches: list[LayerCache]) -> Scratch:
+    def _scratch(self, caches: list[LayerCache]) -> SplitScratch:
         """One that suffices for every size and layer: layers follow one another."""
         kinds = {(c.heads, c.kv_heads, c.head_dim) for c in caches}
         needs = [
@@ -126,7 +126,7 @@ class DecodeGraphs:
             for heads, kv, dim in kinds for size in self.sizes
         ]  # fmt: skip
         most = [max(tensor.numel() for tensor in tensors) for tensors in zip(*needs)]
-        return Scratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
+        return SplitScratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
 
     def _splits(self, size: int, kv_heads: int) -> int:
         return choose_splits(size, kv_heads, self.multiprocessors)

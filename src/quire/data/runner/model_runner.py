@@ -17,12 +17,12 @@ from quire.data.kernels.batch import to_device
 from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
-from quire.data.runner.batch import build_batch
-from quire.data.runner.context import StepContext
 from quire.data.runner.drawn import Drawn
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
+from quire.data.runner.step import StepContext
 from quire.data.runner.store import Store
 from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult

@@ -14,13 +14,13 @@ from torch import Tensor
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.reference import paged_attention
 from quire.data.kernels.triton import attention
-from quire.data.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
+from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rope import Rope
 from quire.data.layers.rotary import Rotary, queries_keys_values
-from quire.data.runner.batch import build_batch
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -203,7 +203,7 @@ def test_scratch_is_used_again_whatever_is_in_it() -> None:
     shape, lengths = Shape(), (300, 40, 0, 130)
     memory = filled(shape, lengths, torch.float32)
     q = random(4, 4, 16, dtype=torch.float32)
-    scratch = Scratch(*(x.fill_(torch.nan) for x in decode_scratch(4, 4, 2, 16, 4, DEVICE)))
+    scratch = SplitScratch(*(x.fill_(torch.nan) for x in decode_scratch(4, 4, 2, 16, 4, DEVICE)))
     arguments = (q, memory.cache, memory.tables, slots_of(lengths), ints(lengths))
     want = decode(*arguments, scale=0.25, splits=1)
     for splits in (4, 2, 4):

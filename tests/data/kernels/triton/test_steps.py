@@ -11,9 +11,9 @@ from geometries import one_size
 
 from quire.data.models import resolve
 from quire.data.models.configs import named_config
-from quire.data.runner.batch import build_batch
-from quire.data.runner.context import StepContext
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.model_runner import ModelRunner
+from quire.data.runner.step import StepContext
 from quire.data.weights.dummy import fill_dummy
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table

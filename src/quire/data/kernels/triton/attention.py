@@ -25,7 +25,7 @@ RESIDENT = {2: 4, 3: 3}  # programs a multiprocessor holds -> stages of their pi
 LOWEST = tl.constexpr(-1.0e30)  # below every score yet finite: the difference of two is 0, where -inf would give NaN
 
 
-class Scratch(NamedTuple):
+class SplitScratch(NamedTuple):
     """Where the parts of split contexts meet, flat, four bytes a number: `sums` [rows, kv_heads, splits, group, dim],
     `maxima` and `weights` [rows, kv_heads, splits, group]. Nothing in it outlives a call of `decode`."""
 
@@ -34,10 +34,12 @@ class Scratch(NamedTuple):
     weights: Tensor
 
 
-def decode_scratch(rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device) -> Scratch:
-    """Scratch for launches of up to `rows` x `splits` parts; one serves all layers of a stream, one after another."""
+def decode_scratch(
+    rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device
+) -> SplitScratch:
+    """For launches of up to `rows` x `splits` parts; one serves all layers of a stream, one after another."""
     parts = rows * heads * splits if splits > 1 else 0
-    return Scratch(*(torch.empty(n, dtype=torch.float32, device=device) for n in (parts * head_dim, parts, parts)))
+    return SplitScratch(*(torch.empty(n, dtype=torch.float32, device=device) for n in (parts * head_dim, parts, parts)))
 
 
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
@@ -227,7 +229,7 @@ def _join(
 
 def decode(
     q: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, lengths: Tensor, out: Tensor | None = None, *,
-    scale: float, splits: int, softcap: float | None = None, pdl: bool = False, scratch: Scratch | None = None,
+    scale: float, splits: int, softcap: float | None = None, pdl: bool = False, scratch: SplitScratch | None = None,
     contiguous: bool = False, rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query a sequence: q [B, heads, dim] (rows and heads may be strided) -> out [B, heads, dim].

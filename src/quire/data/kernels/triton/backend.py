@@ -18,7 +18,7 @@ from quire.data.kernels.reference import write_pages
 from quire.data.kernels.triton.attention import choose_splits, decode, multiprocessors
 from quire.data.kernels.triton.launch import hopper
 from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
-from quire.data.kernels.triton.rope import rope_write
+from quire.data.kernels.triton.rope_write import rope_write
 from quire.vocabulary.specs import Layout
 
 
@@ -36,7 +36,7 @@ class Norm(Protocol):
 
 
 @dataclass(slots=True)
-class Plan:
+class Launches:
     """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places) and the tiles of
     the others for `kernel`. Keys and values are those of `batch`; the queries are its tokens, or only those at `asked`.
     """
@@ -62,7 +62,7 @@ class TritonBackend:
     def __init__(self, *, softcap: float | None = None, deterministic: bool = False) -> None:
         self.softcap, self.deterministic = softcap, deterministic
 
-    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Plan:
+    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Launches:
         """Once a step and layer group, on the host; one upload. Keys and values are of `batch`, queries of `asked` if
         given."""
         cache = next(c for c in batch.caches if c.group == group)
@@ -76,7 +76,7 @@ class TritonBackend:
             parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
         n = len(one)
-        return Plan(
+        return Launches(
             tables=batch.tables[group],
             slots=ints[:n] if n else None,
             lengths=ints[n : 2 * n] if n else None,
@@ -123,14 +123,14 @@ class TritonBackend:
             tile = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device)
             roles.prompt(q, cache, tables, tile, scale=1.0)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Launches, scale: float) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
         keys, values = cache.views()
         write_pages(keys, values, k, v, plan.batch.write_pages[cache.group], plan.batch.write_offsets)
         return self._attend(q, cache, plan, scale)
 
     def rotate_and_attend(
-        self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Plan,
+        self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Launches,
         scale: float,
     ) -> Tensor:  # fmt: skip
         """The same from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised and rotated where
@@ -143,7 +143,7 @@ class TritonBackend:
         )  # fmt: skip
         return self._attend(q if plan.asked is None else q.index_select(0, plan.asked), cache, plan, scale)
 
-    def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+    def _attend(self, q: Tensor, cache: LayerCache, plan: Launches, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None:
             plan.kernel(q, cache, plan.tables, plan.tiles, out, scale=scale)

@@ -10,7 +10,7 @@ from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary
 
 
-class Context(Protocol):
+class Attending(Protocol):
     """One step's batch: T tokens, those of all its sequences one after another, without padding between them."""
 
     positions: Tensor  # [T] int64, each token's position in its own sequence

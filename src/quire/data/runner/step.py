@@ -1,4 +1,4 @@
-"""A model's view of one step (quire.data.models.context): positions, and attention over the pages."""
+"""A model's view of one step (quire.data.models.attending): positions, and attention over the pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepContext:
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
     ) -> Tensor:
-        """See quire.data.models.context."""
+        """See quire.data.models.attending."""
         cache = self.caches[layer]
         asked = self.asked if layer == len(self.caches) - 1 else None
         plan = self.plans.get(cache.group) if asked is None else self.backend.plan(self.batch, cache.group, asked)
@@ -43,7 +43,7 @@ class StepContext:
         return self.backend.attend(q, k, v, cache, plan, scale)
 
     def wanted(self, layer: int, x: Tensor) -> Tensor:
-        """See quire.data.models.context."""
+        """See quire.data.models.attending."""
         if self.asked is None or layer < len(self.caches) - 1:
             return x
         return x.index_select(0, self.asked.ends)

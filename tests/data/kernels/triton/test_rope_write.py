@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.rope import rope_write
+from quire.data.kernels.triton.rope_write import rope_write
 from quire.data.layers.rope import Rope
 from quire.data.layers.rotary import cos_sin, rotate
 

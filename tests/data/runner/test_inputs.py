@@ -8,7 +8,7 @@ from geometries import one_size
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.data.runner.batch import build_batch
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
