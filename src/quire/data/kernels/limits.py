@@ -20,3 +20,6 @@ MOST_GROUP = 64
 
 MOST_HEAD_DIM = 256
 """Numbers of a head, at most, there."""
+
+MOST_ROWS = 2**31 - 1
+"""Rows of a tensor that are named by their numbers."""

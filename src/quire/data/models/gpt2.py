@@ -49,13 +49,14 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, 3 * hidden, True, dtype, device)
         self.out = Linear(hidden, hidden, True, dtype, device)
 
     def forward(self, x: Tensor, ctx: Attending) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv).flatten(1))
+        return self.out(ctx.attend(self.layer, qkv, last=self.last).flatten(1))
 
 
 class Block(nn.Module):
@@ -71,7 +72,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor]:
         delta = self.attention(self.attention_norm(x, delta), ctx)
-        x = ctx.wanted(self.attention.layer, x)
+        x = ctx.wanted(x) if self.attention.last else x
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
@@ -92,6 +93,7 @@ class GPT2(nn.Module):
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.positions = Embedding(s.max_len, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.layers[-1].attention.last = True
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
 

@@ -47,6 +47,7 @@ class Attention(nn.Module):
     def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
+        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, head_dim
         rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv = Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
@@ -58,7 +59,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, ctx: Attending) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
-        return self.out(ctx.attend(self.layer, qkv, rotary, norms).flatten(1))
+        return self.out(ctx.attend(self.layer, qkv, rotary, norms, self.last).flatten(1))
 
 
 class Block(nn.Module):
@@ -75,7 +76,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Attending) -> tuple[Tensor, Tensor]:
         delta = self.attention(self.attention_norm(x, delta), rotary, ctx)
-        x = ctx.wanted(self.attention.layer, x)
+        x = ctx.wanted(x) if self.attention.last else x
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
@@ -95,6 +96,7 @@ class Llama(nn.Module):
         self.tied = s.tied
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.windows)))
+        self.layers[-1].attention.last = True
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)

@@ -56,13 +56,14 @@ class Attention(nn.Module):
         self, hidden: int, heads: int, layer: int, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, (hidden, hidden, hidden), bias, dtype, device)
         self.out = Linear(hidden, hidden, bias, dtype, device)
 
     def forward(self, x: Tensor, ctx: Attending) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv).flatten(1))
+        return self.out(ctx.attend(self.layer, qkv, last=self.last).flatten(1))
 
 
 class Block(nn.Module):
@@ -81,10 +82,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor | None]:
         if self.norm_before:
             delta = self.attention(self.attention_norm(x, delta), ctx)
-            x = ctx.wanted(self.attention.layer, x)
+            x = ctx.wanted(x) if self.attention.last else x
             return x, self.mlp(self.mlp_norm(x, delta))
         delta = self.attention(x, ctx)
-        x = self.attention_norm(ctx.wanted(self.attention.layer, x), delta)
+        x = ctx.wanted(x) if self.attention.last else x
+        x = self.attention_norm(x, delta)
         return self.mlp_norm(x, self.mlp(x)), None
 
 
@@ -107,6 +109,7 @@ class OPT(nn.Module):
         projected = s.embed_dim != s.hidden
         self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.layers[-1].attention.last = True
         self.norm = LayerNorm(s.hidden, NORM_EPS, dtype, device) if s.final_norm else None
         self.project_out = Linear(s.hidden, s.embed_dim, False, dtype, device) if projected else None
         self.head = Linear(s.embed_dim, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)

@@ -22,7 +22,7 @@ from quire.data.runner.inputs import build_batch
 from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
-from quire.data.runner.step import StepContext
+from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult
@@ -92,7 +92,7 @@ class ModelRunner:
             largest = min(geometry.slots - 1, MOST_GRAPH_ROWS)
             tails = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
             self.graphs = DecodeGraphs(
-                self.model, self.store, self.last, self.store.staging, largest, tails, self.deterministic
+                self.model, self.store, self.backend, self.last, self.store.staging, largest, tails
             )
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -124,7 +124,7 @@ class ModelRunner:
         batch = build_batch(plan.rows, self.store, self.last)
         scored = any(row.score for row in plan.rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
-        hidden = self.model(batch.tokens, StepContext(batch, self.store, self.backend, narrow))
+        hidden = self.model(batch.tokens, Step.of(batch, self.store.caches, self.backend, narrow))
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(plan.rows, batch.offsets) if row.score]
         drawn = None
         if len(batch.asked):

@@ -62,10 +62,11 @@ class Store:
                 size = group.page_tokens * layer.head_dim
                 stride, odd = divmod(self.pages.shape[1], size)
                 assert odd == 0, "a page is not a whole number of head rows"
-                caches[i] = LayerCache(
-                    self.buffer.view(-1, size), stride, row, row + layer.kv_heads, spec.heads, layer.kv_heads,
-                    layer.head_dim, group.page_tokens, g, layer.window,
-                )  # fmt: skip
+                shape = (self.pages.shape[0], layer.kv_heads, group.page_tokens, layer.head_dim)
+                strides = (stride * size, size, layer.head_dim, 1)
+                keys, values = (self.buffer.as_strided(shape, strides, at * size) for at in (row, row + layer.kv_heads))
+                scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
+                caches[i] = LayerCache(keys, values, layer.heads or spec.heads, scale, g, layer.window, layer.softcap)
                 row += 2 * layer.kv_heads
         return [caches[i] for i in range(len(spec.layers))]
 

@@ -3,6 +3,7 @@ graph captures, padding included."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from quire.data.models import resolve
 from quire.data.models.configs import named_config
 from quire.data.runner.inputs import build_batch
 from quire.data.runner.model_runner import ModelRunner
-from quire.data.runner.step import StepContext
+from quire.data.runner.step import Step
 from quire.data.weights.dummy import fill_dummy
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
@@ -76,7 +77,7 @@ def runners(request) -> tuple[ModelRunner, ModelRunner]:
 def logits(runner: ModelRunner, rows: tuple[Row, ...]) -> torch.Tensor:
     batch = build_batch(rows, runner.store, runner.last)
     with torch.inference_mode():
-        return runner.model.logits(runner.model(batch.tokens, StepContext(batch, runner.store, runner.backend)))
+        return runner.model.logits(runner.model(batch.tokens, Step.of(batch, runner.store.caches, runner.backend)))
 
 
 def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
@@ -86,9 +87,13 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
+def _planned(plan: Any, cache: Any, asked: Any) -> Any:
+    return plan
+
+
 def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) -> None:
     from quire.data.kernels.triton.attention import decode_scratch
-    from quire.data.runner.graphs import DecodeContext
+    from quire.data.kernels.triton.backend import TritonBackend
 
     reference, runner = runners
     rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
@@ -97,9 +102,9 @@ def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) 
     tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 13), (42, 2, 5), (0, 0, 0)], device=DEVICE).T
     for splits, deterministic in ((1, False), (4, False), (1, True)):
         scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
-        context = DecodeContext(
-            runner.store, positions.contiguous(), slots.contiguous(), {cache.kv_heads: splits}, scratch, deterministic
-        )
+        backend, caches, where = TritonBackend(deterministic=deterministic), runner.store.caches, positions.contiguous()
+        arguments = (runner.store.tables[0], slots.contiguous(), where, cache, scratch, splits)
+        context = Step(where, caches, backend, partial(_planned, backend.plan_tokens(*arguments)))
         with torch.inference_mode():
             got = runner.model.logits(runner.model(tokens.contiguous(), context))
         assert got.isfinite().all(), "padding is finite"
@@ -113,7 +118,7 @@ def test_deterministic_steps(runners: tuple[ModelRunner, ModelRunner]) -> None:
     reference, runner = runners
     rows = (Row(2, (40,), 5, 1), Row(3, (41, 42, 43, 44), 13, 1), Row(1, (LAST,), 8, 1))
     batch = build_batch(rows, runner.store, runner.last)
-    context = StepContext(batch, runner.store, TritonBackend(deterministic=True))
+    context = Step.of(batch, runner.store.caches, TritonBackend(deterministic=True))
     with torch.inference_mode():
         got = runner.model.logits(runner.model(batch.tokens, context))
     torch.testing.assert_close(got, logits(reference, rows), atol=2e-4, rtol=2e-4)
