@@ -105,16 +105,17 @@ def swaps() -> Iterator[Case]:
     """128 MiB, or 4096 pages, out to the host and back, in pages of 4 KiB to 16 MiB (128 tokens)."""
     for size in (2**12, 2**14, 2**16, 2**17, 2**18, 2**20, 2**21, 2**24):
         count = min(2**27 // size, 4096)
-        pool = HostPool(torch.zeros(2 * count, size // 2, dtype=torch.bfloat16, device="cuda"), 2 * count)
+        pages = torch.zeros(2 * count, size // 2, dtype=torch.bfloat16, device="cuda")
+        pool = HostPool({size: pages}, 2 * count * size)
         rng = np.random.default_rng(0)
         moves = dict(zip(rng.permutation(2 * count)[:count].tolist(), rng.permutation(2 * count).tolist()))
         for name, move in (("swap out", _swap_out), ("swap in", HostPool.back)):
-            yield Case(name, f"{count} x {_size(size)}", [partial(move, pool, moves)], count * size, "link")
+            yield Case(name, f"{count} x {_size(size)}", [partial(move, pool, moves, size)], count * size, "link")
 
 
-def _swap_out(pool: HostPool, moves: dict[int, int]) -> None:
-    pool.out(moves)
-    pool.claim(moves.values())  # so that the stream which is timed waits for them
+def _swap_out(pool: HostPool, moves: dict[int, int], size: int) -> None:
+    pool.out(moves, size)
+    pool.claim(moves.values(), size)  # so that the stream which is timed waits for them
 
 
 def sdpa() -> Iterator[Case]:

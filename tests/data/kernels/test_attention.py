@@ -68,7 +68,7 @@ def run(
         tokens=page, itemsize=dtype.itemsize,
     )  # fmt: skip
     store = Store(geometry, spec, dtype, DEVICE)
-    store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
+    store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
     free = (rng.permutation(pages - 1) + 1).tolist()
     attention, cache = BACKENDS[backend](), moved(store.caches[1])
     attention.check(cache)

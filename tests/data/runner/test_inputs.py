@@ -60,7 +60,7 @@ def test_a_batch_is_its_rows_one_token_after_another(rows: tuple[Row, ...]) -> N
             slots.append(row.slot)
             offsets.append((row.start + i) % SIZE)
             for g, found in enumerate(pages):
-                found.append(int(store.host_tables[g, row.slot, (row.start + i) // SIZE]))
+                found.append(int(store.host_tables[g][row.slot, (row.start + i) // SIZE]))
         if row.sample:
             ends.append(len(tokens) - 1)
     assert batch.tokens.tolist() == tokens

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -76,6 +77,7 @@ class ModelRunner:
         self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug = graphs, deterministic, debug
         self.depth = 1 if device.type == "cpu" else 2
+        self.collected = -math.inf  # when the last step was
         self.store: Store
         self.sampler: Sampler
         self.last: Tensor
@@ -84,6 +86,8 @@ class ModelRunner:
     def bind(self, geometry: Geometry) -> None:
         """Allocate pages, tables and sampling state for a memory of this geometry."""
         self.store = Store(geometry, self.spec, self.dtype, self.device, self.debug)
+        for cache in self.store.caches:
+            self.backend.check(cache)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
         if self.replays:
@@ -112,11 +116,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step. Births and journal first, in order; then the rows as one batch."""
+        """Enqueue a step: births and journal, in order; then the rows as one batch; then what is to be done ahead."""
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
         self.store.replay(plan.journal)
+        ticket = self._rows(plan, began)
+        if plan.ahead:
+            self.store.pool.settle()  # swaps wait for these rows, as copies do
+            self.store.replay(plan.ahead)
+        return ticket
+
+    def _rows(self, plan: StepPlan, began: float) -> Ticket:
+        """Enqueue a plan's rows."""
         if not plan.rows:
             return Ticket(None, [], plan, began, None)
         if self.graphs is not None and self.graphs.fits(plan.rows):
@@ -164,12 +176,13 @@ class ModelRunner:
         return torch.cat(parts)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step: its rows have run when this returns, so their pages may be moved by others."""
+        """Wait for a step: its rows have run when this returns, so their pages may be moved by others. Its seconds run
+        from its submission, or from the end of the step before if that was later: no second counts twice."""
         if ticket.done is not None:
             ticket.done.synchronize()
         finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
-            return StepResult(tuple(finished), time.perf_counter() - ticket.began)
+            return StepResult(tuple(finished), self._seconds(ticket))
         drawn = iter(finished)
         scores = iter(ticket.scores)
         samples = []
@@ -180,7 +193,11 @@ class ModelRunner:
                 scored = zip(row.score, next(scores).tolist())
                 sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
             samples.append(sample)
-        return StepResult(tuple(samples), time.perf_counter() - ticket.began)
+        return StepResult(tuple(samples), self._seconds(ticket))
+
+    def _seconds(self, ticket: Ticket) -> float:
+        began, self.collected = max(ticket.began, self.collected), time.perf_counter()
+        return self.collected - began
 
     def close(self) -> None:
         """Let go of the pages, once nothing moves them any more."""

@@ -44,7 +44,7 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
         torch.cuda.empty_cache()  # what they ran first; the memory of the steps that follow stays with the process
     for plan in _plans(tokens, max_len, runner.store.geometry.slots - 1):
         runner.collect(runner.submit(plan))
-    runner.store.pages[0].zero_()  # finite, whatever the model made of padding
+    runner.store.clear_scratch()  # finite, whatever the model made of padding
     torch.cuda.synchronize(runner.device)
 
 

@@ -358,7 +358,7 @@ def stored(sizes: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> St
         tokens=shape.page, itemsize=dtype.itemsize,
     )  # fmt: skip
     store = Store(geometry, spec, dtype, DEVICE)
-    store.pages[1:].fill_(torch.nan)
+    store.views[0][1:].fill_(torch.nan)
     free = (np.random.default_rng(0).permutation(pages - 1) + 1).tolist()
     for slot, (before, now) in enumerate(sizes, 1):
         store.replay((Table(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // shape.page)))),))

@@ -46,7 +46,7 @@ def a_runner(model: Any, spec: Any, attention: str) -> ModelRunner:
     layers = tuple(range(len(spec.layers)))
     pages = SLOTS * WIDTH + 1
     runner.bind(one_size((layers, None), pages=pages, page_bytes=page_bytes, slots=SLOTS, width=WIDTH, tokens=PAGE))
-    runner.store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
+    runner.store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
     return runner
 
 
