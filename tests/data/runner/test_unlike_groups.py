@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from geometries import one_size
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.data.models import resolve
@@ -49,9 +49,9 @@ def geometry_of(shapes: Shapes, pages: int = 8) -> tuple[Geometry, ModelSpec]:
     return Geometry(Layout.PAGED, size, SLOTS, groups, 4, size // 2), spec
 
 
-def filled(shapes: Shapes) -> Store:
+def filled(shapes: Shapes, device: torch.device) -> Store:
     """Every number of the device and of host memory is another one."""
-    made = Store(*geometry_of(shapes), torch.float32, CPU)
+    made = Store(*geometry_of(shapes), torch.float32, device)
     made.buffer.copy_(torch.arange(len(made.buffer)) + 1)
     for host in made.pool.host.values():  # views of the same bytes
         host.copy_(-torch.arange(host.numel()).view_as(host) - 1)
@@ -81,17 +81,26 @@ def one_at_a_time(journal: tuple[Entry, ...], made: Store, bytes_: np.ndarray, h
     return tables
 
 
-def check(shapes: Shapes, *journals: tuple[Entry, ...]) -> None:
-    made = filled(shapes)
+def check(shapes: Shapes, *journals: tuple[Entry, ...], device: torch.device = CPU, late: bool = False) -> None:
+    """`late`: swaps are held up, so that they come after whatever doesn't wait for them."""
+    made = filled(shapes, device)
     host = max(made.pool.host.values(), key=torch.numel)
+
+    def contents() -> list[np.ndarray]:
+        if device.type != "cpu":
+            torch.cuda.synchronize()
+        return [x.reshape(-1).cpu().numpy().view(np.uint8).copy() for x in (made.buffer, host)]
+
     for journal in journals:
-        bytes_, there = (x.reshape(-1).numpy().view(np.uint8).copy() for x in (made.buffer, host))
+        bytes_, there = contents()
         tables = one_at_a_time(journal, made, bytes_, there)
+        if late:
+            with torch.cuda.stream(made.pool.side):
+                torch.cuda._sleep(5_000_000)
         made.replay(journal)
-        assert (made.buffer.numpy().view(np.uint8) == bytes_).all()
-        assert (host.reshape(-1).numpy().view(np.uint8) == there).all()
+        assert all((got == expected).all() for got, expected in zip(contents(), (bytes_, there)))
         for table, kept, expected in zip(made.tables, made.host_tables, tables):
-            assert (table.numpy() == expected).all()
+            assert (table.cpu().numpy() == expected).all()
             assert (kept == expected).all()
 
 
@@ -121,6 +130,17 @@ def test_replay_is_one_entry_after_another_on_the_bytes(shapes: Shapes) -> None:
     @example([(In(1, 2, 3), Out(1, 3, 2), In(0, 1, 2))])
     def replayed(journals: list[tuple[Entry, ...]]) -> None:
         check(shapes, *journals)
+
+    replayed()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_replay_on_a_gpu(shapes: Shapes) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.lists(entries_of(shapes), max_size=14).map(tuple), min_size=1, max_size=2), st.booleans())
+    def replayed(journals: list[tuple[Entry, ...]], late: bool) -> None:
+        check(shapes, *journals, device=torch.device("cuda"), late=late)
 
     replayed()
 

@@ -39,12 +39,14 @@ def sizes(largest: int) -> list[int]:
 
 
 def token_step(
-    store: Store, backend: TritonBackend, slots: Tensor, positions: Tensor, scratch: SplitScratch | None = None
-) -> Step:
+    store: Store, backend: TritonBackend, slots: Tensor, positions: Tensor, scratch: SplitScratch | None = None,
+    splits: int | None = None,
+) -> Step:  # fmt: skip
     """A step of one token a row, all of it on the device."""
+    singles = backend.singles(slots, positions)
 
     def plan(cache: LayerCache, asked: Batch | None) -> Any:
-        return backend.plan_tokens(store.tables[cache.group], slots, positions, cache, scratch)
+        return backend.plan_singles(singles, store.tables[cache.group], cache, scratch, splits)
 
     return Step(positions, store.caches, backend, plan)
 

@@ -3,7 +3,7 @@ graph captures, padding included."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,13 +87,10 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
-def _planned(plan: Any, cache: Any, asked: Any) -> Any:
-    return plan
-
-
 def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) -> None:
     from quire.data.kernels.triton.attention import decode_scratch
     from quire.data.kernels.triton.backend import TritonBackend
+    from quire.data.runner.graphs import token_step
 
     reference, runner = runners
     rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
@@ -102,13 +99,38 @@ def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) 
     tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 13), (42, 2, 5), (0, 0, 0)], device=DEVICE).T
     for splits, deterministic in ((1, False), (4, False), (1, True)):
         scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
-        backend, caches, where = TritonBackend(deterministic=deterministic), runner.store.caches, positions.contiguous()
-        arguments = (runner.store.tables[0], slots.contiguous(), where, cache, scratch, splits)
-        context = Step(where, caches, backend, partial(_planned, backend.plan_tokens(*arguments)))
+        backend = TritonBackend(deterministic=deterministic)
+        context = token_step(runner.store, backend, slots.contiguous(), positions.contiguous(), scratch, splits)
         with torch.inference_mode():
             got = runner.model.logits(runner.model(tokens.contiguous(), context))
         assert got.isfinite().all(), "padding is finite"
         torch.testing.assert_close(got[:3], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_caps_and_scales_hold_in_steps_of_graphs_too(
+    runners: tuple[ModelRunner, ModelRunner], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager steps and captured ones launch the same: what a layer says of its attention counts in both."""
+    from quire.data.kernels.triton.backend import TritonBackend
+    from quire.data.runner.graphs import token_step
+
+    reference, runner = runners
+    rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
+    plain = logits(reference, rows)
+    for each in runners:
+        capped = [replace(cache, softcap=0.5, scale=2 * cache.scale) for cache in each.store.caches]
+        monkeypatch.setattr(each.store, "caches", capped)
+    expected = logits(reference, rows)
+    assert (expected - plain).abs().max() > 1e-3
+    backend = TritonBackend(deterministic=deterministic)
+    monkeypatch.setattr(runner, "backend", backend)
+    torch.testing.assert_close(logits(runner, rows), expected, atol=2e-4, rtol=2e-4)
+    tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 13), (42, 2, 5)], device=DEVICE).T.contiguous()
+    with torch.inference_mode():
+        got = runner.model.logits(runner.model(tokens, token_step(runner.store, backend, slots, positions)))
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_deterministic_steps(runners: tuple[ModelRunner, ModelRunner]) -> None:

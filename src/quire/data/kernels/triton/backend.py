@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -57,6 +57,15 @@ class Launches:
     pdl: bool = False
 
 
+class Singles(NamedTuple):
+    """A step of one token a row on the device, each [R]; `tiles` only where `prompt` computes these rows too."""
+
+    slots: Tensor
+    positions: Tensor
+    lengths: Tensor
+    tiles: Tensor | None
+
+
 class TritonBackend:
     """`deterministic`: no result depends on which rows share the step, nor on how many of a row's tokens do: all go
     through one kernel. Any strides will do."""
@@ -98,28 +107,33 @@ class TritonBackend:
             asked=None if asked is None else asked.ends,
         )
 
-    def plan_tokens(
-        self, tables: Tensor, slots: Tensor, positions: Tensor, cache: LayerCache, scratch: SplitScratch | None = None,
-        splits: int | None = None,
-    ) -> Launches:  # fmt: skip
-        """The same for a step of one token a row, all of it on the device: `tables` of the cache's group, `slots` and
-        `positions` [R]. A graph may capture it; it serves whatever slots and positions hold at a replay."""
-        lengths, tiles = positions + 1, None
+    def singles(self, slots: Tensor, positions: Tensor) -> Singles:
+        """A step of one token a row, all of it on the device: `slots` and `positions` [R]. A graph may capture it and
+        the plans made of it: they serve whatever both hold at a replay."""
+        tiles = None
         if self.deterministic:
             places = torch.arange(len(slots), device=slots.device)
             tiles = torch.stack((slots, places, torch.ones_like(slots), positions), 1).to(torch.int32)
+        return Singles(slots, positions, positions + 1, tiles)
+
+    def plan_singles(
+        self, step: Singles, tables: Tensor, cache: LayerCache, scratch: SplitScratch | None = None,
+        splits: int | None = None,
+    ) -> Launches:  # fmt: skip
+        """As `plan`, for such a step and the page tables of the cache's group."""
+        device = step.slots.device
         return Launches(
             tables=tables,
-            token_slots=slots,
-            positions=positions,
-            slots=None if self.deterministic else slots,
-            lengths=lengths,
+            token_slots=step.slots,
+            positions=step.positions,
+            slots=None if self.deterministic else step.slots,
+            lengths=step.lengths,
             rows=None,
-            tiles=tiles,
+            tiles=step.tiles,
             kernel=self.usual,
-            splits=splits or choose_splits(len(slots), cache.kv_heads, multiprocessors(slots.device)),
+            splits=splits or choose_splits(len(step.slots), cache.kv_heads, multiprocessors(device)),
             scratch=scratch,
-            pdl=slots.is_cuda and early(slots.device),
+            pdl=device.type == "cuda" and early(device),
         )
 
     def _kernel(
