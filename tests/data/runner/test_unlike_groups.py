@@ -168,6 +168,14 @@ def test_a_hazard_between_unlike_pages_that_is_overlooked_is_noticed(
         check(shapes, journal)
 
 
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_the_later_write_stays(shapes: Shapes) -> None:
+    """Where a small page is written, then the large one around it, by a launch that began before."""
+    large, small = (group.page_bytes for group in geometry_of(shapes)[0].groups)
+    check(shapes, (Copy(0, 4, 5), Copy(1, 6 * large // small, 3 * large // small), Copy(0, 4, 3)))
+    check(shapes, (In(0, 1, 5), Poison(1, 3 * large // small), In(0, 2, 3)))
+
+
 def test_work_of_unlike_groups_is_put_together() -> None:
     """Alternating groups and kinds, no two of which touch the same bytes: one launch for each kind and size."""
     first = [Copy(0, 10 + i, 20 + i) for i in range(4)]
