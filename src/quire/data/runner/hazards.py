@@ -85,10 +85,10 @@ class _Pages:
         self.by_size.setdefault(size, set()).add(page)
 
     def meet(self, page: int, size: int) -> bool:
-        return any(
-            page in pages if size == other else not pages.isdisjoint(_touched(page, size, other))
-            for other, pages in self.by_size.items()
-        )
+        for other, pages in self.by_size.items():
+            if page in pages if size == other else not pages.isdisjoint(_touched(page, size, other)):
+                return True
+        return False
 
 
 def _unlike(entries: Sequence[Entry], sizes: Sequence[int]) -> Iterator[Launch]:
