@@ -16,7 +16,8 @@ ROOT = Path(quire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "config"}
-SAID = GROUND | {"vocabulary", "control.request"}
+WORDS = GROUND | {"vocabulary"}
+SAID = WORDS | {"control.request"}
 KERNELS, LAYERS_OF, MODELS, WEIGHTS = "data.kernels", "data.layers", "data.models", "data.weights"
 CONTROL = SAID | {"control"}
 DATA = {KERNELS, LAYERS_OF, MODELS, WEIGHTS, "data.runner"}
@@ -33,11 +34,11 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     "control.decoding": SAID,
     "control": CONTROL,
     "sim": CONTROL,
-    KERNELS: SAID,
-    LAYERS_OF: SAID | {KERNELS},
-    MODELS: SAID | {KERNELS, LAYERS_OF},
-    WEIGHTS: SAID | {KERNELS, LAYERS_OF, MODELS},
-    "data.runner": SAID | DATA | {"control"},
+    KERNELS: WORDS,
+    LAYERS_OF: WORDS | {KERNELS},
+    MODELS: WORDS | {KERNELS, LAYERS_OF},
+    WEIGHTS: WORDS | {KERNELS, LAYERS_OF, MODELS},
+    "data.runner": WORDS | DATA,  # nothing of the control plane
     "data": set(),
     "text": CONTROL | {"build"},
     **dict.fromkeys(JOINS, BELOW),

@@ -21,6 +21,7 @@ from quire.control.costs import DEFAULT, Costs
 from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
+from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import CONFIGS
 from quire.data.weights.checkpoint import locate, read_config, read_generation_config
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 BUNDLED = "tiny"
-MOST_GROUP, MOST_HEAD_DIM = 64, 256  # what the Triton kernels take
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from quire.control.edge import Limits
 
 import quire
 from quire.config import EngineConfig
+from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.scheduler import Scheduler

@@ -55,18 +55,19 @@ def placed(
     page: int,
     layers: int,
     dtype: torch.dtype,
-    scattered: bool = True,
+    heads: int,
+    contiguous: bool = False,
 ) -> Placed:
-    """`batch` sequences of `context` random tokens in all layers, pages in random order or one after another."""
-    device, count = torch.device("cuda"), -(-context // page)
-    total = batch * count + 1
-    rows = torch.empty(total * layers * 2 * kv_heads, page * dim, dtype=dtype, device=device).normal_()
-    ids = torch.randperm(batch * count, device=device) if scattered else torch.arange(batch * count, device=device)
+    """`batch` sequences of `context` random tokens in all layers, for `heads` query heads: in pages in random order, or
+    each in one run of tokens, a head's tokens one after another."""
+    device = torch.device("cuda")
+    page = context if contiguous else page
+    count = -(-context // page)
+    rows = torch.empty(batch * count + 1, layers, 2, kv_heads, page, dim, dtype=dtype, device=device).normal_()
     tables = torch.zeros(batch + 1, count, dtype=torch.int64, device=device)
-    tables[1:] = ids.view(batch, count) + 1
-    stride = layers * 2 * kv_heads
+    tables[1:] = torch.randperm(batch * count, device=device).view(batch, count) + 1
     caches = [
-        LayerCache(rows, stride, 2 * i * kv_heads, (2 * i + 1) * kv_heads, kv_heads, kv_heads, dim, page, 0, None)
+        LayerCache(*rows[:, i].unbind(1), heads, dim**-0.5, contiguous=contiguous)  # type: ignore[misc]
         for i in range(layers)
     ]
     return Placed(
@@ -104,16 +105,17 @@ def swaps() -> Iterator[Case]:
     """128 MiB, or 4096 pages, out to the host and back, in pages of 4 KiB to 16 MiB (128 tokens)."""
     for size in (2**12, 2**14, 2**16, 2**17, 2**18, 2**20, 2**21, 2**24):
         count = min(2**27 // size, 4096)
-        pool = HostPool(torch.zeros(2 * count, size // 2, dtype=torch.bfloat16, device="cuda"), 2 * count)
+        pages = torch.zeros(2 * count, size // 2, dtype=torch.bfloat16, device="cuda")
+        pool = HostPool({size: pages}, 2 * count * size)
         rng = np.random.default_rng(0)
         moves = dict(zip(rng.permutation(2 * count)[:count].tolist(), rng.permutation(2 * count).tolist()))
         for name, move in (("swap out", _swap_out), ("swap in", HostPool.back)):
-            yield Case(name, f"{count} x {_size(size)}", [partial(move, pool, moves)], count * size, "link")
+            yield Case(name, f"{count} x {_size(size)}", [partial(move, pool, moves, size)], count * size, "link")
 
 
-def _swap_out(pool: HostPool, moves: dict[int, int]) -> None:
-    pool.out(moves)
-    pool.claim(moves.values())  # so that the stream which is timed waits for them
+def _swap_out(pool: HostPool, moves: dict[int, int], size: int) -> None:
+    pool.out(moves, size)
+    pool.claim(moves.values(), size)  # so that the stream which is timed waits for them
 
 
 def sdpa() -> Iterator[Case]:
@@ -140,24 +142,24 @@ def decodes() -> Iterator[Case]:
     """Decode attention over scattered pages, and its contiguous twin."""
     for batch, context in DECODES:
         size = 2 * batch * KV_HEADS * context * DIM * 2
-        for name, scattered in (("decode paged", True), ("decode contiguous", False)):
-            where = placed(batch, context, KV_HEADS, DIM, PAGE, min(inputs(size), LAYERS), torch.bfloat16, scattered)
-            yield Case(name, f"{batch} x {context}", decode_calls(where, HEADS, contiguous=not scattered), size)
+        for name, contiguous in (("decode paged", False), ("decode contiguous", True)):
+            layers = min(inputs(size), LAYERS)
+            where = placed(batch, context, KV_HEADS, DIM, PAGE, layers, torch.bfloat16, HEADS, contiguous)
+            yield Case(name, f"{batch} x {context}", decode_calls(where), size)
 
 
-def decode_calls(where: Placed, heads: int, *, contiguous: bool = False) -> list[Call]:
+def decode_calls(where: Placed) -> list[Call]:
     """A decode step's attention in each layer."""
     from quire.data.kernels.triton.attention import choose_splits, decode, decode_scratch
 
-    batch, cache = len(where.slots), where.caches[0]
-    device, dtype = where.slots.device, cache.rows.dtype
+    batch, cache, heads = len(where.slots), where.caches[0], where.caches[0].heads
+    device, dtype = where.slots.device, cache.dtype
     splits = choose_splits(batch, cache.kv_heads, torch.cuda.get_device_properties(device).multi_processor_count)
     scratch = decode_scratch(batch, heads, cache.kv_heads, cache.head_dim, splits, device)
     q, out = (torch.randn(batch, heads, cache.head_dim, dtype=dtype, device=device) for _ in range(2))
     return [
         partial(
-            decode, q, layer, where.tables, where.slots, where.lengths, out, scale=cache.head_dim**-0.5,
-            splits=splits, scratch=scratch, contiguous=contiguous,
+            decode, q, layer, where.tables, where.slots, where.lengths, out, splits=splits, scratch=scratch,
         )
         for layer in where.caches
     ]  # fmt: skip
@@ -174,12 +176,12 @@ def prompts() -> Iterator[Case]:
 
         ways.append(("prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(HEADS // KV_HEADS)))
     for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
-        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16)
+        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
         slots, starts, lengths, offsets = (np.array([number], dtype=np.int64) for number in (1, start, length, 0))
         q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
         for name, attend, queries in ways:
             tiles = torch.from_numpy(prompt.make_tiles(slots, starts, lengths, offsets, queries)).cuda()
-            call = partial(attend, q, where.caches[0], where.tables, tiles, out, scale=DIM**-0.5)
+            call = partial(attend, q, where.caches[0], where.tables, tiles, out)
             case = f"1 x {length}" + (f" after {start}" if start else "")
             yield Case(name, case, [call], _causal(start + length) - _causal(start), "compute")
 
@@ -193,7 +195,7 @@ def small() -> Iterator[Case]:
     """The small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
     from quire.data.kernels.triton.activation import gate
     from quire.data.kernels.triton.norm import rms_norm
-    from quire.data.kernels.triton.rope import rope_write
+    from quire.data.kernels.triton.rope_write import rope_write
 
     weight, angles = _random(HIDDEN), torch.randn(8192, 2, DIM // 2, device="cuda")
     width = HEADS + 2 * KV_HEADS
@@ -202,9 +204,9 @@ def small() -> Iterator[Case]:
         norms = [[_random(tokens, HIDDEN) for _ in range(3)] for _ in several]
         calls: list[Call] = [partial(rms_norm, x, weight, 1e-5, delta=delta, out=out) for x, delta, out in norms]
         yield Case("rms_norm", f"{tokens} x {HIDDEN}", calls, tokens * HIDDEN * 2 * 4)
-        at = placed(tokens, 64, KV_HEADS, DIM, PAGE, 1, torch.bfloat16)
+        at = placed(tokens, 64, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
         pairs = [(_random(tokens, width, DIM), _random(tokens, HEADS, DIM)) for _ in several]
-        where = (at.caches[0], at.tables, at.slots, at.lengths - 1, HEADS, KV_HEADS)
+        where = (at.caches[0], at.tables, at.slots, at.lengths - 1)
         calls = [partial(rope_write, qkv, q, *where, rotary=angles) for qkv, q in pairs]
         yield Case("rope_write", f"{tokens} x {width} heads", calls, tokens * width * DIM * 2 * 2)
         both = [(_random(tokens, 2 * FFN), _random(tokens, FFN)) for _ in range(inputs(tokens * FFN * 6))]

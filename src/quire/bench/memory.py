@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
         before = psutil.Process().memory_info().rss
     with built(config) as made:
-        made.engine.runner.store.pages.zero_()  # a CPU's untouched pages are not there
+        made.engine.runner.store.buffer.zero_()  # a CPU's untouched pages are not there
         _serve(made)
         if gpu:
             outside = before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         runner, plan = made.engine.runner, made.plan
         kept = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
         weights = sum(kept.values()) if gpu else plan.weights  # a CPU's are packed: oneDNN's own, of the same size
-        kv = runner.store.pages.nbytes
+        kv = runner.store.buffer.nbytes
         measured = {"weights": weights, "kv": kv, "beside": most - weights - kv, "all": most}
         planned = {"weights": plan.weights, "kv": plan.kv_bytes, "beside": plan.activations}
         planned["all"] = sum(planned.values())

@@ -94,9 +94,9 @@ def _kernel(model: str, batch: int, context: int) -> Kernel:
     heads, kv_heads, layers = MODELS[model]
     several = min(inputs(2 * batch * kv_heads * context * DIM * 2), layers)
     micros = []
-    for scattered in (True, False):
-        where = placed(batch, context, kv_heads, DIM, PAGE, several, torch.float16, scattered)
-        micros.append(1e6 * replayed(decode_calls(where, heads, contiguous=not scattered), 2))
+    for contiguous in (False, True):
+        where = placed(batch, context, kv_heads, DIM, PAGE, several, torch.float16, heads, contiguous)
+        micros.append(1e6 * replayed(decode_calls(where), 2))
     q, *kv = (
         torch.randn(batch, count, length, DIM, dtype=torch.float16, device="cuda")
         for count, length in ((heads, 1), *((kv_heads, context),) * (2 * several))

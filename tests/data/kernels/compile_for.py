@@ -21,7 +21,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton import activation, attention, copy, linear, norm, prompt, prompt_hopper, rope, sampling
+from quire.data.kernels.triton import (
+    activation,
+    attention,
+    copy,
+    linear,
+    norm,
+    prompt,
+    prompt_hopper,
+    rope_write,
+    sampling,
+)
 
 CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
 PDL = CAPABILITY >= 90
@@ -82,22 +92,21 @@ def ints(*shape: int) -> Tensor:
 def attend() -> None:
     """Decode in all its shapes, prompts, rotation."""
     for heads, kv, dim, window in HEADS.values():
-        cache = LayerCache(zeros(64 * 2 * kv, 16 * dim), 2 * kv, 0, kv, heads, kv, dim, 16, 0, window)
+        keys, values = zeros(64, 2, kv, 16, dim).unbind(1)
+        cache = LayerCache(keys, values, heads, 1.0, window=window)
         tables = ints(3, 8)
         every = (heads, kv, dim, window) == HEADS["Llama-3-8B"]
         for batch in attention.representatives(1024, cache, torch.device("cpu")) if every else (1, 1024):
             splits = attention.choose_splits(batch, kv, COUNT)
-            attention.decode(
-                zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), scale=1.0, splits=splits, pdl=PDL
-            )
+            attention.decode(zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), splits=splits, pdl=PDL)
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
-            prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, scale=1.0, small=small)
+            prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, small=small)
         if CAPABILITY == 90 and dim == 128 and window is None:
-            prompt_hopper.prompt(zeros(4, heads, dim), cache, tables, tiles, scale=1.0)
+            prompt_hopper.prompt(zeros(4, heads, dim), cache, tables, tiles)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
-        rope.rope_write(qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), heads, kv, rotary=turns, pdl=PDL)
+        rope_write.rope_write(qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, pdl=PDL)
 
 
 def layers() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,9 +11,10 @@ import pytest
 import torch
 from geometries import one_size
 
+from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.reference import ReferenceBackend, paged_attention
 from quire.data.kernels.sdpa import SdpaBackend
-from quire.data.runner.batch import build_batch
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -27,7 +30,10 @@ BATCHES = {  # (tokens before, tokens of this step) a sequence
 }
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None) -> torch.Tensor:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None, scale: float,
+    softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
     """q [n, heads, dim] at positions start ..; k, v [start + n, kv_heads, dim]; fp64."""
     q, k, v = q.double(), k.double(), v.double()
     shared = q.shape[1] // k.shape[1]
@@ -37,18 +43,22 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window:
     hidden = at[None] > query_at
     if window is not None:
         hidden |= at[None] <= query_at - window
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def run(
     backend: str, sizes: list[tuple[int, int]], heads: int, kv_heads: int, page: int, window: int | None,
-    dtype: torch.dtype = torch.float32, layers: int = 2,
+    dtype: torch.dtype = torch.float32, layers: int = 2, scale: float | None = None, softcap: float | None = None,
+    moved: Callable[[LayerCache], LayerCache] = lambda cache: cache,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One step's attention in the second of `layers` layers over poisoned pages in random order -> (got, expected)."""
+    """One step's attention in the second of `layers` layers over poisoned pages in random order -> (got, expected).
+    `moved` may put the layer's cache elsewhere."""
     generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     dim = 8
-    layer = LayerSpec(kv_heads, dim, window)
+    layer = LayerSpec(kv_heads, dim, window, scale=scale, softcap=softcap)
     spec = ModelSpec("test", (layer,) * layers, 10, 4096, 16, heads, 16, 0)
     width = max(-(-(a + b) // page) for a, b in sizes)
     page_bytes = layers * layer.token_bytes(dtype.itemsize) * page
@@ -58,9 +68,10 @@ def run(
         tokens=page, itemsize=dtype.itemsize,
     )  # fmt: skip
     store = Store(geometry, spec, dtype, DEVICE)
-    store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
+    store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
     free = (rng.permutation(pages - 1) + 1).tolist()
-    attention, cache = BACKENDS[backend](), store.caches[1]
+    attention, cache = BACKENDS[backend](), moved(store.caches[1])
+    attention.check(cache)
     histories = [torch.randn(2, a + b, kv_heads, dim, generator=generator).to(dtype) for a, b in sizes]
     for slot, (before, now) in enumerate(sizes, 1):
         store.replay((Table(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // page)))),))
@@ -71,11 +82,14 @@ def run(
         batch = build_batch(tuple(Row(slot, (1,) * count, start, 0) for slot, start, count in rows), store, last)
         k, v = (torch.cat([histories[s - 1][i, a : a + n] for s, a, n in rows]) for i in (0, 1))
         q = torch.randn(len(k), heads, dim, generator=generator).to(dtype)
-        plan = attention.plan(batch, 0)
-        got = attention.attend(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cache, plan, dim**-0.5).cpu()
+        plan = attention.plan(batch, cache)
+        got = attention.attend(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), cache, plan).cpu()
     bounds = np.cumsum([0] + [n for _, n in sizes]).tolist()
     expected = torch.cat(
-        [dense(q[a:b], *histories[i], sizes[i][0], window) for i, (a, b) in enumerate(pairwise(bounds))]
+        [
+            dense(q[a:b], *histories[i], sizes[i][0], window, scale or dim**-0.5, softcap)
+            for i, (a, b) in enumerate(pairwise(bounds))
+        ]
     )
     return got, expected
 
@@ -96,6 +110,62 @@ def test_backends_equal_dense_attention(backend, window, heads, kv_heads, batch)
 def test_every_page_size_equals_dense_attention(backend, page) -> None:
     got, expected = run(backend, BATCHES["mixed"], 4, 2, page, None)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("scale", "softcap"), [(0.05, None), (None, 0.7), (1.5, 2.0)])
+def test_scale_and_softcap_are_the_layers(backend, batch, scale, softcap) -> None:
+    got, expected = run(backend, BATCHES[batch], 4, 2, 16, 24, scale=scale, softcap=softcap)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def tokens_first(cache: LayerCache) -> LayerCache:
+    """Pages [token, layer, keys or values, head, dim], the second of two layers; all but page 0 is poisoned."""
+    shape = len(cache.keys), cache.page_tokens, 2, 2, cache.kv_heads, cache.head_dim
+    numbers = torch.full(shape, torch.nan, dtype=cache.dtype, device=DEVICE)
+    numbers[0] = 0
+    keys, values = numbers[:, :, 1].permute(2, 0, 3, 1, 4)
+    return replace(cache, keys=keys, values=values)
+
+
+def two_buffers(cache: LayerCache) -> LayerCache:
+    """Keys and values apart, with pages whose strides aren't whole head rows."""
+    pages, heads, size, dim = cache.keys.shape
+    views = []
+    for _ in range(2):
+        numbers = torch.full((pages, heads * size * dim + 40), torch.nan, dtype=cache.dtype, device=DEVICE)
+        numbers[0] = 0
+        views.append(numbers[:, 8:].unflatten(1, (-1, 8))[:, : heads * size].unflatten(1, (heads, size)))
+    return replace(cache, keys=views[0], values=views[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("moved", [tokens_first, two_buffers])
+@pytest.mark.parametrize("window", [None, 24])
+def test_any_strides(backend, batch, moved, window) -> None:
+    got, expected = run(backend, BATCHES[batch], 4, 2, 16, window, softcap=3.0, moved=moved)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_that_writes_nothing_reads_what_is_there(backend) -> None:
+    """As a layer does that shares another one's keys and values."""
+    seen = []
+
+    class Sharing(BACKENDS[backend]):
+        def attend(self, q, k, v, cache, plan):
+            got = super().attend(q, k, v, cache, plan)
+            seen.append(torch.equal(got, super().attend(q, k * 0, v * 0, replace(cache, writes=False), plan)))
+            return got
+
+    BACKENDS["sharing"] = Sharing
+    try:
+        run("sharing", BATCHES["mixed"], 4, 2, 16, None)
+    finally:
+        del BACKENDS["sharing"]
+    assert seen == [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""A Context for tests: plain attention over everything seen so far, with one mask. Slow, and obviously right."""
+"""An Attending for tests: plain attention over everything seen so far, with one mask. Slow, and obviously right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DenseContext:
         self.seen_sequences = torch.cat((self.seen_sequences, sequences))
         return self
 
-    def attend(self, layer, qkv, rotary=None, norms=None) -> Tensor:
+    def attend(self, layer, qkv, rotary=None, norms=None, last=False) -> Tensor:
         spec = self.spec.layers[layer]
         angles = None if rotary is None else rotary.at(self.positions, qkv.dtype)
         q, k, v = queries_keys_values(qkv, self.spec.heads, angles, norms)
@@ -45,5 +45,5 @@ class DenseContext:
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
-    def wanted(self, layer: int, x: Tensor) -> Tensor:
+    def wanted(self, x: Tensor) -> Tensor:
         return x

@@ -60,7 +60,7 @@ def test_what_follows_is_the_same() -> None:
             for plan in steps(64, made.plan.max_len):
                 assert not any(sample.error for sample in runner.collect(runner.submit(plan)).samples)
             assert 0 not in runner.sampler._statistics, "no penalties are kept"
-            pages = runner.store.pages.clone()
+            pages = runner.store.views[0].clone()
             assert not pages[1:].any(), "only the scratch page was written"
             assert pages[0].isfinite().all()
         for i, own in enumerate(params):
@@ -78,7 +78,7 @@ def test_what_follows_is_the_same() -> None:
 def test_a_cpu_needs_none() -> None:
     made = build(EngineConfig(device="cpu", kv_tokens=512))
     made.engine.runner.warm_up(64, 512)
-    assert not torch.any(made.engine.runner.store.pages[0]), "nothing ran"
+    assert not torch.any(made.engine.runner.store.views[0][0]), "nothing ran"
     made.engine.close()
 
 

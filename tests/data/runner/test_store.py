@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from geometries import one_size
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.data.runner import host_pool
+from quire.data.runner.hazards import launches
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Copy, Entry, In, Journal, Out, Poison, Table
 from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec
@@ -29,11 +31,23 @@ GEOMETRY = one_size(*SETS, pages=PAGES, page_bytes=64, slots=SLOTS, width=WIDTH,
 CPU = torch.device("cpu")
 
 
+def pages_of(store: Store) -> Tensor:
+    """All pages, of one size."""
+    (pages,) = store.sized.values()
+    return pages
+
+
+def host_of(store: Store) -> Tensor:
+    (host,) = store.pool.host.values()
+    return host
+
+
 def a_store(device: torch.device = CPU, geometry: Geometry = GEOMETRY) -> Store:
     """Every number of every page and host page is another one."""
     store = Store(geometry, SPEC, torch.float32, device)
     store.buffer.copy_(torch.arange(len(store.buffer)) + 1)
-    store.host.copy_(-torch.arange(store.host.numel()).view_as(store.host) - 1)
+    host = host_of(store)
+    host.copy_(-torch.arange(host.numel()).view_as(host) - 1)
     return store
 
 
@@ -88,24 +102,22 @@ def test_replay_is_one_entry_after_another(journals: list[tuple[Entry, ...]]) ->
 
 
 def check(store: Store, journals: list[tuple[Entry, ...]]) -> None:
-    pages, host, tables = store.pages.clone(), store.host.clone(), store.tables.clone()
+    pages, host, tables = pages_of(store).clone(), host_of(store).clone(), torch.stack(store.tables)
     for journal in journals:
         store.replay(journal)
         one_at_a_time(journal, pages, host, tables)
         if store.device.type != "cpu":
             torch.cuda.synchronize()
-        torch.testing.assert_close(store.pages, pages, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(store.host, host, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(store.tables, tables)
-        assert (store.host_tables == tables.cpu().numpy()).all()
+        torch.testing.assert_close(pages_of(store), pages, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(host_of(store), host, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.stack(store.tables), tables)
+        assert (np.stack(store.host_tables) == tables.cpu().numpy()).all()
 
 
 @given(st.lists(COPIES, max_size=12))
 def test_copies_at_once_have_no_order(entries: list[Copy]) -> None:
     """No pair of a batch writes what another one reads: a GPU makes them in any order."""
-    store, batches = a_store(), []
-    store._copy_at_once = batches.append
-    store.replay(tuple(entries))
+    batches = [launch.moves for launch in launches(entries, (64, 64))]
     assert all(not set(batch) & set(batch.values()) for batch in batches)
     assert sum(map(len, batches)) <= len(entries)
 
@@ -113,7 +125,7 @@ def test_copies_at_once_have_no_order(entries: list[Copy]) -> None:
 def test_tables_between_copies_do_not_part_them() -> None:
     """A beam step writes Copy, Table, Copy, Table: one launch all the same."""
     store, batches = a_store(), []
-    store._copy_at_once = batches.append
+    store._copy = lambda moves, size: batches.append(moves)
     store.replay((Copy(0, 1, 4), Table(1, 0, 0, (4,)), Copy(0, 2, 5), Table(2, 0, 0, (5,)), Copy(1, 3, 6)))
     assert batches == [{4: 1, 5: 2, 6: 3}]
 
@@ -122,12 +134,12 @@ def test_tables_between_copies_do_not_part_them() -> None:
 def test_small_pages_move_together_and_large_ones_alone(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pool, "CPU_BYTES", room)
     pages = torch.arange(40 * 16, dtype=torch.float32).view(40, 16)
-    pool = host_pool.HostPool(pages.clone(), 30, debug=True)
-    pool.out({host: 39 - host for host in range(1, 28)})
-    assert torch.equal(pool.host[1:28], pages.flip(0)[1:28])
-    pool.back({page: 1 + page % 27 for page in range(35)})
-    assert torch.equal(pool.pages[:35], pages.flip(0)[[1 + page % 27 for page in range(35)]])
-    assert torch.equal(pool.pages[35:], pages[35:])
+    pool = host_pool.HostPool({64: pages.clone()}, 30 * 64, debug=True)
+    pool.out({host: 39 - host for host in range(1, 28)}, 64)
+    assert torch.equal(pool.host[64][1:28], pages.flip(0)[1:28])
+    pool.back({page: 1 + page % 27 for page in range(35)}, 64)
+    assert torch.equal(pool.pages[64][:35], pages.flip(0)[[1 + page % 27 for page in range(35)]])
+    assert torch.equal(pool.pages[64][35:], pages[35:])
 
 
 def test_a_swap_that_lost_something_is_noticed_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +154,10 @@ def test_a_swap_that_lost_something_is_noticed_in_debug_mode(monkeypatch: pytest
 def test_a_new_store_is_finite_and_names_scratch() -> None:
     """Padding resolves to page 0, which nothing ever writes on purpose."""
     store = Store(GEOMETRY, SPEC, torch.float32, torch.device("cpu"))
-    assert not store.tables.any()
-    assert store.pages.isfinite().all()
-    assert store.pages.shape == (PAGES, 16)
-    assert store.host.shape == (HOST, 16)
+    assert not any(table.any() for table in store.tables)
+    assert store.buffer.isfinite().all()
+    assert [view.shape for view in store.views] == [(PAGES, 16)] * 2
+    assert host_of(store).shape == (HOST, 16)
 
 
 def test_the_layers_of_a_group_tile_each_page() -> None:
@@ -155,10 +167,10 @@ def test_the_layers_of_a_group_tile_each_page() -> None:
     assert [cache.window for cache in store.caches] == [None, 4, None]
     for group in GEOMETRY.groups:
         for page in range(PAGES):
-            views = [view[page].flatten() for i in group.layers for view in store.caches[i].views()]
-            assert torch.equal(torch.cat(views), store.pages[page])
-    store.caches[2].views()[1][3] = 0.5
-    assert (store.pages[3] == 0.5).sum() == 4
+            views = [x[page].flatten() for i in group.layers for x in (store.caches[i].keys, store.caches[i].values)]
+            assert torch.equal(torch.cat(views), store.views[0][page])
+    store.caches[2].values[3] = 0.5
+    assert (store.views[0][3] == 0.5).sum() == 4
 
 
 # On a GPU: rows, copies and poison on one stream, swaps on another, in any relation of their speeds.
@@ -196,16 +208,16 @@ def test_replay_on_a_gpu(geometry: Geometry) -> None:
 def test_a_page_is_written_again_after_it_left(geometry: Geometry) -> None:
     """By a copy, a poison, an In, or by rows after a table named it: a swap that is held up still reads it whole."""
     store = on_gpu(geometry)
-    whole = store.pages.cpu()
+    whole = pages_of(store).cpu()
     for entry in (Copy(0, 3, 1), Poison(0, 1), In(0, 2, 1), Table(1, 0, 0, (1,))):
-        store.pages.copy_(whole)
+        pages_of(store).copy_(whole)
         torch.cuda.synchronize()
         with torch.cuda.stream(store.pool.side):
             torch.cuda._sleep(LONG)
         store.replay((Out(0, 1, 1), entry))
-        store.pages[1].fill_(-0.5)  # the step's rows
+        pages_of(store)[1].fill_(-0.5)  # the step's rows
         torch.cuda.synchronize()
-        assert torch.equal(store.host[0], whole[1]), entry
+        assert torch.equal(host_of(store)[0], whole[1]), entry
 
 
 @pytest.mark.gpu
@@ -215,22 +227,22 @@ def test_rows_read_what_came_back(geometry: Geometry) -> None:
     with torch.cuda.stream(store.pool.side):
         torch.cuda._sleep(LONG)
     store.replay((In(0, 2, 5), Copy(0, 5, 4)))
-    rows = store.pages[5].clone()
+    rows = pages_of(store)[5].clone()
     torch.cuda.synchronize()
-    assert torch.equal(rows.cpu(), store.host[1])
-    assert torch.equal(store.pages[4].cpu(), store.host[1])
+    assert torch.equal(rows.cpu(), host_of(store)[1])
+    assert torch.equal(pages_of(store)[4].cpu(), host_of(store)[1])
 
 
 @pytest.mark.gpu
 @BOTH
 def test_a_copy_leaves_as_it_was_copied(geometry: Geometry) -> None:
     store = on_gpu(geometry)
-    wanted = store.pages[3].cpu()
+    wanted = pages_of(store)[3].cpu()
     torch.cuda._sleep(LONG)
     store.replay((Copy(0, 3, 1), Out(0, 1, 1), In(0, 1, 2)))
     torch.cuda.synchronize()
-    assert torch.equal(store.host[0], wanted)
-    assert torch.equal(store.pages[2].cpu(), wanted)
+    assert torch.equal(host_of(store)[0], wanted)
+    assert torch.equal(pages_of(store)[2].cpu(), wanted)
 
 
 @pytest.mark.gpu

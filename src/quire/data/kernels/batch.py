@@ -2,48 +2,119 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from math import gcd
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-class LayerCache(NamedTuple):
-    """One layer's keys and values inside the pages: `rows` is the whole buffer as [*, page_tokens * head_dim], in which
-    head h of page p starts at row p * stride + key_row + h for keys, and value_row + h for values.
+@dataclass(frozen=True, eq=False)
+class LayerCache:
+    """One layer's keys and values, and how it attends to them: all that a kernel must know of a layer.
+
+    `keys` and `values` are views [pages, kv_heads, page_tokens, head_dim] of one shape and the same strides, the last
+    of them 1; they may lie in different buffers. A page's number is an entry of the group's table. With `contiguous`
+    the tokens of a sequence follow one another: it has one page, the first entry of its table, with room for
+    `page_tokens` tokens, so that what is right for pages is right for it too, and a kernel may leave the table alone.
+
+    Products of queries and keys are multiplied by `scale`; `softcap`, if any, bounds them: x becomes
+    softcap * tanh(x / softcap). A token sees the last `window` positions up to its own (None: all). A layer that
+    doesn't write uses the keys and values that another one wrote to the same views.
     """
 
-    rows: Tensor
-    stride: int
-    key_row: int
-    value_row: int
+    keys: Tensor
+    values: Tensor
     heads: int
-    kv_heads: int
-    head_dim: int
-    page_tokens: int
-    group: int
-    window: int | None
+    scale: float
+    group: int = 0
+    window: int | None = None
+    softcap: float | None = None
+    writes: bool = True
+    contiguous: bool = False
 
-    def views(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as [pages, kv_heads, page_tokens, head_dim]; the page stride is the tensors' own."""
-        shape = (self.rows.shape[0] // self.stride, self.kv_heads, self.page_tokens, self.head_dim)
+    def __post_init__(self) -> None:
+        assert self.keys.shape == self.values.shape, "as many values as keys"
+        assert self.keys.stride() == self.values.stride(), "values lie as keys do"
+        assert self.keys.stride(3) == 1, "a head's numbers follow one another"
+
+    # Kept once they are known: launches ask for them in every layer of every step.
+
+    @cached_property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @cached_property
+    def page_tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @cached_property
+    def head_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @cached_property
+    def head_stride(self) -> int:
+        """Numbers from a token's head to its next one."""
+        return self.keys.stride(1)
+
+    @cached_property
+    def token_stride(self) -> int:
+        """Numbers from a head's token to the next one in its page."""
+        return self.keys.stride(2)
+
+    @cached_property
+    def unit(self) -> int:
+        """Numbers that every page begins at a multiple of: what kernels are compiled for, so that they know how pages
+        are aligned, whatever `page_units` is."""
+        return gcd(self.keys.stride(0), self.head_stride)
+
+    @cached_property
+    def page_units(self) -> int:
+        """From a page to the next one, in units."""
+        return self.keys.stride(0) // self.unit
+
+    @cached_property
+    def values_after(self) -> int | None:
+        """Numbers from a key to its value where both are in one buffer; None in two."""
+        if self.keys.untyped_storage().data_ptr() != self.values.untyped_storage().data_ptr():
+            return None
+        return self.values.storage_offset() - self.keys.storage_offset()
+
+    @cached_property
+    def head_rows(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values as rows [*, page_tokens * head_dim] of one head's tokens in one page, from the first head of
+        page 0 on; None where a page's tokens of one head don't follow one another, or rows would overlap."""
         size = self.page_tokens * self.head_dim
-        strides = (self.stride * size, size, self.head_dim, 1)
-        return (
-            self.rows.as_strided(shape, strides, self.key_row * size),
-            self.rows.as_strided(shape, strides, self.value_row * size),
-        )
+        if self.token_stride != self.head_dim or self.unit % size:
+            return None
+        pages, heads = self.keys.shape[:2]
+        count = ((pages - 1) * self.keys.stride(0) + (heads - 1) * self.head_stride) // size + 1
+        keys, values = (x.as_strided((count, size), (size, 1)) for x in (self.keys, self.values))
+        return keys, values
+
+    @cached_property
+    def kind(self) -> tuple[int, int, float | None]:
+        """Layers of one kind have one plan a step."""
+        return self.group, self.heads, self.softcap
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.keys.device
 
 
 @dataclass
 class Batch:
     """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `ends` [S] are the
     last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's
-    first token; `asked`, the rows that sample. The page tables [groups, slots, logical pages] are there on the device
-    and on the host.
+    first token; `asked`, the rows that sample. `tables` are the groups' page tables [slots, logical pages] on the
+    device.
     """
 
     tokens: Tensor
@@ -55,13 +126,16 @@ class Batch:
     lengths: np.ndarray
     offsets: np.ndarray
     asked: np.ndarray
-    tables: Tensor
-    host_tables: np.ndarray
-    caches: list[LayerCache]
+    tables: Sequence[Tensor]
+    _places: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
         return self.tokens.device
+
+    def contexts(self, group: int) -> np.ndarray:
+        """[R]: how many of the group's tokens a row's last one may see. Its sequence's, so far, in every group."""
+        return self.starts + self.lengths
 
     def narrowed(self) -> Batch:
         """The last tokens of the rows that sample alone, each a row of its own: what a model's last layer is asked for,
@@ -72,19 +146,18 @@ class Batch:
         return Batch(
             self.tokens.index_select(0, at), self.positions.index_select(0, at), self.token_slots.index_select(0, at),
             at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64),
-            np.arange(count), np.arange(count), self.tables, self.host_tables, self.caches,
+            np.arange(count), np.arange(count), self.tables,
         )  # fmt: skip
 
-    @cached_property
-    def write_pages(self) -> Tensor:
-        """[groups, T]: the page that each token's keys and values go to."""
-        size = self.caches[0].page_tokens
-        return self.tables[:, self.token_slots, torch.div(self.positions, size, rounding_mode="floor")]
-
-    @cached_property
-    def write_offsets(self) -> Tensor:
-        """[T]: and where in the page."""
-        return self.positions % self.caches[0].page_tokens
+    def places(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        """[T] each: the page that a token's keys and values go to in this cache, and where in the page."""
+        size = cache.page_tokens
+        found = self._places.get((cache.group, size))
+        if found is None:
+            logical = torch.div(self.positions, size, rounding_mode="floor")
+            found = self.tables[cache.group][self.token_slots, logical], self.positions % size
+            self._places[cache.group, size] = found
+        return found
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

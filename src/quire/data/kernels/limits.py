@@ -1,5 +1,5 @@
 """How much is held at once: by attention through gathered pages, by the scoring of prompts, and by graphs of decode
-steps. The memory plan counts with these numbers. No torch here."""
+steps; and what the Triton kernels take. The memory plan counts with these numbers. No torch here."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ SCORED_AT_ONCE = 256
 
 MOST_GRAPH_ROWS = 1024
 """Rows of the largest decode step that is replayed as a CUDA graph."""
+
+MOST_GROUP = 64
+"""Query heads of a key head, at most, in the Triton kernels."""
+
+MOST_HEAD_DIM = 256
+"""Numbers of a head, at most, there."""
+
+MOST_ROWS = 2**31 - 1
+"""Rows of a tensor that are named by their numbers."""

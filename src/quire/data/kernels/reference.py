@@ -56,26 +56,30 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, pages: Tenso
 
 
 class ReferenceBackend:
-    """One query at a time, one page at a time."""
+    """One query at a time, one page at a time. Any strides will do."""
 
     needs = Layout.PAGED
     rotates = False
 
-    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> tuple[Batch, Batch]:
+    def check(self, cache: LayerCache) -> None:
+        """StartupError for a cache that it can't read: there is none."""
+
+    def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> tuple[Batch, Batch]:
         return batch, asked or batch
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[Batch, Batch], scale: float
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[Batch, Batch]) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim], with the
         queries of the tokens `asked` for, or all T."""
         batch, asked = plan
-        keys, values = cache.views()
-        write_pages(keys, values, k, v, batch.write_pages[cache.group], batch.write_offsets)
+        if cache.writes:
+            write_pages(cache.keys, cache.values, k, v, *batch.places(cache))
         tables = batch.tables[cache.group]
         return torch.stack(
             [
-                paged_attention(query, keys, values, tables[slot], position, scale=scale, window=cache.window)
+                paged_attention(
+                    query, cache.keys, cache.values, tables[slot], position,
+                    scale=cache.scale, window=cache.window, softcap=cache.softcap,
+                )
                 for query, slot, position in zip(q, asked.token_slots, asked.positions.tolist())
             ]
-        )
+        )  # fmt: skip

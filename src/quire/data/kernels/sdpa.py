@@ -1,8 +1,9 @@
 """Attention through plain torch: gather the pages, then dense products. Batched over sequences and heads.
 
 A step's queries are cut into tiles of up to TILE tokens of one sequence; tiles of like size form buckets, and each
-bucket is one batched call a layer: a decode step of 32 sequences is one bucket. Pages keep a head's tokens together,
-so one gather of [head, page] rows gives exactly the operand of a batched product.
+bucket is one batched call a layer: a decode step of 32 sequences is one bucket. Where pages keep a head's tokens
+together, one gather of [head, page] rows gives exactly the operand of a batched product; other layouts (tokens outside
+of heads) are gathered page by page and turned, which is slower.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache, to_device
-from quire.data.kernels.limits import MAX_SCORES, TILE
+from quire.data.kernels.limits import MAX_SCORES, MOST_ROWS, TILE
+from quire.data.kernels.reference import write_pages
+from quire.errors import StartupError
 from quire.vocabulary.specs import Layout
 
 
 @dataclass(slots=True)
 class Bucket:
     """B tiles of up to Q queries over up to N pages. `queries` [B, Q] are rows of the step's tokens (a short tile
-    repeats its last one), `pages` [B, 1, N] page ids, `hidden` [B, 1, Q, N * page_tokens] is true where a query may not
-    look (None: nowhere), `unwritten` are rows of the gathered values, as [B * kv_heads * N * page_tokens, dim], that
+    repeats its last one), `pages` [B, N] page ids, `rows` [B, kv_heads, N] the rows of their heads (None: there are no
+    LayerCache.head_rows), `hidden` [B, 1, Q, N * page_tokens] is true where a query may not look (None: nowhere),
+    `unwritten` are rows of the gathered values, as [B * kv_heads * N * page_tokens, dim], that
     hold no token of the sequence. `places` are the real ones of [B, Q] (None: all), `tokens` the rows they answer.
     """
 
     queries: Tensor
     pages: Tensor
+    rows: Tensor | None
     hidden: Tensor | None
     unwritten: Tensor | None
     tokens: Tensor | None  # None: the queries are all the step's tokens, in order
@@ -36,11 +41,14 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Plan:
-    """One group's buckets, and where the step's keys and values go: rows of [*, dim] before the layer's own offset."""
+class Gathering:
+    """One kind's buckets, and where the step's keys and values go: `pages` and `offsets` [T], or `slots` [T * kv_heads]
+    of the rows' tokens."""
 
     buckets: list[Bucket]
-    writes: Tensor  # [T, kv_heads]: page * stride + head, times page_tokens, plus the offset in the page
+    pages: Tensor
+    offsets: Tensor
+    slots: Tensor | None
 
 
 class SdpaBackend:
@@ -52,40 +60,57 @@ class SdpaBackend:
     def __init__(self) -> None:
         self.scratch: dict[str, Tensor] = {}
 
-    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Plan:
-        """Once a step and layer group, on the host: keys and values of `batch`, queries of `asked` if given."""
-        cache = next(c for c in batch.caches if c.group == group)
+    def check(self, cache: LayerCache) -> None:
+        """StartupError for a cache that it can't read: one whose rows torch wouldn't count."""
+        rows = cache.head_rows
+        if rows is not None and len(rows[0]) > MOST_ROWS:
+            raise StartupError(
+                f"{len(cache.keys):,} pages have {len(rows[0]):,} rows of {cache.page_tokens} tokens of a head, and "
+                f"--attention sdpa takes {MOST_ROWS:,}",
+                "Use a larger --page-size or a smaller --kv-gib",
+            )
+
+    def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> Gathering:
+        """Once a step and kind of layers, on the host: keys and values of `batch`, queries of `asked` if given."""
         asked = asked or batch
         tiles = _tiles(asked, cache)
-        heads = torch.arange(cache.kv_heads, device=batch.device)
-        rows = batch.write_pages[group][:, None] * cache.stride + heads
-        return Plan(
+        pages, offsets = batch.places(cache)
+        slots = None
+        if cache.head_rows is not None:
+            slots = _rows(pages[:, None], cache) * cache.page_tokens + offsets[:, None]
+        return Gathering(
             [_bucket(asked, cache, tiles[part]) for part in _parts(tiles, cache)],
-            rows * cache.page_tokens + batch.write_offsets[:, None],
+            pages,
+            offsets,
+            None if slots is None else slots.reshape(-1),
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Gathering) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
-        dim, size = cache.head_dim, cache.page_tokens
-        slots = cache.rows.view(-1, dim)
-        writes = plan.writes.reshape(-1)
-        slots.index_copy_(0, writes + cache.key_row * size, k.reshape(-1, dim))
-        slots.index_copy_(0, writes + cache.value_row * size, v.reshape(-1, dim))
+        if cache.writes:
+            self._write(k, v, cache, plan)
         if len(plan.buckets) == 1 and plan.buckets[0].tokens is None:
-            return self._attend(q, plan.buckets[0], cache, scale)
+            return self._attend(q, plan.buckets[0], cache)
         out = torch.empty_like(q)
         for bucket in plan.buckets:
-            part = self._attend(q, bucket, cache, scale)
+            part = self._attend(q, bucket, cache)
             out.index_copy_(0, bucket.tokens, part)
         return out
 
-    def _attend(self, q: Tensor, bucket: Bucket, cache: LayerCache, scale: float) -> Tensor:
+    def _write(self, k: Tensor, v: Tensor, cache: LayerCache, plan: Gathering) -> None:
+        if plan.slots is None or cache.head_rows is None:
+            write_pages(cache.keys, cache.values, k, v, plan.pages, plan.offsets)
+            return
+        dim = cache.head_dim
+        keys, values = cache.head_rows
+        keys.view(-1, dim).index_copy_(0, plan.slots, k.reshape(-1, dim))
+        values.view(-1, dim).index_copy_(0, plan.slots, v.reshape(-1, dim))
+
+    def _attend(self, q: Tensor, bucket: Bucket, cache: LayerCache) -> Tensor:
         heads, dim = q.shape[1:]
         count, width = bucket.queries.shape
         kv, shared = cache.kv_heads, heads // cache.kv_heads
-        rows = bucket.pages * cache.stride + torch.arange(kv, device=q.device)[:, None]
-        keys = self._gather("keys", cache.rows, rows + cache.key_row, dim)
-        values = self._gather("values", cache.rows, rows + cache.value_row, dim)
+        keys, values = self._gathered(bucket, cache)
         if bucket.unwritten is not None:
             values.view(-1, dim).index_fill_(0, bucket.unwritten, 0)
             if q.device.type != "cpu":  # torch's fused kernels add the mask to the scores, and NaN - inf is NaN
@@ -94,13 +119,23 @@ class SdpaBackend:
             q = q.index_select(0, bucket.queries.reshape(-1))
         # [B, Q, kv, shared, dim] -> [B, kv, shared, Q, dim]: a key head serves its group of query heads as one operand.
         query = q.view(count, width, kv, shared, dim).permute(0, 2, 3, 1, 4)
-        attend = _products if q.device.type == "cpu" else _fused
-        out = attend(query, keys, values, bucket.hidden, scale)
+        attend = _products if q.device.type == "cpu" or cache.softcap is not None else _fused
+        out = attend(query, keys, values, bucket.hidden, cache)
         out = out.permute(0, 3, 1, 2, 4).reshape(count * width, heads, dim)
         return out if bucket.places is None else out.index_select(0, bucket.places)
 
-    def _gather(self, name: str, source: Tensor, rows: Tensor, dim: int) -> Tensor:
-        """source[rows] as [B * kv_heads, N * page_tokens, dim], in a buffer that is reused."""
+    def _gathered(self, bucket: Bucket, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        """The keys and the values of the bucket's pages, [B * kv_heads, N * page_tokens, dim] each."""
+        if bucket.rows is None or cache.head_rows is None:
+            count, dim = len(bucket.pages), cache.head_dim
+            turned = (x[bucket.pages].transpose(1, 2).contiguous() for x in (cache.keys, cache.values))
+            keys, values = (x.view(count * cache.kv_heads, -1, dim) for x in turned)
+            return keys, values
+        keys, values = cache.head_rows
+        return self._gather("keys", keys, bucket.rows, cache), self._gather("values", values, bucket.rows, cache)
+
+    def _gather(self, name: str, source: Tensor, rows: Tensor, cache: LayerCache) -> Tensor:
+        """source[rows], in a buffer that is reused."""
         flat = rows.reshape(-1)
         numbers = flat.numel() * source.shape[1]
         scratch = self.scratch.get(name)
@@ -108,21 +143,30 @@ class SdpaBackend:
             scratch = self.scratch[name] = torch.empty(numbers + numbers // 4, dtype=source.dtype, device=source.device)
         out = scratch[:numbers].view(flat.numel(), -1)
         torch.index_select(source, 0, flat, out=out)
-        return out.view(rows.shape[0] * rows.shape[1], -1, dim)
+        return out.view(rows.shape[0] * rows.shape[1], -1, cache.head_dim)
 
 
-def _products(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """softmax(query keys^T * scale) values as two batched products; torch's fused kernel is slow on CPUs for one query
-    and for bf16 prompts (docs/performance.md)."""
+def _rows(pages: Tensor, cache: LayerCache) -> Tensor:
+    """[..., 1] pages -> [..., kv_heads]: the rows of their heads, see LayerCache.head_rows."""
+    size = cache.page_tokens * cache.head_dim
+    heads = torch.arange(cache.kv_heads, device=pages.device) * (cache.head_stride // size)
+    return pages * (cache.keys.stride(0) // size) + heads
+
+
+def _products(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, cache: LayerCache) -> Tensor:
+    """softmax(query keys^T * scale) values as two batched products, with a cap if there is one; torch's fused kernel
+    knows no caps, and is slow on CPUs for one query and for bf16 prompts (docs/performance.md)."""
     count, kv, shared, width, dim = query.shape
-    scores = torch.bmm((query * scale).reshape(count * kv, shared * width, dim), keys.transpose(1, 2))
+    scores = torch.bmm((query * cache.scale).reshape(count * kv, shared * width, dim), keys.transpose(1, 2))
+    if cache.softcap is not None:
+        scores.div_(cache.softcap).tanh_().mul_(cache.softcap)
     if hidden is not None:
         scores.view(count, kv, shared, width, -1).masked_fill_(hidden[:, None], -torch.inf)
     weights = torch.softmax(scores, -1)
     return torch.bmm(weights, values).view(count, kv, shared, width, dim)
 
 
-def _fused(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
+def _fused(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, cache: LayerCache) -> Tensor:
     """The same through torch's fused kernels. The group is folded into the queries: with grouped heads and a mask torch
     has no fused kernel."""
     count, kv, shared, width, dim = query.shape
@@ -131,7 +175,7 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, s
         mask = mask.repeat(1, 1, shared, 1)
     out = F.scaled_dot_product_attention(
         query.reshape(count, kv, shared * width, dim), keys.view(count, kv, -1, dim), values.view(count, kv, -1, dim),
-        attn_mask=mask, scale=scale,
+        attn_mask=mask, scale=cache.scale,
     )  # fmt: skip
     return out.view(count, kv, shared, width, dim)
 
@@ -139,7 +183,7 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, s
 def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
     """Tiles as int64 [n, 6]: slot, first token of the step, queries, first position, first page, end position. Long
     contexts are cut into fewer queries, so that a tile's scores stay within MAX_SCORES."""
-    ends = batch.starts + batch.lengths
+    ends = batch.contexts(cache.group)
     most = np.clip(MAX_SCORES // (cache.heads * np.maximum(ends, 1)), 1, TILE)
     counts = -(-batch.lengths // most)
     row = np.repeat(np.arange(len(counts)), counts)
@@ -194,7 +238,8 @@ def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
     whole = width == 1 and len(tiles) == batch.tokens.numel()
     return Bucket(
         queries=to_device(picked, device),
-        pages=named[:, None, :],
+        pages=named,
+        rows=None if cache.head_rows is None else _rows(named[:, :, None], cache).transpose(1, 2),
         hidden=hidden,
         unwritten=_unwritten(ends, pages, count, cache, device),
         tokens=None if whole else to_device(picked[real], device),

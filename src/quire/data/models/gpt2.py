@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019): learned positions, norm before each block, GELU. Checkpoints keep weights as [in, out].
 
-The model knows tokens and a Context; it knows no batch, no cache, no sampling.
+The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import MLP
 from quire.data.layers.norm import LayerNorm
 from quire.data.layers.prepare import prepare_layers
-from quire.data.models.context import Context
-from quire.data.models.names import Source, expand
+from quire.data.models.attending import Attending
+from quire.data.models.names import Stored, expand
 from quire.data.models.settings import GPT2Settings
 from quire.vocabulary.specs import ModelSpec
 
@@ -49,13 +49,14 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, 3 * hidden, True, dtype, device)
         self.out = Linear(hidden, hidden, True, dtype, device)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, ctx: Attending) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv).flatten(1))
+        return self.out(ctx.attend(self.layer, qkv, last=self.last).flatten(1))
 
 
 class Block(nn.Module):
@@ -69,9 +70,9 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = MLP(s.hidden, s.intermediate, s.activation, True, dtype, device)
 
-    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor]:
         delta = self.attention(self.attention_norm(x, delta), ctx)
-        x = ctx.wanted(self.attention.layer, x)
+        x = ctx.wanted(x) if self.attention.last else x
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
@@ -92,10 +93,11 @@ class GPT2(nn.Module):
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.positions = Embedding(s.max_len, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.layers[-1].attention.last = True
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
 
-    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
         x = self.embed(tokens).add_(self.positions(ctx.positions))
         delta = None
@@ -107,7 +109,7 @@ class GPT2(nn.Module):
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
         return self.head(hidden)
 
-    def names(self) -> dict[str, Source]:
+    def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
         return expand(self, NAMES, TRANSPOSED)
 

@@ -1,7 +1,7 @@
 """LLaMA (Touvron et al., 2023) with grouped-query attention, and its relatives Mistral (sliding window), Qwen2 (biases)
 and Qwen3 (normalised queries and keys).
 
-The model knows tokens and a Context; it knows no batch, no cache, no sampling.
+The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
 from quire.data.layers.rotary import Rotary
-from quire.data.models.context import Context
-from quire.data.models.names import Source, expand
+from quire.data.models.attending import Attending
+from quire.data.models.names import Stored, expand
 from quire.data.models.settings import LlamaSettings
 from quire.vocabulary.specs import ModelSpec
 
@@ -47,6 +47,7 @@ class Attention(nn.Module):
     def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
+        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, head_dim
         rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv = Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
@@ -55,10 +56,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
         self.k_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
 
-    def forward(self, x: Tensor, rotary: Rotary, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, ctx: Attending) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
-        return self.out(ctx.attend(self.layer, qkv, rotary, norms).flatten(1))
+        return self.out(ctx.attend(self.layer, qkv, rotary, norms, self.last).flatten(1))
 
 
 class Block(nn.Module):
@@ -73,9 +74,9 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
 
-    def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Context) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Attending) -> tuple[Tensor, Tensor]:
         delta = self.attention(self.attention_norm(x, delta), rotary, ctx)
-        x = ctx.wanted(self.attention.layer, x)
+        x = ctx.wanted(x) if self.attention.last else x
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
@@ -95,11 +96,12 @@ class Llama(nn.Module):
         self.tied = s.tied
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.windows)))
+        self.layers[-1].attention.last = True
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
 
-    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
         x, delta = self.embed(tokens), None
         for layer in self.layers:
@@ -110,7 +112,7 @@ class Llama(nn.Module):
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
         return self.head(hidden)
 
-    def names(self) -> dict[str, Source]:
+    def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
         return expand(self, NAMES)
 

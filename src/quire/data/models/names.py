@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 
-class Source(NamedTuple):
+class Stored(NamedTuple):
     """A parameter's rows are those of `tensors`, one below the other, `rows` of each; `transpose` for weights kept as
     [in, out]."""
 
@@ -18,8 +18,8 @@ class Source(NamedTuple):
     transpose: bool = False
 
 
-def expand(model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transposed: str = "") -> dict[str, Source]:
-    """Every parameter of `model` -> its Source, from a `table` of patterns in which * is the layer's number.
+def expand(model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transposed: str = "") -> dict[str, Stored]:
+    """Every parameter of `model` -> its Stored, from a `table` of patterns in which * is the layer's number.
 
     `transposed` is a regular expression that the names of parameters kept as [in, out] match. A parameter that the
     table lacks is a KeyError: a mistake in the table.
@@ -34,5 +34,5 @@ def expand(model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transpo
         module = model.get_submodule(name.rpartition(".")[0])
         rows = getattr(module, "parts", (parameter.shape[0],))
         flip = bool(transposed) and parameter.dim() == 2 and re.search(transposed, name) is not None
-        sources[name] = Source(tensors, rows, flip)
+        sources[name] = Stored(tensors, rows, flip)
     return sources

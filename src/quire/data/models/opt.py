@@ -1,7 +1,7 @@
 """OPT (Zhang et al., 2022): learned positions, ReLU, biases everywhere; opt-350m normalises after each block and
 projects its smaller word embeddings in and out.
 
-The model knows tokens and a Context; it knows no batch, no cache, no sampling.
+The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import MLP
 from quire.data.layers.norm import LayerNorm
 from quire.data.layers.prepare import prepare_layers
-from quire.data.models.context import Context
-from quire.data.models.names import Source, expand
+from quire.data.models.attending import Attending
+from quire.data.models.names import Stored, expand
 from quire.data.models.settings import OPTSettings
 from quire.vocabulary.specs import ModelSpec
 
@@ -56,13 +56,14 @@ class Attention(nn.Module):
         self, hidden: int, heads: int, layer: int, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, (hidden, hidden, hidden), bias, dtype, device)
         self.out = Linear(hidden, hidden, bias, dtype, device)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, ctx: Attending) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv).flatten(1))
+        return self.out(ctx.attend(self.layer, qkv, last=self.last).flatten(1))
 
 
 class Block(nn.Module):
@@ -78,13 +79,14 @@ class Block(nn.Module):
         self.mlp_norm = LayerNorm(s.hidden, NORM_EPS, dtype, device)
         self.mlp = MLP(s.hidden, s.intermediate, s.activation, s.bias, dtype, device)
 
-    def forward(self, x: Tensor, delta: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor | None]:
         if self.norm_before:
             delta = self.attention(self.attention_norm(x, delta), ctx)
-            x = ctx.wanted(self.attention.layer, x)
+            x = ctx.wanted(x) if self.attention.last else x
             return x, self.mlp(self.mlp_norm(x, delta))
         delta = self.attention(x, ctx)
-        x = self.attention_norm(ctx.wanted(self.attention.layer, x), delta)
+        x = ctx.wanted(x) if self.attention.last else x
+        x = self.attention_norm(x, delta)
         return self.mlp_norm(x, self.mlp(x)), None
 
 
@@ -107,11 +109,12 @@ class OPT(nn.Module):
         projected = s.embed_dim != s.hidden
         self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.layers[-1].attention.last = True
         self.norm = LayerNorm(s.hidden, NORM_EPS, dtype, device) if s.final_norm else None
         self.project_out = Linear(s.hidden, s.embed_dim, False, dtype, device) if projected else None
         self.head = Linear(s.embed_dim, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
 
-    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
+    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm if any."""
         x = self.embed(tokens)
         if self.project_in is not None:
@@ -128,7 +131,7 @@ class OPT(nn.Module):
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
         return self.head(hidden if self.project_out is None else self.project_out(hidden))
 
-    def names(self) -> dict[str, Source]:
+    def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
         return expand(self, NAMES)
 

@@ -19,18 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
-from quire.data.kernels.triton.launch import early
-from quire.data.kernels.triton.prompt import prompt
-from quire.data.kernels.triton.rope import rope_write
-from quire.data.layers.norm import RMSNorm
-from quire.data.layers.rotary import Rotary
+from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode_scratch, multiprocessors
+from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.runner.staging import Staging
+from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row
 
-Tail = Callable[[Tensor, Tensor], Any]
+AnyTail = Callable[[Tensor, Tensor], Any]
 
 
 def sizes(largest: int) -> list[int]:
@@ -41,48 +38,17 @@ def sizes(largest: int) -> list[int]:
     return [*(size for size in steps if size < largest), largest]
 
 
-class DecodeContext:
-    """A model's view of a step of one token a row, all of it on the device. See quire.data.models.context."""
+def token_step(
+    store: Store, backend: TritonBackend, slots: Tensor, positions: Tensor, scratch: SplitScratch | None = None,
+    splits: int | None = None,
+) -> Step:  # fmt: skip
+    """A step of one token a row, all of it on the device."""
+    singles = backend.singles(slots, positions)
 
-    def __init__(
-        self,
-        store: Store,
-        positions: Tensor,
-        slots: Tensor,
-        splits: dict[int, int],
-        scratch: Scratch,
-        deterministic: bool = False,
-    ) -> None:
-        self.positions, self.slots, self.lengths = positions, slots, positions + 1
-        self.tiles: Tensor | None = None  # of the kernel that computes prompts, if that is to compute these rows too
-        if deterministic:
-            places = torch.arange(len(slots), device=slots.device)
-            self.tiles = torch.stack((slots, places, torch.ones_like(slots), positions), 1).to(torch.int32)
-        self.caches, self.tables, self.splits, self.scratch = store.caches, store.tables, splits, scratch
-        self.pdl = positions.is_cuda and early(positions.device)
+    def plan(cache: LayerCache, asked: Batch | None) -> Any:
+        return backend.plan_singles(singles, store.tables[cache.group], cache, scratch, splits)
 
-    def attend(
-        self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
-    ) -> Tensor:
-        """See quire.data.models.context."""
-        cache = self.caches[layer]
-        tables = self.tables[cache.group]
-        q = qkv[:, : cache.heads]  # rotated in place
-        rope_write(
-            qkv, q, cache, tables, self.slots, self.positions, cache.heads, cache.kv_heads,
-            rotary=None if rotary is None else rotary.table,
-            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=self.pdl,
-        )  # fmt: skip
-        if self.tiles is not None:
-            return prompt(q, cache, tables, self.tiles, scale=cache.head_dim**-0.5, small=True)
-        return decode(
-            q, cache, tables, self.slots, self.lengths, scale=cache.head_dim**-0.5,
-            splits=self.splits[cache.kv_heads], scratch=self.scratch, pdl=self.pdl,
-        )  # fmt: skip
-
-    def wanted(self, layer: int, x: Tensor) -> Tensor:
-        """All: each row's one token is asked for."""
-        return x
+    return Step(positions, store.caches, backend, plan)
 
 
 class Graph(NamedTuple):
@@ -100,14 +66,14 @@ class DecodeGraphs:
         self,
         model: Any,
         store: Store,
+        backend: TritonBackend,
         last: Tensor,
         staging: Staging,
         largest: int,
-        tails: dict[str, Tail],
-        deterministic: bool = False,
+        tails: dict[str, AnyTail],
     ) -> None:
         self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
-        self.sizes, self.deterministic = sizes(largest), deterministic
+        self.backend, self.sizes = backend, sizes(largest)
         self.largest = largest
         self.models: dict[int, torch.cuda.CUDAGraph] = {}  # by size
         self.ends: dict[tuple[int, str], Graph] = {}
@@ -115,21 +81,18 @@ class DecodeGraphs:
         self.stream = torch.cuda.Stream(last.device)
         # Slot 0 and position 0: what padding is, until a step fills them in.
         self.inputs = torch.zeros(3 * largest, dtype=torch.int64, device=last.device)
-        self.multiprocessors = torch.cuda.get_device_properties(last.device).multi_processor_count
         self.scratch = self._scratch(store.caches)
 
-    def _scratch(self, caches: list[LayerCache]) -> Scratch:
+    def _scratch(self, caches: list[LayerCache]) -> SplitScratch:
         """One that suffices for every size and layer: layers follow one another."""
+        count = multiprocessors(self.last.device)
         kinds = {(c.heads, c.kv_heads, c.head_dim) for c in caches}
         needs = [
-            (decode_scratch(size, heads, kv, dim, self._splits(size, kv), torch.device("meta")))
+            (decode_scratch(size, heads, kv, dim, choose_splits(size, kv, count), torch.device("meta")))
             for heads, kv, dim in kinds for size in self.sizes
         ]  # fmt: skip
         most = [max(tensor.numel() for tensor in tensors) for tensors in zip(*needs)]
-        return Scratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
-
-    def _splits(self, size: int, kv_heads: int) -> int:
-        return choose_splits(size, kv_heads, self.multiprocessors)
+        return SplitScratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
 
     def fits(self, rows: tuple[Row, ...]) -> bool:
         """Every row computes one token and samples what follows it."""
@@ -175,9 +138,8 @@ class DecodeGraphs:
     def _logits(self, size: int) -> Tensor:
         tokens, slots, positions = self._rows(size)
         tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
-        splits = {cache.kv_heads: self._splits(size, cache.kv_heads) for cache in self.store.caches}
-        context = DecodeContext(self.store, positions, slots, splits, self.scratch, self.deterministic)
-        return self.model.logits(self.model(tokens, context))
+        step = token_step(self.store, self.backend, slots, positions, self.scratch)
+        return self.model.logits(self.model(tokens, step))
 
     def _captured(self, step: Callable[[], Any]) -> Graph:
         """What `step` enqueues as a graph, captured on a stream of its own."""

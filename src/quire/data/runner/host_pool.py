@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.data.runner.hazards import overlap
 from quire.data.runner.staging import Staging
 
 CPU_BYTES = 2**18  # gathered at once on a CPU, so that its caches hold it; larger pages than an eighth go one by one
@@ -33,73 +34,82 @@ OUT_PROGRAMS, IN_PROGRAMS = 8, 16
 
 
 class HostPool:
-    """`host` [count, numbers] beside `pages` [pages, numbers]; pinned where a GPU moves them. With `debug` every move
-    is waited for and compared."""
+    """`host` beside `pages`: views [pages, numbers] of all host memory and of all device memory, for each size of
+    pages, in bytes; pinned where a GPU moves them. With `debug` every move is waited for and compared."""
 
-    def __init__(self, pages: Tensor, count: int, debug: bool = False) -> None:
-        self.pages, self.device, self.debug = pages, pages.device, debug
-        self.page_bytes = pages.shape[1] * pages.itemsize
+    def __init__(self, pages: Mapping[int, Tensor], size: int, debug: bool = False) -> None:
+        """`size` bytes of host memory; a page at least of every size."""
+        self.pages, self.debug = pages, debug
+        some = next(iter(pages.values()))
+        self.device, size = some.device, max(size, *pages, 0)
         if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
-            raw = torch.from_numpy(np.zeros(count * self.page_bytes, dtype=np.uint8))
-            self.host = raw.view(pages.dtype).view(count, -1)
+            raw = torch.from_numpy(np.zeros(size, dtype=np.uint8))
+        else:  # no byte more than is needed: pinned memory is given out in powers of two
+            raw = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.host = {own: raw[: size // own * own].view(some.dtype).view(size // own, -1) for own in pages}
+        if self.device.type == "cpu":
             return
-        self.host = torch.empty((count, pages.shape[1]), dtype=pages.dtype, pin_memory=True)
         self.side = torch.cuda.Stream(self.device)
         self.staging = Staging(self.device, size=2**18)  # the side stream's own
         self.settled = torch.cuda.Event()  # behind the last copy or poison on `main`
-        self.leaving: list[tuple[frozenset[int], torch.cuda.Event]] = []  # pages on their way out, oldest first
+        self.leaving: list[tuple[int, frozenset[int], torch.cuda.Event]] = []  # pages on their way out, oldest first
         self.settle()
 
-    def out(self, moves: Mapping[int, int]) -> None:
-        """Copy pages to rows of `host`: {row: page}."""
+    @property
+    def busy(self) -> bool:
+        """Whether a page may still be on its way out."""
+        return self.device.type != "cpu" and bool(self.leaving)
+
+    def out(self, moves: Mapping[int, int], size: int) -> None:
+        """Copy pages of this size to rows of `host`: {row: page}."""
         if self.device.type == "cpu":
-            _gather(self.host, self.pages, moves)
+            _gather(self.host[size], self.pages[size], moves)
         else:
             with torch.cuda.stream(self.side):
                 self.side.wait_event(self.settled)
                 left = iter(moves.items())
-                while part := dict(islice(left, max(OUT_BYTES // self.page_bytes, 1))):
-                    self._move(self.host, self.pages, part, OUT_PROGRAMS)
+                while part := dict(islice(left, max(OUT_BYTES // size, 1))):
+                    self._move(self.host[size], self.pages[size], part, OUT_PROGRAMS)
                     event = torch.cuda.Event()
                     event.record(self.side)
-                    self.leaving.append((frozenset(part.values()), event))
+                    self.leaving.append((size, frozenset(part.values()), event))
         if self.debug:
-            self._compare((page, host) for host, page in moves.items())
+            self._compare(((page, host) for host, page in moves.items()), size)
 
-    def back(self, moves: Mapping[int, int]) -> None:
-        """Copy rows of `host` to pages: {page: row}."""
+    def back(self, moves: Mapping[int, int], size: int) -> None:
+        """Copy rows of `host` to pages of this size: {page: row}."""
         if self.device.type == "cpu":
-            _gather(self.pages, self.host, moves)
+            _gather(self.pages[size], self.host[size], moves)
         else:
             with torch.cuda.stream(self.side):
                 self.side.wait_event(self.settled)
-                self._move(self.pages, self.host, moves, IN_PROGRAMS)
+                self._move(self.pages[size], self.host[size], moves, IN_PROGRAMS)
             torch.cuda.current_stream(self.device).wait_stream(self.side)
         if self.debug:
-            self._compare(moves.items())
+            self._compare(moves.items(), size)
 
     def settle(self) -> None:
         """To be called when pages were copied or poisoned: later swaps wait for it."""
         if self.device.type != "cpu":
             self.settled.record(torch.cuda.current_stream(self.device))
 
-    def claim(self, pages: Iterable[int]) -> None:
-        """To be called before anything else writes these pages: it will wait until they have left."""
+    def claim(self, pages: Iterable[int], size: int) -> None:
+        """To be called before anything else writes these pages: it will wait until their bytes have left."""
         if self.device.type == "cpu":
             return
-        while self.leaving and self.leaving[0][1].query():
+        while self.leaving and self.leaving[0][2].query():
             del self.leaving[0]
         wanted = frozenset(pages) if self.leaving else frozenset()
         for i in reversed(range(len(self.leaving))):
-            some, event = self.leaving[i]
-            if not wanted.isdisjoint(some):
+            other, some, event = self.leaving[i]
+            if overlap(wanted, size, some, other):
                 torch.cuda.current_stream(self.device).wait_event(event)
                 del self.leaving[: i + 1]  # the side stream is in order: those before have left too
                 return
 
     def _move(self, target: Tensor, source: Tensor, moves: Mapping[int, int], programs: int) -> None:
         """target[to] = source[from] for {to: from}, on the current stream."""
-        if self.page_bytes >= ENGINE_BYTES:
+        if target.shape[1] * target.itemsize >= ENGINE_BYTES:
             for to, come in moves.items():
                 target[to].copy_(source[come], non_blocking=True)
         else:
@@ -108,12 +118,12 @@ class HostPool:
             dst, src = self.staging.upload_all([np.array(list(moves)), np.array(list(moves.values()))])
             copy_rows(target, source, dst, src, programs)
 
-    def _compare(self, moved: Iterable[tuple[int, int]]) -> None:
+    def _compare(self, moved: Iterable[tuple[int, int]], size: int) -> None:
         """Debug: these (page, row of `host`) hold the same bits."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
         for page, host in moved:
-            same = torch.equal(self.pages[page].view(torch.uint8).cpu(), self.host[host].view(torch.uint8))
+            same = torch.equal(self.pages[size][page].view(torch.uint8).cpu(), self.host[size][host].view(torch.uint8))
             assert same, f"page {page} and row {host} of the host pages differ after a swap"
 
 

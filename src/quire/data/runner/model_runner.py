@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,12 +18,12 @@ from quire.data.kernels.batch import to_device
 from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
-from quire.data.runner.batch import build_batch
-from quire.data.runner.context import StepContext
 from quire.data.runner.drawn import Drawn
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
+from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult
@@ -76,6 +77,7 @@ class ModelRunner:
         self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug = graphs, deterministic, debug
         self.depth = 1 if device.type == "cpu" else 2
+        self.collected = -math.inf  # when the last step was
         self.store: Store
         self.sampler: Sampler
         self.last: Tensor
@@ -84,6 +86,8 @@ class ModelRunner:
     def bind(self, geometry: Geometry) -> None:
         """Allocate pages, tables and sampling state for a memory of this geometry."""
         self.store = Store(geometry, self.spec, self.dtype, self.device, self.debug)
+        for cache in self.store.caches:
+            self.backend.check(cache)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
         if self.replays:
@@ -92,7 +96,7 @@ class ModelRunner:
             largest = min(geometry.slots - 1, MOST_GRAPH_ROWS)
             tails = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
             self.graphs = DecodeGraphs(
-                self.model, self.store, self.last, self.store.staging, largest, tails, self.deterministic
+                self.model, self.store, self.backend, self.last, self.store.staging, largest, tails
             )
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -112,11 +116,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step. Births and journal first, in order; then the rows as one batch."""
+        """Enqueue a step: births and journal, in order; then the rows as one batch; then what is to be done ahead."""
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
         self.store.replay(plan.journal)
+        ticket = self._rows(plan, began)
+        if plan.ahead:
+            self.store.pool.settle()  # swaps wait for these rows, as copies do
+            self.store.replay(plan.ahead)
+        return ticket
+
+    def _rows(self, plan: StepPlan, began: float) -> Ticket:
+        """Enqueue a plan's rows."""
         if not plan.rows:
             return Ticket(None, [], plan, began, None)
         if self.graphs is not None and self.graphs.fits(plan.rows):
@@ -124,7 +136,7 @@ class ModelRunner:
         batch = build_batch(plan.rows, self.store, self.last)
         scored = any(row.score for row in plan.rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
-        hidden = self.model(batch.tokens, StepContext(batch, self.store, self.backend, narrow))
+        hidden = self.model(batch.tokens, Step.of(batch, self.store.caches, self.backend, narrow))
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(plan.rows, batch.offsets) if row.score]
         drawn = None
         if len(batch.asked):
@@ -164,12 +176,13 @@ class ModelRunner:
         return torch.cat(parts)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step: its rows have run when this returns, so their pages may be moved by others."""
+        """Wait for a step: its rows have run when this returns, so their pages may be moved by others. Its seconds run
+        from its submission, or from the end of the step before if that was later: no second counts twice."""
         if ticket.done is not None:
             ticket.done.synchronize()
         finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
-            return StepResult(tuple(finished), time.perf_counter() - ticket.began)
+            return StepResult(tuple(finished), self._seconds(ticket))
         drawn = iter(finished)
         scores = iter(ticket.scores)
         samples = []
@@ -180,7 +193,11 @@ class ModelRunner:
                 scored = zip(row.score, next(scores).tolist())
                 sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
             samples.append(sample)
-        return StepResult(tuple(samples), time.perf_counter() - ticket.began)
+        return StepResult(tuple(samples), self._seconds(ticket))
+
+    def _seconds(self, ticket: Ticket) -> float:
+        began, self.collected = max(ticket.began, self.collected), time.perf_counter()
+        return self.collected - began
 
     def close(self) -> None:
         """Let go of the pages, once nothing moves them any more."""

@@ -43,7 +43,7 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
         torch.cuda.empty_cache()  # what they ran first; the memory of the steps that follow stays with the process
     for plan in _plans(tokens, max_len, runner.store.geometry.slots - 1):
         runner.collect(runner.submit(plan))
-    runner.store.pages[0].zero_()  # finite, whatever the model made of padding
+    runner.store.clear_scratch()  # finite, whatever the model made of padding
     torch.cuda.synchronize(runner.device)
 
 
@@ -85,7 +85,7 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
         from quire.data.kernels.triton.attention import representatives
 
         store = runner.store
-        kinds = {(c.group, c.heads, c.kv_heads, c.head_dim): c for c in store.caches}
+        kinds = {(c.kind, c.kv_heads, c.head_dim): c for c in store.caches}
         for cache in kinds.values():
             for rows in representatives(slots, cache, runner.device):
                 yield partial(runner.backend.rehearse, rows, cache, store.tables[cache.group])

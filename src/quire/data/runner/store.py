@@ -1,121 +1,111 @@
 """The store: the pages themselves and the page tables, as the journal left them.
 
-One flat buffer holds all pages (Jenga §4.2's page-layer partition: all layers of a page are neighbours), so copying a
-page is one contiguous copy whatever the number of layers. Entries are replayed in order before the step's writes.
+One flat buffer holds all pages of all groups (Jenga §4.2's page-layer partition: all layers of a page are neighbours),
+so copying a page is one contiguous copy whatever the number of layers. Entries are replayed in order before the step's
+writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain, groupby
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
 
-from quire.data.kernels.batch import LayerCache
+from quire.data.runner.hazards import Launch, Moves, launches
 from quire.data.runner.host_pool import HostPool
 from quire.data.runner.staging import Staging
-from quire.vocabulary.plan import Copy, In, Journal, Out, Poison, Table
+from quire.data.runner.views import check_geometry, layer_caches, pages_by_size
+from quire.vocabulary.plan import Copy, In, Journal, Out, Table
 from quire.vocabulary.specs import Geometry, ModelSpec
+
+ALIGNED = 16  # page ids: where a group's table begins
 
 
 class Store:
     """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
-    `debug` the content of every swapped page is compared."""
+    `debug` the content of every swapped page is compared. `views` [pages, numbers] are the pages of each group, page 0
+    included, `tables` [slots, logical pages] its page table; `caches` are the layers'."""
 
     def __init__(
         self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False
     ) -> None:
+        check_geometry(geometry, spec)
         self.geometry, self.device = geometry, device
         self.staging = Staging(device)
-        numbers = geometry.pages * geometry.page_bytes // geometry.itemsize
+        numbers = geometry.bytes // geometry.itemsize
         # Zeros: page 0 is scratch and must stay finite. NumPy's untouched zeros cost a CPU no memory, torch's do.
         if device.type == "cpu":
             self.buffer = torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype)
         else:
             self.buffer = torch.zeros(numbers, dtype=dtype, device=device)
-        self.pages = self.buffer.view(geometry.pages, -1)
-        shape = (len(geometry.groups), geometry.slots, geometry.table_width)
-        self.host_tables = np.zeros(shape, dtype=np.int64)
-        self.tables = torch.from_numpy(self.host_tables)
-        if device.type != "cpu":
-            self.tables = self.tables.to(device)
-        self.pool = HostPool(self.pages, max(geometry.host_pages, 1), debug)
-        # Host page h is row h - 1: a row more could take torch's pinned memory twice the room.
-        self.host = self.pool.host
-        self.caches = self._caches(spec)
-        self._apply: dict[type, Callable[[list[Any]], None]] = {
-            Copy: self._copy, Out: self._out, In: self._in, Poison: self._poison,
-        }  # fmt: skip
+        self.sizes = tuple(group.page_bytes for group in geometry.groups)
+        self.sized = pages_by_size(self.buffer, geometry)
+        self.views = tuple(self.sized[size] for size in self.sizes)
+        self.pool = HostPool(self.sized, geometry.host_bytes, debug)
+        self.caches = layer_caches(self.buffer, geometry, spec)
+        self._make_tables()
         if device.type != "cpu":  # so that kernels are compiled now, not in the midst of serving
-            self._copy_at_once({0: 0})
-            self.pool.out({0: 0})
-            self.pool.back({0: 0})
+            for size in self.sized:
+                self._copy({0: 0}, size)
+                self.pool.out({0: 0}, size)
+                self.pool.back({0: 0}, size)
 
-    def _caches(self, spec: ModelSpec) -> list[LayerCache]:
-        caches: dict[int, LayerCache] = {}
-        for g, group in enumerate(self.geometry.groups):
-            row = 0
-            for i in group.layers:
-                layer = spec.layers[i]
-                size = group.page_tokens * layer.head_dim
-                stride, odd = divmod(self.pages.shape[1], size)
-                assert odd == 0, "a page is not a whole number of head rows"
-                caches[i] = LayerCache(
-                    self.buffer.view(-1, size), stride, row, row + layer.kv_heads, spec.heads, layer.kv_heads,
-                    layer.head_dim, group.page_tokens, g, layer.window,
-                )  # fmt: skip
-                row += 2 * layer.kv_heads
-        return [caches[i] for i in range(len(spec.layers))]
+    def _make_tables(self) -> None:
+        """One allocation, whose addresses are fixed and in which every entry of every table has a number."""
+        slots = self.geometry.slots
+        self.widths = np.array([group.table_width for group in self.geometry.groups])
+        sizes = -(-slots * self.widths // ALIGNED) * ALIGNED
+        self.bases = np.cumsum(sizes) - sizes  # the number of each table's first entry
+        self.host_entries = np.zeros(int(sizes.sum()), dtype=np.int64)
+        self.entries = torch.from_numpy(self.host_entries)
+        if self.device.type != "cpu":
+            self.entries = self.entries.to(self.device)
+        ends = list(zip(self.bases.tolist(), self.widths.tolist()))
+        self.host_tables = [self.host_entries[at : at + slots * width].reshape(slots, width) for at, width in ends]
+        self.tables = [self.entries[at : at + slots * width].view(slots, width) for at, width in ends]
+
+    def clear_scratch(self) -> None:
+        """Page 0 of every group as it was at first."""
+        for pages in self.sized.values():
+            pages[0].zero_()
 
     def replay(self, journal: Journal) -> None:
         """Apply a journal's entries, with the effect of one after another. Only rows read tables, so their entries are
         put together: otherwise they would stand between copies that are made at once."""
         named = [entry for entry in journal if type(entry) is Table]
         contents = [entry for entry in journal if type(entry) is not Table] if len(named) < len(journal) else []
-        for kind, entries in groupby(contents, key=type):
-            self._apply[kind](list(entries))
+        for launch in launches(contents, self.sizes):
+            self._launch(launch)
         if named:
             self._write_tables(named)
 
-    def _copy(self, entries: list[Copy]) -> None:
-        """Copies of which none reads or writes what another one wrote or read are made at once."""
-        at_once: dict[int, int] = {}  # destination -> source
-        sources: set[int] = set()
-        for _, src, dst in entries:
-            if src == dst:
-                continue
-            if src in at_once or dst in sources:
-                self._copy_at_once(at_once)
-                at_once, sources = {}, set()
-            at_once[dst] = src
-            sources.add(src)
-        self._copy_at_once(at_once)
+    def _launch(self, launch: Launch) -> None:
+        kind, size, moves = launch
+        if kind is Copy:
+            self._copy(moves, size)
+        elif kind is Out:
+            self.pool.out(moves, size)
+        elif kind is In:
+            self.pool.back(moves, size)
+        else:
+            self._poison(moves, size)
 
-    def _copy_at_once(self, copies: dict[int, int]) -> None:
-        if not copies:
-            return
-        dst, src = self.staging.upload_all([np.array(list(copies)), np.array(list(copies.values()))])
+    def _copy(self, moves: Moves, size: int) -> None:
+        pages = self.sized[size]
+        dst, src = self.staging.upload_all([np.array(list(moves)), np.array(list(moves.values()))])
         if self.device.type == "cpu":
-            self.pages.index_copy_(0, dst, self.pages.index_select(0, src))
+            pages.index_copy_(0, dst, pages.index_select(0, src))
             return
         from quire.data.kernels.triton.copy import copy_pages
 
-        self.pool.claim(copies)
-        copy_pages(self.pages, src, dst)
+        self.pool.claim(moves, size)
+        copy_pages(pages, src, dst)
         self.pool.settle()
 
-    def _out(self, entries: list[Out]) -> None:
-        self.pool.out({host - 1: page for _, page, host in entries})
-
-    def _in(self, entries: list[In]) -> None:
-        self.pool.back({page: host - 1 for _, host, page in entries})
-
-    def _poison(self, entries: list[Poison]) -> None:
-        pages = [page for _, page in entries]
-        self.pool.claim(pages)
-        self.pages.index_fill_(0, self.staging.upload(np.array(pages)), torch.nan)
+    def _poison(self, moves: Moves, size: int) -> None:
+        self.pool.claim(moves, size)
+        self.sized[size].index_fill_(0, self.staging.upload(np.array(list(moves))), torch.nan)
         self.pool.settle()
 
     def _write_tables(self, entries: list[Table]) -> None:
@@ -123,12 +113,13 @@ class Store:
         slots, groups, ats, named = zip(*entries)
         counts = np.fromiter(map(len, named), np.int64, len(named))
         pages = np.fromiter(chain.from_iterable(named), np.int64, int(counts.sum()))
-        starts = (np.array(groups) * self.geometry.slots + np.array(slots)) * self.geometry.table_width + np.array(ats)
+        of = np.array(groups)
+        starts = self.bases[of] + np.array(slots) * self.widths[of] + np.array(ats)
         if (counts != 1).any():
             flat = np.arange(len(pages)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         else:
             flat = np.repeat(starts, counts)
-        tables = self.host_tables.reshape(-1)
+        tables = self.host_entries
         tables[flat] = pages
         # A place that occurs twice holds what NumPy happened to write last, which it doesn't promise to be the last.
         order = np.sort(flat)
@@ -137,6 +128,12 @@ class Store:
                 tables[start : start + len(ids)] = ids
             pages = tables[flat]  # the same value wherever a place occurs, so the scatter's order doesn't matter
         if self.device.type != "cpu":
-            self.pool.claim(chain.from_iterable(named))
+            self._claim(entries)
             to, ids = self.staging.upload_all([flat, pages])
-            self.tables.view(-1).index_copy_(0, to, ids)
+            self.entries.index_copy_(0, to, ids)
+
+    def _claim(self, entries: list[Table]) -> None:
+        """Rows may write the pages that these tables name."""
+        for size in self.sized if self.pool.busy else ():
+            named = (entry.pages for entry in entries if self.sizes[entry.group] == size)
+            self.pool.claim(chain.from_iterable(named), size)

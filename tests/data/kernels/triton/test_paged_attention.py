@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -14,13 +15,13 @@ from torch import Tensor
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.reference import paged_attention
 from quire.data.kernels.triton import attention
-from quire.data.kernels.triton.attention import Scratch, choose_splits, decode, decode_scratch
+from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rope import Rope
 from quire.data.layers.rotary import Rotary, queries_keys_values
-from quire.data.runner.batch import build_batch
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -40,6 +41,8 @@ class Shape(NamedTuple):
     dim: int = 16
     page: int = 16
     window: int | None = None
+    softcap: float | None = None
+    layout: str = "pages"
 
 
 class Memory(NamedTuple):
@@ -59,18 +62,47 @@ def ints(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def filled(shape: Shape, lengths: tuple[int, ...], dtype: torch.dtype, contiguous: bool = False) -> Memory:
-    """The second layer of three. Pages are in random order (or one after another), table entries past a sequence's end
-    name a poisoned page."""
-    heads, kv, dim, size, window = shape
+# How tokens lie: pages of heads of tokens (the store's), also of tokens of heads, with a gap behind each page, or with
+# values in a buffer of their own; and one run of tokens a sequence, each of all layers and heads, or of a head alone.
+PAGED = ("pages", "tokens first", "gaps", "two buffers")
+CONTIGUOUS = ("token runs", "head runs")
+OTHERS = pytest.mark.parametrize("layout", [*PAGED[1:], *CONTIGUOUS])
+
+
+def placed(shape: Shape, pages: int, size: int, dtype: torch.dtype) -> LayerCache:
+    """The second layer of three in `pages` pages of `size` tokens, full of NaN but for page 0."""
+    kv, dim = shape.kv_heads, shape.dim
+
+    def buffer(*of: int) -> Tensor:
+        whole = torch.full((pages, *of), torch.nan, dtype=dtype, device=DEVICE)
+        whole[0] = 0
+        return whole
+
+    if shape.layout == "two buffers":
+        keys, values = (buffer(LAYERS, kv, size, dim)[:, LAYER] for _ in range(2))
+    elif shape.layout in ("tokens first", "token runs"):
+        keys, values = buffer(size, LAYERS, 2, kv, dim)[:, :, LAYER].permute(2, 0, 3, 1, 4)
+    elif shape.layout == "gaps":
+        whole = buffer(LAYERS * 2 * kv * size * dim + 24)[:, : LAYERS * 2 * kv * size * dim]
+        keys, values = whole.view(pages, LAYERS, 2, kv, size, dim)[:, LAYER].unbind(1)
+    else:
+        keys, values = buffer(LAYERS, 2, kv, size, dim)[:, LAYER].unbind(1)
+    return LayerCache(
+        keys, values, shape.heads, dim**-0.5, window=shape.window, softcap=shape.softcap,
+        contiguous=shape.layout in CONTIGUOUS,
+    )  # fmt: skip
+
+
+def filled(shape: Shape, lengths: tuple[int, ...], dtype: torch.dtype) -> Memory:
+    """Pages are in random order, table entries past a sequence's end name a poisoned page."""
+    kv, dim, size = shape.kv_heads, shape.dim, shape.page
     width = max(-(-n // size) for n in lengths) + 1
-    order = torch.arange(len(lengths) * width) if contiguous else torch.randperm(len(lengths) * width)
-    tables = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(-1, width) + 1)).to(DEVICE)
-    stride, row = LAYERS * 2 * kv, LAYER * 2 * kv
-    rows = torch.full(((tables.numel() + 1) * stride, size * dim), torch.nan, dtype=dtype, device=DEVICE)
-    rows[:stride] = 0
-    cache = LayerCache(rows, stride, row, row + kv, heads, kv, dim, size, 0, window)
-    keys, values = cache.views()
+    if shape.layout in CONTIGUOUS:
+        size, width = max(lengths) + 3, 1
+    order = torch.randperm(len(lengths) * width).view(-1, width)
+    tables = torch.cat((torch.zeros(1, width, dtype=torch.int64), order + 1)).to(DEVICE)
+    cache = placed(shape, tables.numel() + 1, size, dtype)
+    keys, values = cache.keys, cache.values
     histories = []
     for i, n in enumerate(lengths):
         both = random(2, n, kv, dim, dtype=dtype, seed=i)
@@ -108,14 +140,12 @@ def check_decode(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...] = LE
     memory = filled(shape, lengths, dtype)
     q = random(len(lengths), shape.heads, shape.dim, dtype=dtype, seed=99)
     slots, options = slots_of(lengths), {"splits": 2, **options}
-    got = decode(
-        q, memory.cache, memory.tables, slots, ints(lengths), scale=shape.dim**-0.5, **options
-    )  # fmt: skip
+    got = decode(q, memory.cache, memory.tables, slots, ints(lengths), **options)
     for i, n in enumerate(lengths):
         if n == 0:
             assert not got[i].any(), "padding gets zeros"
         else:
-            want = dense(q[i : i + 1], memory.histories[i], n - 1, shape.window, options.get("softcap"))
+            want = dense(q[i : i + 1], memory.histories[i], n - 1, shape.window, shape.softcap)
             assert_close(got[i : i + 1], want)
 
 
@@ -150,16 +180,36 @@ def test_every_head_size(dim, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_are_soft_capped(dtype) -> None:
-    check_decode(Shape(), dtype, softcap=0.7)
-    check_prompt(Shape(), dtype, softcap=0.7)
+    check_decode(Shape(softcap=0.7), dtype)
+    check_prompt(Shape(softcap=0.7), dtype)
+
+
+@OTHERS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 24])
+def test_any_layout(window, dtype, layout) -> None:
+    """With strides of its own, and contiguous; the memory checker allows no address between its numbers."""
+    for page in (4, 64) if layout in PAGED else (1,):
+        shape = Shape(6, 2, 16, page, window, layout=layout)
+        check_decode(shape, dtype)
+        check_prompt(shape, dtype)
+
+
+def test_scale_is_the_layers_own() -> None:
+    memory = filled(Shape(), (40, 7), torch.float32)
+    q = random(2, 4, 16, dtype=torch.float32)
+    slots, lengths = ints([1, 2]), ints([40, 7])
+    want = decode(q * 0.5, memory.cache, memory.tables, slots, lengths, splits=1)
+    got = decode(q, replace(memory.cache, scale=16**-0.5 / 2), memory.tables, slots, lengths, splits=1)
+    torch.testing.assert_close(got, want)
 
 
 def test_decode_equals_the_reference_page_by_page() -> None:
     shape = Shape(6, 2, 16, 4, window=9)
     memory = filled(shape, (31,), torch.float32)
     q = random(1, 6, 16, dtype=torch.float32)
-    got = decode(q, memory.cache, memory.tables, ints([1]), ints([31]), scale=0.25, splits=1)
-    want = paged_attention(q[0], *memory.cache.views(), memory.tables[1], 30, scale=0.25, window=9)
+    got = decode(q, memory.cache, memory.tables, ints([1]), ints([31]), splits=1)
+    want = paged_attention(q[0], memory.cache.keys, memory.cache.values, memory.tables[1], 30, scale=0.25, window=9)
     torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
 
 
@@ -169,8 +219,8 @@ def test_queries_may_be_a_view_of_the_projections(dtype) -> None:
     memory = filled(shape, lengths, dtype)
     qkv = random(3, 4 + 2 * 2, 16, dtype=dtype)
     arguments = (memory.cache, memory.tables, ints([1, 2, 3]), ints(lengths))
-    got = decode(qkv[:, :4], *arguments, scale=0.25, splits=2)
-    assert torch.equal(got, decode(qkv[:, :4].contiguous(), *arguments, scale=0.25, splits=2))
+    got = decode(qkv[:, :4], *arguments, splits=2)
+    assert torch.equal(got, decode(qkv[:, :4].contiguous(), *arguments, splits=2))
 
 
 def test_rows_name_queries_and_outputs() -> None:
@@ -179,35 +229,32 @@ def test_rows_name_queries_and_outputs() -> None:
     q = random(6, 4, 16, dtype=torch.float32)
     arguments = (memory.cache, memory.tables, ints([1, 2]), ints(lengths))
     out = torch.full_like(q, 3.0)
-    assert decode(q, *arguments, out, scale=0.25, splits=1, rows=ints([4, 1])) is out
-    assert torch.equal(out[[4, 1]], decode(q[[4, 1]], *arguments, scale=0.25, splits=1))
+    assert decode(q, *arguments, out, splits=1, rows=ints([4, 1])) is out
+    assert torch.equal(out[[4, 1]], decode(q[[4, 1]], *arguments, splits=1))
     assert (out[[0, 2, 3, 5]] == 3.0).all()
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("layout", CONTIGUOUS)
 @pytest.mark.parametrize("splits", [1, 4])
-def test_the_contiguous_twin_reads_one_table_entry(page, splits) -> None:
-    shape, lengths = Shape(page=page, window=150), (300, 0, 33)
-    memory = filled(shape, lengths, torch.float32, contiguous=True)
+def test_a_run_of_tokens_is_one_large_page(layout, splits) -> None:
+    """The paged kernel, which looks into the table for each tile, computes the same to the bit."""
+    shape, lengths = Shape(window=150, layout=layout), (300, 0, 33)
+    memory = filled(shape, lengths, torch.float32)
     q = random(3, 4, 16, dtype=torch.float32)
-    options = {"scale": 0.25, "splits": splits}
-    want = decode(q, memory.cache, memory.tables, slots_of(lengths), ints(lengths), **options)
-    tables = memory.tables.clone()
-    tables[:, 1:] = 0
-    assert torch.equal(
-        decode(q, memory.cache, tables, slots_of(lengths), ints(lengths), contiguous=True, **options), want
-    )
+    arguments = (memory.tables, slots_of(lengths), ints(lengths))
+    want = decode(q, replace(memory.cache, contiguous=False), *arguments, splits=splits)
+    assert torch.equal(decode(q, memory.cache, *arguments, splits=splits), want)
 
 
 def test_scratch_is_used_again_whatever_is_in_it() -> None:
     shape, lengths = Shape(), (300, 40, 0, 130)
     memory = filled(shape, lengths, torch.float32)
     q = random(4, 4, 16, dtype=torch.float32)
-    scratch = Scratch(*(x.fill_(torch.nan) for x in decode_scratch(4, 4, 2, 16, 4, DEVICE)))
+    scratch = SplitScratch(*(x.fill_(torch.nan) for x in decode_scratch(4, 4, 2, 16, 4, DEVICE)))
     arguments = (q, memory.cache, memory.tables, slots_of(lengths), ints(lengths))
-    want = decode(*arguments, scale=0.25, splits=1)
+    want = decode(*arguments, splits=1)
     for splits in (4, 2, 4):
-        got = decode(*arguments, scale=0.25, splits=splits, scratch=scratch)
+        got = decode(*arguments, splits=splits, scratch=scratch)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -216,7 +263,7 @@ def test_one_split_does_not_depend_on_the_other_rows(dtype) -> None:
     shape, lengths = Shape(), (300, 40, 33, 150)
     memory = filled(shape, lengths, dtype)
     q = random(4, 4, 16, dtype=dtype)
-    options = {"scale": 0.25, "splits": 1}
+    options = {"splits": 1}
     together = decode(q, memory.cache, memory.tables, slots_of(lengths), ints(lengths), **options)
     for i, n in enumerate(lengths):
         alone = decode(q[i : i + 1], memory.cache, memory.tables, ints([i + 1]), ints([n]), **options)
@@ -245,20 +292,18 @@ def tiled(shape: Shape, chunks: tuple[tuple[int, int], ...], dtype: torch.dtype)
     return torch.from_numpy(tiles).to(DEVICE)
 
 
-def check_prompt(
-    shape: Shape, dtype: torch.dtype, chunks: tuple[tuple[int, int], ...] = CHUNKS, softcap: float | None = None
-) -> None:
+def check_prompt(shape: Shape, dtype: torch.dtype, chunks: tuple[tuple[int, int], ...] = CHUNKS) -> None:
     memory = filled(shape, tuple(map(sum, chunks)), dtype)
-    if shape.window is not None:  # pages that all queries have left behind may hold anything
+    if shape.window is not None and shape.layout in PAGED:  # pages that all queries have left behind may hold anything
         for slot, (start, _) in enumerate(chunks, 1):
             left = max(start - shape.window + 1, 0) // shape.page
             memory.tables[slot, :left] = memory.tables[slot, -1]
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
     tiles = tiled(shape, chunks, dtype)
-    got = prompt(q, memory.cache, memory.tables, tiles, scale=shape.dim**-0.5, softcap=softcap)
+    got = prompt(q, memory.cache, memory.tables, tiles)
     bounds = np.cumsum([0] + [n for _, n in chunks]).tolist()
     for (a, b), (start, _), both in zip(pairwise(bounds), chunks, memory.histories):
-        assert_close(got[a:b], dense(q[a:b], both, start, shape.window, softcap))
+        assert_close(got[a:b], dense(q[a:b], both, start, shape.window, shape.softcap))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -303,7 +348,7 @@ BATCHES = {
 
 def stored(sizes: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> Store:
     """A store with a table for each sequence, all other pages poisoned."""
-    layer = LayerSpec(shape.kv_heads, shape.dim, shape.window)
+    layer = LayerSpec(shape.kv_heads, shape.dim, shape.window, softcap=shape.softcap)
     spec = ModelSpec("test", (layer,) * LAYERS, 10, 4096, 16, shape.heads, 16, 0)
     width = max(-(-(a + b) // shape.page) for a, b in sizes)
     page_bytes = LAYERS * layer.token_bytes(dtype.itemsize) * shape.page
@@ -313,7 +358,7 @@ def stored(sizes: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> St
         tokens=shape.page, itemsize=dtype.itemsize,
     )  # fmt: skip
     store = Store(geometry, spec, dtype, DEVICE)
-    store.pages[1:].fill_(torch.nan)
+    store.views[0][1:].fill_(torch.nan)
     free = (np.random.default_rng(0).permutation(pages - 1) + 1).tolist()
     for slot, (before, now) in enumerate(sizes, 1):
         store.replay((Table(slot, 0, 0, tuple(free.pop() for _ in range(-(-(before + now) // shape.page)))),))
@@ -337,16 +382,16 @@ def run_backend(
     present = [(i, before, now) for i, (before, now) in enumerate(sizes)]
     for rows in filter(None, (earlier, present)):
         batch = build_batch(tuple(Row(i + 1, (1,) * n, start, 0) for i, start, n in rows), store, last)
-        plan = backend.plan(batch, 0)
+        plan = backend.plan(batch, cache)
         if fused:
             qkv = torch.cat([raw[i][a : a + n] for i, a, n in rows])
-            got = backend.rotate_and_attend(qkv, rotary, norms, cache, plan, shape.dim**-0.5)
+            got = backend.rotate_and_attend(qkv, rotary, norms, cache, plan)
         else:
             q, k, v = (torch.cat([turned[i][j][a : a + n] for i, a, n in rows]) for j in range(3))
-            got = backend.attend(q, k, v, cache, plan, shape.dim**-0.5)
+            got = backend.attend(q, k, v, cache, plan)
     bounds = np.cumsum([0] + [n for _, n in sizes]).tolist()
     for (a, b), (start, _), (q, k, v) in zip(pairwise(bounds), sizes, turned):
-        assert_close(got[a:b], dense(q[start:], torch.stack((k, v)), start, shape.window))
+        assert_close(got[a:b], dense(q[start:], torch.stack((k, v)), start, shape.window, shape.softcap))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -355,6 +400,14 @@ def run_backend(
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_backend_equals_dense_attention(batch, heads, kv_heads, window, dtype) -> None:
     run_backend(TritonBackend(), BATCHES[batch], Shape(heads, kv_heads, 8, window=window), dtype)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_backend_caps_scores(dtype, deterministic) -> None:
+    shape = Shape(softcap=0.7)
+    for fused in (False, True):
+        run_backend(TritonBackend(deterministic=deterministic), BATCHES["mixed"], shape, dtype, fused=fused)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

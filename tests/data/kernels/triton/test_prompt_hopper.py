@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +24,9 @@ Chunks = tuple[tuple[int, int], ...]
 LONG: Chunks = ((0, 64), (63, 1), (64, 65), (0, 129), (1, 700), (1000, 3), (511, 513), (0, 1))
 
 
-def cache_of(dim: int = 128, dtype: torch.dtype = torch.bfloat16, window: int | None = None) -> LayerCache:
-    return LayerCache(torch.zeros(8, 16 * dim, dtype=dtype), 8, 0, 4, 16, 4, dim, 16, 0, window)
+def cache_of(dim: int = 128, dtype: torch.dtype = torch.bfloat16, **options: Any) -> LayerCache:
+    keys, values = torch.zeros(1, 2, 4, 16, dim, dtype=dtype).unbind(1)
+    return LayerCache(keys, values, 16, dim**-0.5, **options)
 
 
 def test_what_it_takes() -> None:
@@ -33,13 +35,16 @@ def test_what_it_takes() -> None:
     assert not prompt_hopper.takes(cache_of(dtype=torch.float32))
     assert not prompt_hopper.takes(cache_of(dim=64))
     assert not prompt_hopper.takes(cache_of(window=4096))
+    assert not prompt_hopper.takes(replace(cache_of(), softcap=30.0))
+    assert not prompt_hopper.takes(replace(cache_of(), contiguous=True))
+    assert not prompt_hopper.takes(replace(cache_of(), values=cache_of().values))
     assert [prompt_hopper.tile_queries(group) for group in (1, 4, 7, 192)] == [192, 48, 27, 1]
 
 
 def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(made: TritonBackend, *chunks: tuple[int, int], dim: int = 128) -> bool:
+    def chosen(made: TritonBackend, *chunks: tuple[int, int], **options: Any) -> bool:
         starts, lengths = np.array(chunks, dtype=np.int64).reshape(-1, 2).T
-        return made._kernel(cache_of(dim), lengths, starts + lengths)[0] is prompt_hopper.prompt
+        return made._kernel(cache_of(**options), lengths, starts + lengths)[0] is prompt_hopper.prompt
 
     assert not chosen(TritonBackend(), (0, 8192)), "no such GPU"
     monkeypatch.setattr(backend, "hopper", lambda device: True)
@@ -49,7 +54,7 @@ def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not chosen(TritonBackend(), (0, 4095))
     assert not chosen(TritonBackend(), (4094, 2), *((0, 64),) * 127), "nearly all of the work is in short ones"
     assert not chosen(TritonBackend(deterministic=True), (0, 8192))
-    assert not chosen(TritonBackend(softcap=30.0), (0, 8192))
+    assert not chosen(TritonBackend(), (0, 8192), softcap=30.0)
     assert not chosen(TritonBackend(), (0, 8192), dim=64)
 
 
@@ -84,10 +89,10 @@ def both(shape: Shape, chunks: Chunks, dtype: torch.dtype) -> tuple[Memory, Tens
     memory = filled(shape, tuple(map(sum, chunks)), dtype)
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
     queries = prompt.tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize)
-    scale, where = shape.dim**-0.5, (memory.cache, memory.tables)
-    want = prompt.prompt(q, *where, tiles_of(chunks, queries), scale=scale)
+    where = memory.cache, memory.tables
+    want = prompt.prompt(q, *where, tiles_of(chunks, queries))
     tiles = tiles_of(chunks, prompt_hopper.tile_queries(shape.heads // shape.kv_heads))
-    return memory, q, want, prompt_hopper.prompt(q, *where, tiles, scale=scale)
+    return memory, q, want, prompt_hopper.prompt(q, *where, tiles)
 
 
 @on_hopper
@@ -117,7 +122,7 @@ def test_the_same_every_time() -> None:
     assert torch.equal(first, want)
     tiles, out = tiles_of(chunks, 48), torch.empty_like(q)
     for _ in range(50):
-        prompt_hopper.prompt(q, memory.cache, memory.tables, tiles, out.fill_(torch.nan), scale=128**-0.5)
+        prompt_hopper.prompt(q, memory.cache, memory.tables, tiles, out.fill_(torch.nan))
         assert torch.equal(out, want)
 
 
@@ -126,7 +131,7 @@ def test_rows_that_no_tile_names_stay() -> None:
     memory = filled(Shape(8, 2, 128), (70, 70), torch.bfloat16)
     q = random(140, 8, 128, dtype=torch.bfloat16)
     out = torch.full_like(q, 7.0)
-    prompt_hopper.prompt(q, memory.cache, memory.tables, tiles_of(((0, 70),), 48), out, scale=1.0)
+    prompt_hopper.prompt(q, memory.cache, memory.tables, tiles_of(((0, 70),), 48), out)
     assert (out[70:] == 7.0).all()
     assert not (out[:70] == 7.0).all()
 

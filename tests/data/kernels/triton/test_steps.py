@@ -3,6 +3,7 @@ graph captures, padding included."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from geometries import one_size
 
 from quire.data.models import resolve
 from quire.data.models.configs import named_config
-from quire.data.runner.batch import build_batch
-from quire.data.runner.context import StepContext
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.model_runner import ModelRunner
+from quire.data.runner.step import Step
 from quire.data.weights.dummy import fill_dummy
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
@@ -45,7 +46,7 @@ def a_runner(model: Any, spec: Any, attention: str) -> ModelRunner:
     layers = tuple(range(len(spec.layers)))
     pages = SLOTS * WIDTH + 1
     runner.bind(one_size((layers, None), pages=pages, page_bytes=page_bytes, slots=SLOTS, width=WIDTH, tokens=PAGE))
-    runner.store.pages[1:].fill_(torch.nan)  # recycled pages hold anything
+    runner.store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
     return runner
 
 
@@ -76,7 +77,7 @@ def runners(request) -> tuple[ModelRunner, ModelRunner]:
 def logits(runner: ModelRunner, rows: tuple[Row, ...]) -> torch.Tensor:
     batch = build_batch(rows, runner.store, runner.last)
     with torch.inference_mode():
-        return runner.model.logits(runner.model(batch.tokens, StepContext(batch, runner.store, runner.backend)))
+        return runner.model.logits(runner.model(batch.tokens, Step.of(batch, runner.store.caches, runner.backend)))
 
 
 def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> None:
@@ -88,7 +89,8 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
 
 def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) -> None:
     from quire.data.kernels.triton.attention import decode_scratch
-    from quire.data.runner.graphs import DecodeContext
+    from quire.data.kernels.triton.backend import TritonBackend
+    from quire.data.runner.graphs import token_step
 
     reference, runner = runners
     rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
@@ -97,13 +99,38 @@ def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) 
     tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 13), (42, 2, 5), (0, 0, 0)], device=DEVICE).T
     for splits, deterministic in ((1, False), (4, False), (1, True)):
         scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
-        context = DecodeContext(
-            runner.store, positions.contiguous(), slots.contiguous(), {cache.kv_heads: splits}, scratch, deterministic
-        )
+        backend = TritonBackend(deterministic=deterministic)
+        context = token_step(runner.store, backend, slots.contiguous(), positions.contiguous(), scratch, splits)
         with torch.inference_mode():
             got = runner.model.logits(runner.model(tokens.contiguous(), context))
         assert got.isfinite().all(), "padding is finite"
         torch.testing.assert_close(got[:3], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_caps_and_scales_hold_in_steps_of_graphs_too(
+    runners: tuple[ModelRunner, ModelRunner], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager steps and captured ones launch the same: what a layer says of its attention counts in both."""
+    from quire.data.kernels.triton.backend import TritonBackend
+    from quire.data.runner.graphs import token_step
+
+    reference, runner = runners
+    rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
+    plain = logits(reference, rows)
+    for each in runners:
+        capped = [replace(cache, softcap=0.5, scale=2 * cache.scale) for cache in each.store.caches]
+        monkeypatch.setattr(each.store, "caches", capped)
+    expected = logits(reference, rows)
+    assert (expected - plain).abs().max() > 1e-3
+    backend = TritonBackend(deterministic=deterministic)
+    monkeypatch.setattr(runner, "backend", backend)
+    torch.testing.assert_close(logits(runner, rows), expected, atol=2e-4, rtol=2e-4)
+    tokens, slots, positions = torch.tensor([(40, 1, 8), (41, 3, 13), (42, 2, 5)], device=DEVICE).T.contiguous()
+    with torch.inference_mode():
+        got = runner.model.logits(runner.model(tokens, token_step(runner.store, backend, slots, positions)))
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_deterministic_steps(runners: tuple[ModelRunner, ModelRunner]) -> None:
@@ -113,7 +140,7 @@ def test_deterministic_steps(runners: tuple[ModelRunner, ModelRunner]) -> None:
     reference, runner = runners
     rows = (Row(2, (40,), 5, 1), Row(3, (41, 42, 43, 44), 13, 1), Row(1, (LAST,), 8, 1))
     batch = build_batch(rows, runner.store, runner.last)
-    context = StepContext(batch, runner.store, TritonBackend(deterministic=True))
+    context = Step.of(batch, runner.store.caches, TritonBackend(deterministic=True))
     with torch.inference_mode():
         got = runner.model.logits(runner.model(batch.tokens, context))
     torch.testing.assert_close(got, logits(reference, rows), atol=2e-4, rtol=2e-4)

@@ -25,7 +25,7 @@ RESIDENT = {2: 4, 3: 3}  # programs a multiprocessor holds -> stages of their pi
 LOWEST = tl.constexpr(-1.0e30)  # below every score yet finite: the difference of two is 0, where -inf would give NaN
 
 
-class Scratch(NamedTuple):
+class SplitScratch(NamedTuple):
     """Where the parts of split contexts meet, flat, four bytes a number: `sums` [rows, kv_heads, splits, group, dim],
     `maxima` and `weights` [rows, kv_heads, splits, group]. Nothing in it outlives a call of `decode`."""
 
@@ -34,10 +34,12 @@ class Scratch(NamedTuple):
     weights: Tensor
 
 
-def decode_scratch(rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device) -> Scratch:
-    """Scratch for launches of up to `rows` x `splits` parts; one serves all layers of a stream, one after another."""
+def decode_scratch(
+    rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device
+) -> SplitScratch:
+    """For launches of up to `rows` x `splits` parts; one serves all layers of a stream, one after another."""
     parts = rows * heads * splits if splits > 1 else 0
-    return Scratch(*(torch.empty(n, dtype=torch.float32, device=device) for n in (parts * head_dim, parts, parts)))
+    return SplitScratch(*(torch.empty(n, dtype=torch.float32, device=device) for n in (parts * head_dim, parts, parts)))
 
 
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
@@ -58,7 +60,7 @@ def representatives(most: int, cache: LayerCache, device: torch.device) -> list[
     padded = _padded(cache.heads // cache.kv_heads, cache.head_dim)
     for batch in range(1, most + 1):
         splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
-        shape = _shape(*padded, cache.rows.element_size(), batch * cache.kv_heads * splits, device)
+        shape = _shape(*padded, cache.dtype.itemsize, batch * cache.kv_heads * splits, device)
         found.setdefault((splits, *shape), batch)
     return list(found.values())
 
@@ -70,28 +72,22 @@ def fullness(programs: int, places: int) -> float:
 
 @triton.jit
 def token_offsets(
-    table, base, start, end, stride,
-    PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    table, base, start, end, stride, PAGE: tl.constexpr, UNIT: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
-    """Where tokens start .. start + BLOCK begin in a cache's buffer, before the head's own offset; int64 [BLOCK].
-    Tokens from `end` on are those of the scratch page. `start` is a multiple of BLOCK. CONTIGUOUS: pages follow one
-    another from page `base`, and `table` is not read."""
+    """Where tokens start .. start + BLOCK begin behind the keys or values of a head; int64 [BLOCK]. Pages are `stride`
+    units apart. Tokens from `end` on are those of the scratch page. `start` is a multiple of BLOCK. CONTIGUOUS: all
+    tokens follow one another in page `base`, and neither `table` is read nor PAGE used."""
     across = tl.arange(0, BLOCK)
-    if PAGE % BLOCK == 0:  # all in one page
-        logical = start // PAGE
-        if CONTIGUOUS:
-            page = base + logical
-        else:
-            page = tl.load(table + logical, mask=start < end, other=0)
-        return page * stride * (PAGE * DIM) + ((start % PAGE + across) * DIM).to(tl.int64)
+    if CONTIGUOUS:
+        return base * stride * UNIT + (start + across).to(tl.int64) * TOKEN_STRIDE
+    elif PAGE % BLOCK == 0:  # all in one page
+        page = tl.load(table + start // PAGE, mask=start < end, other=0)
+        return page * stride * UNIT + ((start % PAGE + across) * TOKEN_STRIDE).to(tl.int64)
     else:
         at = start + across
-        logical = at // PAGE
-        if CONTIGUOUS:
-            page = base + logical
-        else:
-            page = tl.load(table + logical, mask=at < end, other=0)
-        return page * stride * (PAGE * DIM) + (at % PAGE) * DIM
+        page = tl.load(table + at // PAGE, mask=at < end, other=0)
+        return page * stride * UNIT + (at % PAGE) * TOKEN_STRIDE
 
 
 def factors(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -121,14 +117,16 @@ def extent(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constex
 
 
 # Where indices lie is no reason to compile a kernel once more, in the middle of a step.
-@triton.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["slots", "lengths", "rows"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _decode(
-    q, cache, tables, slots, lengths, rows, out, sums, maxima, divisors,
-    q_row, q_head, out_row, table_width, stride, key_row, inner, outer,
+    q, keys, values, tables, slots, lengths, rows, out, sums, maxima, divisors,
+    q_row, q_head, out_row, table_width, stride, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """VALUES_AFTER: numbers from a key to its value; None: they are in another buffer, where `values` points."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
@@ -151,15 +149,18 @@ def _decode(
     query = tl.load(q + where * q_row + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
     table = tables + slot * table_width
     base = tl.load(table) if CONTIGUOUS else 0
-    keys = cache + (key_row + head).to(tl.int64) * (PAGE * DIM)
+    keys += head.to(tl.int64) * HEAD_STRIDE
+    values += head.to(tl.int64) * HEAD_STRIDE
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     weight = tl.zeros([GROUP_PAD], tl.float32)
     total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     # The page ids of the next tile are read a turn ahead: only then does the compiler pipeline the loads behind them.
-    following = token_offsets(table, base, begin, end, stride, PAGE, DIM, BLOCK, CONTIGUOUS)
+    following = token_offsets(table, base, begin, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK, CONTIGUOUS)
     for start in range(begin, end, BLOCK):
         offsets = following
-        following = token_offsets(table, base, start + BLOCK, end, stride, PAGE, DIM, BLOCK, CONTIGUOUS)
+        following = token_offsets(
+            table, base, start + BLOCK, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK, CONTIGUOUS
+        )  # fmt: skip
         at = start + tl.arange(0, BLOCK)
         seen = at < end
         if WINDOW is not None:
@@ -174,7 +175,11 @@ def _decode(
         new = tl.maximum(best, tl.max(scores, 1) * outer)
         weights = tl.exp2(scores * outer - new[:, None])
         shrink = tl.exp2(best - new)
-        value = tl.load(places + VALUES_AFTER, mask=live, other=0.0)
+        if VALUES_AFTER is not None:
+            places += VALUES_AFTER
+        else:
+            places = values + offsets[:, None] + d[None, :]
+        value = tl.load(places, mask=live, other=0.0)
         weight = weight * shrink + tl.sum(weights, 1)
         total = tl.dot(weights.to(value.dtype), value, total * shrink[:, None], input_precision="ieee")
         best = new
@@ -225,18 +230,24 @@ def _join(
     tl.store(target, result.to(out.dtype.element_ty), mask=(d < DIM) & (active > 1))
 
 
+def cache_layout(cache: LayerCache) -> dict[str, object]:
+    """What kernels are compiled for, of a cache's layout."""
+    return {
+        "PAGE": None if cache.contiguous else cache.page_tokens, "UNIT": cache.unit, "HEAD_STRIDE": cache.head_stride,
+        "TOKEN_STRIDE": cache.token_stride, "VALUES_AFTER": cache.values_after, "CONTIGUOUS": cache.contiguous,
+    }  # fmt: skip
+
+
 def decode(
     q: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, lengths: Tensor, out: Tensor | None = None, *,
-    scale: float, splits: int, softcap: float | None = None, pdl: bool = False, scratch: Scratch | None = None,
-    contiguous: bool = False, rows: Tensor | None = None,
+    splits: int, pdl: bool = False, scratch: SplitScratch | None = None, rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query a sequence: q [B, heads, dim] (rows and heads may be strided) -> out [B, heads, dim].
 
     tables [slots, logical pages] is that of the cache's group, slots and lengths [B] are int64 on the device; a length
     counts the token of this step, which is already in its page. Slot 0 or length 0 is padding: zeros come out. With
     `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i. With splits=1 a row's
-    result does not depend on the other rows. `contiguous` trusts that pages follow one another from each table's first
-    entry and reads no other. Nothing here waits for the device.
+    result does not depend on the other rows. Nothing here waits for the device.
     """
     heads, dim = q.shape[1:]
     batch, kv_heads = slots.shape[0], cache.kv_heads
@@ -256,11 +267,10 @@ def decode(
         "SPLITS": splits, "INDEXED": rows is not None, "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
-        q, cache.rows, tables, slots, lengths, named, out, *parts, q.stride(0), q.stride(1), out.stride(0),
-        tables.stride(0), cache.stride, cache.key_row, *factors(scale, softcap),
-        GROUP_PAD=group_pad, PAGE=cache.page_tokens,
-        VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim, CAPPED=softcap is not None,
-        CONTIGUOUS=contiguous, num_warps=warps, num_stages=stages, **shared,
+        q, cache.keys, cache.values, tables, slots, lengths, named, out, *parts, q.stride(0), q.stride(1),
+        out.stride(0), tables.stride(0), cache.page_units, *factors(cache.scale, cache.softcap),
+        GROUP_PAD=group_pad, CAPPED=cache.softcap is not None, num_warps=warps, num_stages=stages,
+        **cache_layout(cache), **shared,
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](

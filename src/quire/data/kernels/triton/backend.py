@@ -1,5 +1,6 @@
-"""The attention backend for eager steps on a GPU: rows of one token go through `decode`, others through `prompt`, or
-through `prompt_hopper` where that is faster."""
+"""The attention backend on a GPU: rows of one token go through `decode`, others through `prompt`, or through
+`prompt_hopper` where that is faster. Eager steps are planned on the host, those that graphs capture on the device; the
+launches are the same."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache, to_device
 from quire.data.kernels.reference import write_pages
-from quire.data.kernels.triton.attention import choose_splits, decode, multiprocessors
-from quire.data.kernels.triton.launch import hopper
+from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, multiprocessors
+from quire.data.kernels.triton.launch import early, hopper
 from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
-from quire.data.kernels.triton.rope import rope_write
+from quire.data.kernels.triton.rope_write import rope_write
 from quire.vocabulary.specs import Layout
 
 
@@ -36,56 +37,103 @@ class Norm(Protocol):
 
 
 @dataclass(slots=True)
-class Plan:
-    """One group's step: the rows of one query (`slots`, `lengths`, and `rows`, their queries' places) and the tiles of
-    the others for `kernel`. Keys and values are those of `batch`; the queries are its tokens, or only those at `asked`.
-    """
+class Launches:
+    """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T];
+    their queries, or only those at `asked`, are rows of one query (`slots`, `lengths`, and `rows`, their places among
+    the queries; None: in order), or are in `tiles` for `kernel`. `scratch` is where split contexts meet, if it is kept
+    for long; `pdl`: kernels start early."""
 
     tables: Tensor
+    token_slots: Tensor
+    positions: Tensor
     slots: Tensor | None
     lengths: Tensor | None
     rows: Tensor | None
     tiles: Tensor | None
     kernel: Callable[..., Tensor]
     splits: int
-    batch: Batch
-    asked: Tensor | None
+    asked: Tensor | None = None
+    scratch: SplitScratch | None = None
+    pdl: bool = False
+
+
+class Singles(NamedTuple):
+    """A step of one token a row on the device, each [R]; `tiles` only where `prompt` computes these rows too."""
+
+    slots: Tensor
+    positions: Tensor
+    lengths: Tensor
+    tiles: Tensor | None
 
 
 class TritonBackend:
-    """`softcap` caps the model's scores. `deterministic`: no result depends on which rows share the step, nor on how
-    many of a row's tokens do: all go through one kernel."""
+    """`deterministic`: no result depends on which rows share the step, nor on how many of a row's tokens do: all go
+    through one kernel. Any strides will do."""
 
     needs = Layout.PAGED
     rotates = True
 
-    def __init__(self, *, softcap: float | None = None, deterministic: bool = False) -> None:
-        self.softcap, self.deterministic = softcap, deterministic
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+        self.usual = partial(prompt, small=deterministic)
 
-    def plan(self, batch: Batch, group: int, asked: Batch | None = None) -> Plan:
-        """Once a step and layer group, on the host; one upload. Keys and values are of `batch`, queries of `asked` if
-        given."""
-        cache = next(c for c in batch.caches if c.group == group)
-        of = asked or batch
+    def check(self, cache: LayerCache) -> None:
+        """StartupError for a cache that it can't read: there is none."""
+
+    def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> Launches:
+        """Once a step and kind of layers, on the host; one upload. Keys and values are of `batch`, queries of `asked`
+        if given."""
+        of, group = asked or batch, cache.group
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
-        parts = [of.slots[one], of.starts[one] + 1, of.offsets[one]]
-        kernel, queries = self._kernel(cache, of.lengths[many], (of.starts + of.lengths)[many])
+        contexts = of.contexts(group)
+        parts = [of.slots[one], contexts[one], of.offsets[one]]
+        kernel, queries = self._kernel(cache, of.lengths[many], contexts[many])
         if len(many):
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
             parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
         n = len(one)
-        return Plan(
+        return Launches(
             tables=batch.tables[group],
+            token_slots=batch.token_slots,
+            positions=batch.positions,
             slots=ints[:n] if n else None,
             lengths=ints[n : 2 * n] if n else None,
             rows=ints[2 * n : 3 * n] if n else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
             kernel=kernel,
             splits=choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
-            batch=batch,
             asked=None if asked is None else asked.ends,
+        )
+
+    def singles(self, slots: Tensor, positions: Tensor) -> Singles:
+        """A step of one token a row, all of it on the device: `slots` and `positions` [R]. A graph may capture it and
+        the plans made of it: they serve whatever both hold at a replay."""
+        tiles = None
+        if self.deterministic:
+            places = torch.arange(len(slots), device=slots.device)
+            tiles = torch.stack((slots, places, torch.ones_like(slots), positions), 1).to(torch.int32)
+        return Singles(slots, positions, positions + 1, tiles)
+
+    def plan_singles(
+        self, step: Singles, tables: Tensor, cache: LayerCache, scratch: SplitScratch | None = None,
+        splits: int | None = None,
+    ) -> Launches:  # fmt: skip
+        """As `plan`, for such a step and the page tables of the cache's group."""
+        device = step.slots.device
+        return Launches(
+            tables=tables,
+            token_slots=step.slots,
+            positions=step.positions,
+            slots=None if self.deterministic else step.slots,
+            lengths=step.lengths,
+            rows=None,
+            tiles=step.tiles,
+            kernel=self.usual,
+            splits=splits or choose_splits(len(step.slots), cache.kv_heads, multiprocessors(device)),
+            scratch=scratch,
+            pdl=device.type == "cuda" and early(device),
         )
 
     def _kernel(
@@ -96,13 +144,12 @@ class TritonBackend:
         roles, work = self._roles(cache), lengths * contexts
         if roles is not None and (work * contexts).sum() >= roles.LONG * max(int(work.sum()), 1):
             return roles.prompt, roles.tile_queries(cache.heads // cache.kv_heads)
-        shape = cache.heads, cache.kv_heads, cache.head_dim, cache.rows.element_size()
-        usual = partial(prompt, softcap=self.softcap, small=self.deterministic)
-        return usual, tile_queries(*shape, self.deterministic)
+        shape = cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize
+        return self.usual, tile_queries(*shape, self.deterministic)
 
     def _roles(self, cache: LayerCache) -> ModuleType | None:
         """`prompt_hopper`, if it may compute this layer's prompts."""
-        if self.deterministic or self.softcap is not None or not hopper(cache.rows.device):
+        if self.deterministic or not hopper(cache.device):
             return None
         from quire.data.kernels.triton import prompt_hopper
 
@@ -110,46 +157,47 @@ class TritonBackend:
 
     def rehearse(self, rows: int, cache: LayerCache, tables: Tensor) -> None:
         """Attention for `rows` rows of padding, so that its kernels are compiled and loaded."""
-        q = torch.zeros((rows, cache.heads, cache.head_dim), dtype=cache.rows.dtype, device=cache.rows.device)
+        q = torch.zeros((rows, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
         nothing = torch.zeros(rows, dtype=torch.int64, device=q.device)
         splits = choose_splits(rows, cache.kv_heads, multiprocessors(q.device))
-        decode(q, cache, tables, nothing, nothing, scale=1.0, splits=splits, softcap=self.softcap, rows=nothing)
+        decode(q, cache, tables, nothing, nothing, splits=splits, rows=nothing)
 
     def rehearse_long(self, cache: LayerCache, tables: Tensor) -> None:
         """The same for a long prompt, where there may be one."""
         roles = self._roles(cache)
         if roles is not None and tables.shape[1] * cache.page_tokens >= roles.LONG:
-            q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.rows.dtype, device=cache.rows.device)
+            q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
             tile = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device)
-            roles.prompt(q, cache, tables, tile, scale=1.0)
+            roles.prompt(q, cache, tables, tile)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Launches) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
-        keys, values = cache.views()
-        write_pages(keys, values, k, v, plan.batch.write_pages[cache.group], plan.batch.write_offsets)
-        return self._attend(q, cache, plan, scale)
+        if cache.writes:
+            size, table = cache.page_tokens, plan.tables
+            pages = table[plan.token_slots, torch.div(plan.positions, size, rounding_mode="floor")]
+            write_pages(cache.keys, cache.values, k, v, pages, plan.positions % size)
+        return self._attend(q, cache, plan)
 
     def rotate_and_attend(
-        self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Plan,
-        scale: float,
-    ) -> Tensor:  # fmt: skip
+        self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Launches
+    ) -> Tensor:
         """The same from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised and rotated where
         asked: one launch does that and the write. Queries are rotated in place."""
         q = qkv[:, : cache.heads]
         rope_write(
-            qkv, q, cache, plan.tables, plan.batch.token_slots, plan.batch.positions, cache.heads, cache.kv_heads,
+            qkv, q, cache, plan.tables, plan.token_slots, plan.positions,
             rotary=None if rotary is None else rotary.table,
-            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps),
+            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=plan.pdl,
         )  # fmt: skip
-        return self._attend(q if plan.asked is None else q.index_select(0, plan.asked), cache, plan, scale)
+        return self._attend(q if plan.asked is None else q.index_select(0, plan.asked), cache, plan)
 
-    def _attend(self, q: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Tensor:
+    def _attend(self, q: Tensor, cache: LayerCache, plan: Launches) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None:
-            plan.kernel(q, cache, plan.tables, plan.tiles, out, scale=scale)
+            plan.kernel(q, cache, plan.tables, plan.tiles, out)
         if plan.slots is not None:
             decode(
                 q, cache, plan.tables, plan.slots, plan.lengths, out,
-                scale=scale, splits=plan.splits, softcap=self.softcap, rows=plan.rows,
+                splits=plan.splits, rows=plan.rows, scratch=plan.scratch, pdl=plan.pdl,
             )  # fmt: skip
         return out

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.attention import LOWEST, capped, factors, token_offsets
+from quire.data.kernels.triton.attention import LOWEST, cache_layout, capped, factors, token_offsets
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
@@ -39,18 +39,21 @@ def make_tiles(
 
 @triton.jit
 def _sweep(
-    query, best, weight, total, position, keys, table, begin, end, oldest, stride, inner, outer,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    query, best, weight, total, position, keys, values, table, base, begin, end, oldest, stride, inner, outer,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
+    VALUES_AFTER: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them. Before `oldest`
     no query sees anything, and pages may be another sequence's by now."""
     d = tl.arange(0, DIM_PAD)
-    following = token_offsets(table, 0, begin, end, stride, PAGE, DIM, BLOCK_N, False)
+    following = token_offsets(table, base, begin, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK_N, CONTIGUOUS)
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         offsets = following  # page ids are read a turn ahead, see decode
-        following = token_offsets(table, 0, start + BLOCK_N, end, stride, PAGE, DIM, BLOCK_N, False)
+        following = token_offsets(
+            table, base, start + BLOCK_N, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK_N, CONTIGUOUS
+        )  # fmt: skip
         places = keys + offsets[:, None] + d[None, :]
         real = at < end
         if WINDOW is not None:
@@ -71,22 +74,28 @@ def _sweep(
         shrink = tl.exp2(best - new)
         weight = weight * shrink + tl.sum(weights, 1)
         total = total * shrink[:, None]
-        if MASKED or DIM != DIM_PAD:
-            value = tl.load(places + VALUES_AFTER, mask=live, other=0.0)
+        if VALUES_AFTER is not None:
+            places += VALUES_AFTER
         else:
-            value = tl.load(places + VALUES_AFTER)
+            places = values + offsets[:, None] + d[None, :]
+        if MASKED or DIM != DIM_PAD:
+            value = tl.load(places, mask=live, other=0.0)
+        else:
+            value = tl.load(places)
         total = tl.dot(weights.to(value.dtype), value, total, input_precision="ieee")
         best = new
     return best, weight, total
 
 
-@triton.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["tiles"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles"])
 def _prompt(
-    q, cache, tables, tiles, out, q_row, q_head, out_row, table_width, stride, key_row, inner, outer,
+    q, keys, values, tables, tiles, out, q_row, q_head, out_row, table_width, stride, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
-    VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """See _decode for the layout's constants."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     slot = tl.load(tiles + tile * 4)
     token = tl.load(tiles + tile * 4 + 1)
@@ -100,8 +109,10 @@ def _prompt(
     at = (token + m // GROUP).to(tl.int64)
     heads = head * GROUP + m % GROUP
     query = tl.load(q + (at * q_row + heads * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
-    keys = cache + (key_row + head).to(tl.int64) * (PAGE * DIM)
+    keys += head.to(tl.int64) * HEAD_STRIDE
+    values += head.to(tl.int64) * HEAD_STRIDE
     table = tables + slot.to(tl.int64) * table_width
+    base = tl.load(table) if CONTIGUOUS else 0
     best = tl.full([BLOCK_M], LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
@@ -113,25 +124,25 @@ def _prompt(
         whole = tl.maximum(latest - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
         whole = tl.minimum(whole, whole_end)
         best, weight, total = _sweep(
-            query, best, weight, total, position, keys, table, first, whole, oldest, stride, inner, outer,
-            DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, True,
+            query, best, weight, total, position, keys, values, table, base, first, whole, oldest, stride,
+            inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CAPPED, BLOCK_N,
+            True,
         )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, table, whole, whole_end, oldest, stride, inner, outer,
-        DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, False,
+        query, best, weight, total, position, keys, values, table, base, whole, whole_end, oldest, stride,
+        inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CAPPED, BLOCK_N, False,
     )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, table, whole_end, latest + 1, oldest, stride, inner, outer,
-        DIM, DIM_PAD, PAGE, VALUES_AFTER, WINDOW, CAPPED, BLOCK_N, True,
+        query, best, weight, total, position, keys, values, table, base, whole_end, latest + 1, oldest, stride,
+        inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CAPPED, BLOCK_N, True,
     )  # fmt: skip
     result = (total / weight[:, None]).to(out.dtype.element_ty)
     tl.store(out + (at * out_row + heads * DIM)[:, None] + d[None, :], result, mask=inside)
 
 
 def prompt(
-    q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, scale: float,
-    softcap: float | None = None, small: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False
+) -> Tensor:
     """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
     dim]; rows of out that no tile names stay as they are.
 
@@ -146,12 +157,11 @@ def prompt(
     block_m, block_n, warps, stages, registers = _shape(dim, q.element_size(), small)
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
-        q, cache.rows, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
-        cache.stride, cache.key_row, *factors(scale, softcap),
+        q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
+        cache.page_units, *factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        PAGE=cache.page_tokens, VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim,
-        WINDOW=cache.window, CAPPED=softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=warps, num_stages=stages, maxnreg=registers,
+        WINDOW=cache.window, CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=warps, num_stages=stages, maxnreg=registers, **cache_layout(cache),
     )  # fmt: skip
     return out
 

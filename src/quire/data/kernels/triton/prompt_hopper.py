@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.attention import LOWEST, factors
+from quire.data.kernels.triton.attention import LOWEST, cache_layout, factors
 
 PARTS = gl.constexpr(3)  # groups of warps that hold rows
 PART = gl.constexpr(64)  # rows of each
@@ -40,8 +40,10 @@ for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself,
 
 
 def takes(cache: LayerCache) -> bool:
-    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without a window."""
-    return cache.window is None and cache.head_dim == 128 and cache.rows.element_size() == 2
+    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without window and cap, keys and values in pages of
+    one buffer."""
+    plain = cache.window is None and cache.softcap is None and cache.head_dim == 128 and cache.dtype.itemsize == 2
+    return plain and not cache.contiguous and cache.values_after is not None
 
 
 def tile_queries(group: int) -> int:
@@ -50,7 +52,10 @@ def tile_queries(group: int) -> int:
 
 
 @gluon.jit
-def _fetch(keys, table, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr, VALUES_AFTER: gl.constexpr):
+def _fetch(
+    keys, table, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr, UNIT: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, VALUES_AFTER: gl.constexpr,
+):  # fmt: skip
     """Every block in turn, once the ring has room for it; a block is announced when the next one is on its way."""
     k_blocks, v_blocks, ready, free = ring
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -59,7 +64,7 @@ def _fetch(keys, table, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr
     pages = gl.load(table + at // PAGE, mask=at < end, other=0)
     turn = 0
     for _ in range(0, end, BLOCK):
-        places = keys + (pages * stride * (PAGE * DIM) + (at % PAGE) * DIM)[:, None] + d[None, :]
+        places = keys + (pages * stride * UNIT + (at % PAGE) * TOKEN_STRIDE)[:, None] + d[None, :]
         real = (at < end)[:, None]
         at += BLOCK
         pages = gl.load(table + at // PAGE, mask=at < end, other=0)  # a turn ahead
@@ -157,17 +162,18 @@ def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.
     gl.store(out + places[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=(row // GROUP < many)[:, None])
 
 
-@gluon.jit(do_not_specialize=["stride", "key_row"], do_not_specialize_on_alignment=["tiles", "tables"])
+@gluon.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles", "tables"])
 def _prompt_hopper(
-    q, cache, tables, tiles, out, q_row, q_head, out_row, table_width, stride, key_row, outer,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, VALUES_AFTER: gl.constexpr,
+    q, keys, tables, tiles, out, q_row, q_head, out_row, table_width, stride, outer,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, UNIT: gl.constexpr,
+    HEAD_STRIDE: gl.constexpr, TOKEN_STRIDE: gl.constexpr, VALUES_AFTER: gl.constexpr,
 ):  # fmt: skip
     index, head = gl.program_id(0) // KV_HEADS, gl.program_id(0) % KV_HEADS
     slot = gl.load(tiles + index * 4)
     token = gl.load(tiles + index * 4 + 1)
     many = gl.load(tiles + index * 4 + 2)
     earliest = gl.load(tiles + index * 4 + 3)
-    keys = cache + (key_row + head).to(gl.int64) * (PAGE * DIM)
+    keys += head.to(gl.int64) * HEAD_STRIDE
     table = tables + slot.to(gl.int64) * table_width
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
@@ -186,28 +192,27 @@ def _prompt_hopper(
             (_attend, (q, out, tile, q_parts, ring, outer, 0, GROUP, DIM)),
             (_attend, (q, out, tile, q_parts, ring, outer, 1, GROUP, DIM)),
             (_attend, (q, out, tile, q_parts, ring, outer, 2, GROUP, DIM)),
-            (_fetch, (keys, table, earliest + many, stride, ring, DIM, PAGE, VALUES_AFTER)),
+            (_fetch, (keys, table, earliest + many, stride, ring, DIM, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER)),
         ],
         [4, 4, 4],
         [HOLDING, HOLDING, FETCHING],
     )
 
 
-def prompt(
-    q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, scale: float
-) -> Tensor:
+def prompt(q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None) -> Tensor:
     """As `quire.data.kernels.triton.prompt.prompt`, for caches that it `takes`, in tiles of `tile_queries` queries."""
     heads, dim = q.shape[1:]
     group = heads // cache.kv_heads
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
-    assert cache.window is None, "no windows"
+    assert takes(cache), "no windows, no caps, pages of one buffer"
     assert tile_queries(group), "more query heads a key head than a tile has rows"
+    layout = cache_layout(cache)
+    del layout["CONTIGUOUS"]
     _prompt_hopper[(tiles.shape[0] * cache.kv_heads,)](
-        q, cache.rows, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
-        cache.stride, cache.key_row, factors(scale, None)[1],
-        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, PAGE=cache.page_tokens,
-        VALUES_AFTER=(cache.value_row - cache.key_row) * cache.page_tokens * dim, num_warps=4,
+        q, cache.keys, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
+        cache.page_units, factors(cache.scale, None)[1],
+        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, num_warps=4, **layout,
     )  # fmt: skip
     return out

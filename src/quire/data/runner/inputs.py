@@ -30,6 +30,5 @@ def build_batch(rows: tuple[Row, ...], store: Store, last: Tensor) -> Batch:
     if unseen:
         tokens = torch.where(tokens == LAST, last[token_slots], tokens)
     return Batch(
-        tokens, positions, token_slots, on_device_ends, slots, starts, lengths, offsets, asked,
-        store.tables, store.host_tables, store.caches,
+        tokens, positions, token_slots, on_device_ends, slots, starts, lengths, offsets, asked, store.tables,
     )  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_paged_attention import CONTIGUOUS, OTHERS, Shape, placed
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.rope import rope_write
+from quire.data.kernels.triton.rope_write import rope_write
 from quire.data.layers.rope import Rope
 from quire.data.layers.rotary import cos_sin, rotate
 
@@ -18,7 +20,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
 PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
-LAYERS, LAYER, SLOTS, LENGTH, EPS = 3, 1, 4, 513, 1e-6
+SLOTS, LENGTH, EPS = 4, 513, 1e-6
 
 
 class Case(NamedTuple):
@@ -26,6 +28,7 @@ class Case(NamedTuple):
     kv_heads: int
     dim: int
     page_tokens: int
+    layout: str = "pages"
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -41,17 +44,17 @@ def assert_rounded(got: Tensor, want: Tensor) -> None:
 
 def poisoned(case: Case, dtype: torch.dtype) -> tuple[LayerCache, Tensor]:
     """The second layer's cache in pages full of NaN (but for page 0), and tables in random order. Slot 0: page 0."""
-    width = -(-LENGTH // case.page_tokens)
+    width = 1 if case.layout in CONTIGUOUS else -(-LENGTH // case.page_tokens)
     order = torch.randperm((SLOTS - 1) * width, generator=torch.Generator().manual_seed(1)) + 1
     tables = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(SLOTS - 1, width))).to(DEVICE)
-    stride, row = LAYERS * 2 * case.kv_heads, LAYER * 2 * case.kv_heads
-    pages = (SLOTS - 1) * width + 1
-    rows = torch.full((pages * stride, case.page_tokens * case.dim), torch.nan, dtype=dtype, device=DEVICE)
-    rows[:stride] = 0
-    cache = LayerCache(
-        rows, stride, row, row + case.kv_heads, case.heads, case.kv_heads, case.dim, case.page_tokens, 0, None
-    )
-    return cache, tables
+    size = LENGTH + 2 if case.layout in CONTIGUOUS else case.page_tokens
+    shape = Shape(case.heads, case.kv_heads, case.dim, size, layout=case.layout)
+    return placed(shape, (SLOTS - 1) * width + 1, size, dtype), tables
+
+
+def whole(part: Tensor) -> Tensor:
+    """All of the buffer that a view is of."""
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(part.untyped_storage())
 
 
 def places(case: Case) -> tuple[Tensor, Tensor]:
@@ -95,19 +98,41 @@ def check(
     elsewhere = torch.empty(len(slots), case.heads + gap, case.dim, dtype=dtype, device=DEVICE)
     q_out = qkv[:, : case.heads] if in_place else elsewhere[:, gap:]
     q, k, v = expected(qkv, case, positions, rotary, norms)
-    before, rest = cache.rows.clone(), wide[:, case.heads :].clone()
-    rope_write(
-        qkv, q_out, cache, tables, slots, positions, case.heads, case.kv_heads, rotary=rotary, norms=norms, pdl=pdl
-    )
+    before, rest = [whole(x).clone() for x in (cache.keys, cache.values)], wide[:, case.heads :].clone()
+    rope_write(qkv, q_out, cache, tables, slots, positions, rotary=rotary, norms=norms, pdl=pdl)
     assert_rounded(q_out, q)
     assert torch.equal(wide[:, case.heads :], rest), "keys and values of qkv itself stay"
-    pages, offsets = tables[slots, positions // case.page_tokens], positions % case.page_tokens
-    keys, values = cache.views()
+    size, keys, values = cache.page_tokens, cache.keys, cache.values
+    pages, offsets = tables[slots, positions // size], positions % size
     assert_rounded(keys[pages, :, offsets], k)
     assert torch.equal(values[pages, :, offsets], v.to(dtype)), "values are copied, bit for bit"
-    for view, old in zip(cache.views(), cache._replace(rows=before).views()):
-        view[pages, :, offsets] = old[pages, :, offsets]
-    assert torch.equal(cache.rows.nan_to_num(7.0), before.nan_to_num(7.0)), "nothing else is written"
+    for view, old in zip((keys, values), before):
+        view[pages, :, offsets] = old.as_strided(view.shape, view.stride(), view.storage_offset())[pages, :, offsets]
+    for view, old in zip((keys, values), before):
+        assert torch.equal(whole(view).nan_to_num(7.0), old.nan_to_num(7.0)), "nothing else is written"
+
+
+@OTHERS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_any_layout(page_tokens: int, dtype: torch.dtype, layout: str) -> None:
+    check(Case(6, 2, 32, page_tokens, layout), dtype)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_layer_that_writes_nothing(rotated: bool) -> None:
+    """Its queries are turned; what another layer wrote to the same views stays."""
+    case = Case(6, 2, 32, 16)
+    cache, tables = poisoned(case, torch.float32)
+    slots, positions = places(case)
+    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), 32, LENGTH).to(DEVICE) if rotated else None
+    q = random(len(slots), 6, 32, dtype=torch.float32)
+    qkv = torch.cat((q, torch.zeros(len(slots), 4, 32, device=DEVICE)), 1)
+    before = whole(cache.keys).nan_to_num(7.0)
+    rope_write(q, q, replace(cache, writes=False), tables, slots, positions, rotary=rotary)
+    assert torch.equal(whole(cache.keys).nan_to_num(7.0), before)
+    rope_write(qkv, qkv[:, :6], cache, tables, slots, positions, rotary=rotary)
+    assert torch.equal(q, qkv[:, :6])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,8 +177,8 @@ def test_bad_values_stay_theirs(dtype: torch.dtype) -> None:
     qkv[1, 5] = torch.inf
     rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), 16, LENGTH).to(DEVICE)
     q_out = torch.empty_like(qkv[:, :2])
-    rope_write(qkv, q_out, cache, tables, slots, positions, 2, 2, rotary=rotary)
-    keys, values = cache.views()
+    rope_write(qkv, q_out, cache, tables, slots, positions, rotary=rotary)
+    keys, values = cache.keys, cache.values
     pages = tables[slots, positions // 4]
     assert q_out.isfinite().all()
     assert keys[pages, :, positions % 4].isfinite().all()
@@ -168,13 +193,13 @@ def test_addresses_beyond_32_bits() -> None:
     case = Case(8, 8, 128, 16)
     stride = 2 * case.kv_heads
     pages = (1 << 31) // (stride * 16 * 128) + 8
-    rows = torch.zeros(pages * stride, 16 * 128, dtype=torch.bfloat16, device=DEVICE)
-    cache = LayerCache(rows, stride, 0, 8, 8, 8, 128, 16, 0, None)
+    rows = torch.zeros(pages, 2, 8, 16, 128, dtype=torch.bfloat16, device=DEVICE)
+    keys, values = rows.unbind(1)
+    cache = LayerCache(keys, values, 8, 1.0)
     tables = torch.tensor([[0, 0], [3, pages - 1]], device=DEVICE)
     slots, positions = torch.tensor([1, 1], device=DEVICE), torch.tensor([2, 21], device=DEVICE)
     qkv = random(2, 24, 128, dtype=torch.bfloat16)
-    rope_write(qkv, qkv[:, :8], cache, tables, slots, positions, 8, 8)
-    keys, values = cache.views()
+    rope_write(qkv, qkv[:, :8], cache, tables, slots, positions)
     assert torch.equal(torch.stack((keys[3, :, 2], keys[pages - 1, :, 5])), qkv[:, 8:16])
     assert torch.equal(torch.stack((values[3, :, 2], values[pages - 1, :, 5])), qkv[:, 16:])
     assert int(rows.count_nonzero()) == int(qkv[:, 8:].count_nonzero())

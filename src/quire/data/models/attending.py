@@ -10,25 +10,26 @@ from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary
 
 
-class Context(Protocol):
+class Attending(Protocol):
     """One step's batch: T tokens, those of all its sequences one after another, without padding between them."""
 
     positions: Tensor  # [T] int64, each token's position in its own sequence
 
     def attend(
-        self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None
-    ) -> Tensor:
+        self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None,
+        last: bool = False,
+    ) -> Tensor:  # fmt: skip
         """qkv [T, heads + 2 kv_heads, head_dim] holds each token's queries, keys and values. Queries and keys are
         normalised a head if `norms` (theirs) are given, then rotated if `rotary` is; keys and values go to the cache of
-        `layer`; then each token attends to its own sequence up to itself (within the layer's window), with scale
-        head_dim ** -0.5.
+        `layer`; then each token attends to its own sequence up to itself, as the layer's LayerSpec says (window,
+        scale, softcap).
 
-        -> [T, heads, head_dim], for the last layer only of the `wanted` tokens. Rotation and writing are asked for here
-        because a GPU does them in one launch.
+        -> [T, heads, head_dim], where the model says that this is its `last` attention only of the `wanted` tokens.
+        Rotation and writing are asked for here because a GPU does them in one launch.
         """
         ...
 
-    def wanted(self, layer: int, x: Tensor) -> Tensor:
-        """The rows of x [T, hidden] that go on after the attention of `layer`: all, but in the last layer only those of
-        tokens whose logits will be asked for. Nothing else of it is read by anybody."""
+    def wanted(self, x: Tensor) -> Tensor:
+        """The rows of x [T, hidden] that go on after the last attention: those of tokens whose logits will be asked
+        for. Nothing else of it is read by anybody."""
         ...

@@ -8,7 +8,7 @@ from geometries import one_size
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.data.runner.batch import build_batch
+from quire.data.runner.inputs import build_batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -60,21 +60,22 @@ def test_a_batch_is_its_rows_one_token_after_another(rows: tuple[Row, ...]) -> N
             slots.append(row.slot)
             offsets.append((row.start + i) % SIZE)
             for g, found in enumerate(pages):
-                found.append(int(store.host_tables[g, row.slot, (row.start + i) // SIZE]))
+                found.append(int(store.host_tables[g][row.slot, (row.start + i) // SIZE]))
         if row.sample:
             ends.append(len(tokens) - 1)
     assert batch.tokens.tolist() == tokens
     assert batch.positions.tolist() == positions
     assert batch.token_slots.tolist() == slots
-    assert batch.write_pages.tolist() == pages
-    assert batch.write_offsets.tolist() == offsets
+    for cache in store.caches:
+        found_pages, found_offsets = batch.places(cache)
+        assert found_pages.tolist() == pages[cache.group]
+        assert found_offsets.tolist() == offsets
     assert batch.ends.tolist() == ends
     assert batch.slots.tolist() == [row.slot for row in rows]
     assert batch.starts.tolist() == [row.start for row in rows]
     assert batch.lengths.tolist() == [len(row.tokens) for row in rows]
     assert [tokens[at] for at in batch.offsets] == [100 + r.slot if r.tokens[0] == LAST else r.tokens[0] for r in rows]
     assert batch.tables is store.tables
-    assert batch.host_tables is store.host_tables
     assert all(array.dtype == np.int64 for array in (batch.slots, batch.starts, batch.lengths, batch.offsets))
 
 
@@ -82,9 +83,10 @@ def test_nothing_of_a_batch_changes_with_the_tables_afterwards() -> None:
     """The next journal may be replayed while a step's writes are under way."""
     store = a_store()
     batch = build_batch((Row(1, (3, 4, 5), 2, 1),), store, torch.zeros(SLOTS, dtype=torch.int64))
-    before = batch.write_pages.clone()
+    before = [batch.places(cache)[0].clone() for cache in store.caches]
     store.replay((Table(1, 0, 0, (50, 51)), Table(1, 1, 0, (52, 53))))
-    assert torch.equal(batch.write_pages, before)
+    for cache, pages in zip(store.caches, before):
+        assert torch.equal(batch.places(cache)[0], pages)
 
 
 def test_what_the_last_layer_is_asked_for() -> None:

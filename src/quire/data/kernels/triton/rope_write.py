@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.triton.attention import cache_layout
 
 
 @triton.jit
@@ -30,11 +31,12 @@ def _turned(
     return low, high
 
 
-@triton.jit(do_not_specialize=["key_row", "value_row"], do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rope_write(
-    qkv, q_out, pages, tables, slots, positions, rotary, q_weight, k_weight,
-    qkv_stride, q_stride, table_stride, page_stride, key_row, value_row, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    qkv, q_out, keys, values, tables, slots, positions, rotary, q_weight, k_weight,
+    qkv_stride, q_stride, table_stride, page_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr, CONTIGUOUS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, QUERY_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
     ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +68,10 @@ def _rope_write(
     else:
         head = (block - QUERY_BLOCKS) * TILE + tl.arange(0, TILE)[:, None]
         mask = inside & (head < 2 * KV_HEADS)
-        page = tl.load(tables + tl.load(slots + token) * table_stride + position // PAGE_TOKENS)
+        logical, offset = 0, position
+        if not CONTIGUOUS:
+            logical, offset = position // PAGE, position % PAGE
+        page = tl.load(tables + tl.load(slots + token) * table_stride + logical)
         source = qkv + token * qkv_stride + (HEADS + head) * DIM + columns
         low = tl.load(source, mask=mask, other=0.0)
         high = tl.load(source + DIM // 2, mask=mask, other=0.0)
@@ -74,10 +79,14 @@ def _rope_write(
         is_key = head < KV_HEADS
         low = tl.where(is_key, turned_low.to(low.dtype), low)
         high = tl.where(is_key, turned_high.to(high.dtype), high)
-        row = page * page_stride + tl.where(is_key, key_row + head, value_row + head - KV_HEADS)
-        target = pages + (row * PAGE_TOKENS + position % PAGE_TOKENS) * DIM + columns
-        tl.store(target, low.to(pages.dtype.element_ty), mask=mask)
-        tl.store(target + DIM // 2, high.to(pages.dtype.element_ty), mask=mask)
+        place = page * page_stride * UNIT + offset * TOKEN_STRIDE + columns
+        at = tl.where(is_key, head, head - KV_HEADS).to(tl.int64) * HEAD_STRIDE
+        if VALUES_AFTER is not None:
+            target = keys + place + tl.where(is_key, at, VALUES_AFTER + at)
+        else:
+            target = tl.where(is_key, keys + at, values + at) + place
+        tl.store(target, low.to(keys.dtype.element_ty), mask=mask)
+        tl.store(target + DIM // 2, high.to(keys.dtype.element_ty), mask=mask)
 
 
 def configuration(rows: int, heads: int, block: int) -> tuple[int, int]:
@@ -91,46 +100,50 @@ def configuration(rows: int, heads: int, block: int) -> tuple[int, int]:
 
 def rope_write(
     qkv: Tensor, q_out: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, positions: Tensor,
-    heads: int, kv_heads: int, *, rotary: Tensor | None = None, norms: tuple[Tensor, Tensor, float] | None = None,
+    *, rotary: Tensor | None = None, norms: tuple[Tensor, Tensor, float] | None = None,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """qkv [T, heads + 2 kv_heads, dim] -> queries in q_out [T, heads, dim] (may be qkv's own part, in place), keys and
-    values in `cache` at page tables[slots[t], positions[t] // page_tokens], offset positions[t] % page_tokens.
+    values in `cache` at page tables[slots[t], positions[t] // page_tokens], offset positions[t] % page_tokens. For a
+    cache that isn't written, qkv [T, heads, dim] holds the queries alone.
 
     Token strides of qkv and q_out are free; dim is even. tables [slots, logical pages], slots and positions [T] are
     int64. `rotary` is layers.rotary's table, fp32 [length, 2, dim / 2], None: no rotation. `norms` (q_weight, k_weight,
     eps): an RMS norm of each query and key before it. Padding has slot 0 and is written to scratch page 0. pdl:
     programmatic dependent launch, on GPUs of capability 9 and more.
     """
-    tokens, dim = qkv.shape[0], cache.head_dim
-    _check(qkv, q_out, cache, tables, slots, positions, heads, kv_heads, rotary)
+    tokens, dim, heads = qkv.shape[0], cache.head_dim, cache.heads
+    kv_heads = cache.kv_heads if cache.writes else 0
+    _check(qkv, q_out, tables, slots, positions, dim, heads, kv_heads, rotary)
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
     in_place = q_out.data_ptr() == qkv.data_ptr()
     queries = 0 if in_place and rotary is None and norms is None else heads
+    if not queries and not kv_heads:
+        return
     block = triton.next_power_of_2(dim // 2)
     # With norms a head is summed, and is to be the same in every batch: then their number has no say.
     tile, warps = configuration(tokens if norms is None else 1, max(queries, 2 * kv_heads), block)
     query_blocks = triton.cdiv(queries, tile)
     blocks = query_blocks + triton.cdiv(2 * kv_heads, tile)
     _rope_write[(tokens * blocks,)](
-        qkv, q_out, cache.rows, tables, slots, positions, rotary, q_weight, k_weight,
-        qkv.stride(0), q_out.stride(0), tables.stride(0), cache.stride, cache.key_row, cache.value_row, eps,
-        heads, kv_heads, dim, cache.page_tokens, tile, block, query_blocks, blocks,
-        rotary is not None, norms is not None, pdl,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        qkv, q_out, cache.keys, cache.values, tables, slots, positions, rotary, q_weight, k_weight,
+        qkv.stride(0), q_out.stride(0), tables.stride(0), cache.page_units, eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile, BLOCK=block, QUERY_BLOCKS=query_blocks, BLOCKS=blocks,
+        ROTATE=rotary is not None, NORM=norms is not None, PDL=pdl, num_warps=warps, **cache_layout(cache),
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
 def _check(
-    qkv: Tensor, q_out: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, positions: Tensor,
-    heads: int, kv_heads: int, rotary: Tensor | None,
+    qkv: Tensor, q_out: Tensor, tables: Tensor, slots: Tensor, positions: Tensor, dim: int, heads: int, kv_heads: int,
+    rotary: Tensor | None,
 ) -> None:  # fmt: skip
-    tokens, dim = qkv.shape[0], cache.head_dim
+    tokens = qkv.shape[0]
     assert dim % 2 == 0, "a head has two halves"
     assert (qkv.shape, q_out.shape) == ((tokens, heads + 2 * kv_heads, dim), (tokens, heads, dim)), "heads of one size"
     assert qkv.stride()[1:] == q_out.stride()[1:] == (dim, 1), "a token's heads are contiguous"
     assert slots.shape == positions.shape == (tokens,), "one slot and one position a token"
-    assert all(x.is_contiguous() for x in (cache.rows, slots, positions)), "one flat buffer of pages, plain vectors"
+    assert all(x.is_contiguous() for x in (slots, positions)), "plain vectors"
     assert tables.stride(1) == 1, "a slot's table is contiguous"
     if rotary is not None:
         assert (rotary.shape[1:], rotary.is_contiguous()) == ((2, dim // 2), True), "cos and sin for each pair"

@@ -1,0 +1,76 @@
+"""Views of the one buffer that holds all pages: as pages of every size, and as each layer's keys and values.
+
+A page is a run of tokens of all layers of its group, one layer after another (Jenga §4.2's page-layer partition): keys,
+then values, of each head the page's tokens.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.limits import MOST_ROWS
+from quire.errors import StartupError
+from quire.vocabulary.specs import Geometry, Group, ModelSpec
+
+SMALLER = "Use another --page-size or --table-scope"
+
+
+def check_geometry(geometry: Geometry, spec: ModelSpec) -> None:
+    """StartupError for a geometry of which these views can't be made, with its numbers."""
+    size = geometry.itemsize
+    for group in geometry.groups:
+        tokens = sum(spec.layers[i].token_bytes(size) for i in group.layers)
+        if group.page_bytes % size:
+            raise StartupError(
+                f"a page of {group.page_bytes:,} bytes isn't a whole number of numbers of {size} bytes", SMALLER
+            )
+        if group.run_pages != 1:
+            raise StartupError(
+                f"{group.run_tokens} tokens fill {group.run_pages} pages, and page tables need pages of whole tokens",
+                SMALLER,
+            )
+        if group.page_bytes < group.page_tokens * tokens:
+            raise StartupError(
+                f"a page of {group.page_bytes:,} bytes doesn't hold {group.page_tokens} tokens of {tokens:,} bytes",
+                SMALLER,
+            )
+        if geometry.bytes // group.page_bytes > MOST_ROWS:
+            raise StartupError(
+                f"{geometry.bytes:,} bytes are {geometry.bytes // group.page_bytes:,} pages of {group.page_bytes:,}; "
+                f"at most {MOST_ROWS:,} have numbers",
+                "Use a larger --page-size or a smaller --kv-gib",
+            )
+
+
+def pages_by_size(buffer: Tensor, geometry: Geometry) -> dict[int, Tensor]:
+    """For each size of pages, in bytes: the buffer as [pages, numbers], whosever they are."""
+    found = {}
+    for size in dict.fromkeys(group.page_bytes for group in geometry.groups):
+        numbers = size // buffer.itemsize
+        count = len(buffer) // numbers
+        found[size] = buffer[: count * numbers].view(count, numbers)
+    return found
+
+
+def layer_caches(buffer: Tensor, geometry: Geometry, spec: ModelSpec) -> list[LayerCache]:
+    """Each layer's keys and values, in the order of the layers."""
+    caches: dict[int, LayerCache] = {}
+    for g, group in enumerate(geometry.groups):
+        at = 0
+        for i in group.layers:
+            caches[i] = _cache(buffer, group, g, i, at, spec)
+            at += 2 * prod(caches[i].keys.shape[1:])
+    return [caches[i] for i in range(len(spec.layers))]
+
+
+def _cache(buffer: Tensor, group: Group, g: int, layer: int, at: int, spec: ModelSpec) -> LayerCache:
+    """That of a layer whose keys begin `at` numbers behind the beginning of a page."""
+    kept, tokens, page = spec.layers[layer], group.page_tokens, group.page_bytes // buffer.itemsize
+    shape = len(buffer) // page, kept.kv_heads, tokens, kept.head_dim
+    strides = page, tokens * kept.head_dim, kept.head_dim, 1
+    keys, values = (buffer.as_strided(shape, strides, at + i * prod(shape[1:])) for i in range(2))
+    scale = kept.head_dim**-0.5 if kept.scale is None else kept.scale
+    return LayerCache(keys, values, kept.heads or spec.heads, scale, g, kept.window, kept.softcap)
