@@ -91,7 +91,7 @@ def test_a_served_log_replays_to_the_tables_of_its_runner(served: tuple[Path, np
     path, tables = served
     with PlanLog(path) as log:
         done = replay(log)
-    assert np.array_equal(np.array(done.echo.tables), tables)
+    assert np.array_equal(np.array([group.table for group in done.echo.groups]), tables)
     assert done.counts["forks"] > 5
     assert all(done.entries[kind.__name__] for kind in (Table, Copy, Out, In, Poison)), done.entries
     assert done.counts["collected"] == done.counts["steps"]

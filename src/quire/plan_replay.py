@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from quire.sim.echo import EchoRunner
 from quire.vocabulary.plan import LAST, Copy, Entry, In, Out, Poison, Row, StepPlan, StepResult, Table
 from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec
 
+ITEM = 2  # bytes of a number in the replayed pages, and of a token's key and value
+TOKEN = 2 * ITEM
 KINDS = ("full", "window")  # of groups whose pages lie at the positions of their tokens
 
 
@@ -35,9 +36,10 @@ class Replay:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+        tiny = _tiny(geometry)
         self.echo = EchoRunner()
-        self.echo.bind(geometry)
-        self.store = _store(geometry)
+        self.echo.bind(tiny)
+        self.store = _store(tiny)
         self.counts: Counter[str] = Counter()
         self.entries: Counter[str] = Counter()
 
@@ -109,13 +111,13 @@ class Replay:
                 continue
             first = 0 if group.window is None else max(0, row.start - group.window + 1)
             first, last = group.whole(first), group.pages(end)
-            held = self.echo.tables[g][row.slot, first:last]
+            held = self.echo.groups[g].table[row.slot, first:last]
             if last > group.table_width or not held.all():
                 raise Fault(f"{where}: slot {row.slot} has no real page for some position below {end} in group {g}")
 
     def _compare(self, slots: set[int]) -> None:
         """Both replayers' tables are the same for these slots."""
-        for g, table in enumerate(self.echo.tables):
+        for g, table in enumerate(group.table for group in self.echo.groups):
             for slot in slots:
                 found = self.store.host_tables[g][slot][: table.shape[1]]
                 if not np.array_equal(table[slot], found):
@@ -133,30 +135,32 @@ class Replay:
         """Of all tables, once both replayers have the same; Fault if they don't."""
         self._compare(set(range(self.geometry.slots)))
         digest = hashlib.sha256()
-        for table in self.echo.tables:
-            digest.update(table.astype("<i8").tobytes())
+        for group in self.echo.groups:
+            digest.update(group.table.astype("<i8").tobytes())
         return digest.hexdigest()
 
 
+def _tiny(geometry: Geometry) -> Geometry:
+    """The same tables and page ids, and as few bytes in a page as there can be: one token."""
+    groups = tuple(
+        replace(group, layers=(g,), page_bytes=TOKEN, token_bytes=TOKEN, run_tokens=1, run_pages=1)
+        for g, group in enumerate(geometry.groups)
+    )
+    return replace(
+        geometry, groups=groups, bytes=max(group.ids.stop for group in groups) * TOKEN,
+        host_bytes=max(group.host_ids.stop for group in groups) * TOKEN, itemsize=ITEM,
+    )  # fmt: skip
+
+
 def _store(geometry: Geometry) -> Any:
-    """A Store with the same tables and page ids, and as few bytes in a page as there can be."""
+    """The Store of real models, for layers of one head of one number."""
     import torch
 
     from quire.data.runner.store import Store
 
-    tokens = lcm(*(group.run_tokens for group in geometry.groups))
-    page_bytes = 2 * tokens * torch.float16.itemsize
-    groups = tuple(
-        replace(group, layers=(g,), page_bytes=page_bytes, token_bytes=2 * torch.float16.itemsize)
-        for g, group in enumerate(geometry.groups)
-    )
-    tiny = replace(
-        geometry, groups=groups, bytes=max(group.ids.stop for group in groups) * page_bytes,
-        host_bytes=max(group.host_ids.stop for group in groups) * page_bytes, itemsize=torch.float16.itemsize,
-    )  # fmt: skip
-    layers = tuple(LayerSpec(1, 1, group.window) for group in groups)
+    layers = tuple(LayerSpec(1, 1, group.window) for group in geometry.groups)
     spec = ModelSpec("none", layers, 1, 1, 1, 1, 1, 1)
-    return Store(tiny, spec, torch.float16, torch.device("cpu"))
+    return Store(geometry, spec, torch.float16, torch.device("cpu"))
 
 
 def replay(log: PlanLog) -> Replay:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from memories import connect, spec
+import numpy as np
+from memories import admit_one, spec
 
 from quire.config import EngineConfig
 from quire.control.decoding import method_of
@@ -37,7 +38,7 @@ class Server:
         built = build_memory(config, spec((None,), 32), Size(blocks * BLOCK, 32, 2))
         rest = [block for block in range(blocks) if block not in set(order)]
         pages = [block + 1 for block in (*order, *rest)]
-        self.memory = PagedMemory(built.geometry, chunk=64, caching=caching, order=pages, prefix_pages=prefix)
+        self.memory = PagedMemory(built.geometry, chunk=64, caching=caching, order=pages, prefix_tokens=prefix)
         self.scheduler = Scheduler(self.memory, budget=64, max_seqs=4, max_len=32)
         self.runner = EchoRunner(vocab_size=1000)
         self.runner.bind(self.memory.geometry)
@@ -95,11 +96,21 @@ class Server:
         return [(page - 1, min(seq.computed - i * BLOCK, BLOCK)) for i, page in enumerate(table)]
 
     def refs(self, block: int) -> int:
-        return self.memory.pages.refs[block + 1]
+        return self.memory.pages.of[0].refs[block + 1]
+
+    @property
+    def available(self) -> int:
+        """Blocks that no table names."""
+        (pool,) = self.memory.pages.pools
+        return pool.available
+
+    def cells(self, block: int) -> list[bytes]:
+        """What a block holds on the device, a token each."""
+        return [bytes(cell) for cell in np.split(self.runner.groups[0].pages[block + 1], BLOCK)]
 
     def filled(self, block: int) -> int:
         """Positions of a block that hold a state on the device."""
-        return int((self.runner.cells[block + 1] != 0).sum())
+        return sum(any(cell) for cell in self.cells(block))
 
 
 def test_figure_6_block_table_translation() -> None:
@@ -153,7 +164,7 @@ def test_figure_7_two_requests_at_the_same_time() -> None:
     assert b.tokens[:6] == ids("it was the best of times")
 
     # Waste is within one block a request; the neighbours of both lie apart.
-    usage, block_bytes = server.memory.account().usage, server.memory.geometry.page_bytes
+    usage, block_bytes = server.memory.account().usage, server.memory.geometry.groups[0].page_bytes
     assert usage.internal == (3 + 2) * block_bytes // BLOCK
     assert usage.free == (BLOCKS - 5) * block_bytes
 
@@ -168,7 +179,7 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
     assert a2.tokens == ids("Four score and seven years ago our brought")
     assert server.table(a1) == server.table(a2) == [(7, 4), (1, 3)]
     assert (server.refs(7), server.refs(1)) == (2, 2)
-    assert server.memory.pages.available == BLOCKS - 2
+    assert server.available == BLOCKS - 2
 
     plan = server.plan()
     slot1, slot2 = server.memory.slot(a1), server.memory.slot(a2)
@@ -178,12 +189,12 @@ def test_figure_8_parallel_sampling_copies_on_write() -> None:
         Table(slot1, 0, 1, (3 + 1,)),
     )
     assert (server.refs(7), server.refs(1), server.refs(3)) == (2, 1, 1)
-    before = list(server.runner.cells[1 + 1, :3])
+    before = server.cells(1)[:3]
     server.compute(plan, "it", "was")
     assert server.table(a1) == [(7, 4), (3, 4)]
     assert server.table(a2) == [(7, 4), (1, 4)]
-    assert list(server.runner.cells[3 + 1, :3]) == before == list(server.runner.cells[1 + 1, :3])
-    assert server.runner.cells[3 + 1, 3] != server.runner.cells[1 + 1, 3]
+    assert server.cells(3)[:3] == before == server.cells(1)[:3]
+    assert server.cells(3)[3] != server.cells(1)[3]
 
 
 class Figure9:
@@ -230,14 +241,14 @@ def test_figure_9_beam_search() -> None:
 
 def test_figure_10_a_shared_prompt_is_mapped_and_its_last_block_copied_on_write() -> None:
     """A prefix of six tokens lies in blocks 0 and 1, which is half full; two tasks follow it."""
-    server = Server(order=(), prefix=2)
+    server = Server(order=(), prefix=2 * BLOCK)
     prefix = ids("Four score and seven years ago")
     server.add_ids(prefix, SamplingParams(max_tokens=1), prefix="translate")
     server.run()
     assert not server.scheduler.unfinished
     assert (server.refs(0), server.refs(1)) == (1, 1)
-    assert server.memory.pages.available == BLOCKS - 2
-    kept = list(server.runner.cells[1 + 1])
+    assert server.available == BLOCKS - 2
+    kept = server.cells(1)
 
     first = server.add_ids(prefix + ids("it was the best"), SamplingParams(max_tokens=4)).live[0]
     second = server.add_ids(prefix + ids("brought forth"), SamplingParams(max_tokens=4)).live[0]
@@ -254,13 +265,13 @@ def test_figure_10_a_shared_prompt_is_mapped_and_its_last_block_copied_on_write(
     assert server.blocks(first) == [0, 2, 3]
     assert server.blocks(second) == [0, 4]
     assert [server.refs(block) for block in range(5)] == [3, 1, 1, 1, 1]
-    assert list(server.runner.cells[1 + 1]) == kept  # the prefix is as it was
-    assert list(server.runner.cells[2 + 1, :2]) == list(server.runner.cells[4 + 1, :2]) == kept[:2]
+    assert server.cells(1) == kept  # the prefix is as it was
+    assert server.cells(2)[:2] == server.cells(4)[:2] == kept[:2]
     while server.scheduler.unfinished:
         server.run()
     assert [server.refs(block) for block in range(BLOCKS)] == [1, 1] + [0] * (BLOCKS - 2)
     assert server.memory.prefixes.unpin("translate")
-    assert server.memory.pages.available == BLOCKS
+    assert server.available == BLOCKS
 
 
 def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
@@ -269,7 +280,7 @@ def test_figure_3_two_requests_waste_less_than_a_page_each() -> None:
     page = 16
     config = EngineConfig(page_size=page, max_num_seqs=4)
     memory = build_memory(config, spec((None,), 2048), Size(2560, 2048, 2))
-    token = memory.geometry.page_bytes // page
+    token = memory.geometry.groups[0].page_bytes // page
     scheduler = Scheduler(memory, budget=64, max_seqs=4, max_len=2048)
     runner = EchoRunner(vocab_size=1000)
     runner.bind(memory.geometry)
@@ -301,12 +312,12 @@ class Chunks:
         geometry = build_memory(config, spec((None,), 2048), Size(4096, 2048, 2)).geometry
         self.memory = ReservedMemory(geometry, lambda prompt, output, longest: {7: 2048, 3: 512}[prompt], longest=2048)
         self.scheduler = Scheduler(self.memory, budget=64, max_seqs=4, max_len=2048)
-        connect(self.memory, self.scheduler.waiting)
         self.runner = EchoRunner(vocab_size=1000)
         self.runner.bind(geometry)
 
     def add(self, prompt: int, output: int) -> Sequence:
         seq = Sequence(self.scheduler.new_id(), list(range(prompt)))
+        seq.final = prompt + output
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         self.scheduler.add(Request(str(seq.id), seq, params, arrival=0.0, max_tokens=output))
         return seq
@@ -323,7 +334,7 @@ class Chunks:
 
     def slots(self) -> tuple[int, ...]:
         """Used, reserved, internal, external, free."""
-        usage, slot = self.memory.account().usage, self.memory.geometry.page_bytes
+        usage, slot = self.memory.account().usage, self.memory.geometry.groups[0].page_bytes
         return tuple(part // slot for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
 
 
@@ -353,5 +364,5 @@ def test_figure_3_two_requests_keep_others_out() -> None:
     assert [len(row.tokens) for row in plan.rows] == [1, 1]
 
     late = chunks.add(*A)
-    assert chunks.admit_one(memory, late, 64) is None
+    assert admit_one(chunks.memory, late, 64) is None
     assert chunks.slots() == (8 + 4, 2 + 1, 2038 + 507, 1024 + 512, 0)

@@ -120,22 +120,6 @@ class Geometry:
     itemsize: int
     host_bytes: int = 0
 
-    @property
-    def pages(self) -> int:
-        return self.bytes // self.page_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        return self.groups[0].page_bytes
-
-    @property
-    def table_width(self) -> int:
-        return self.groups[0].table_width
-
-    @property
-    def host_pages(self) -> int:
-        return self.host_bytes // self.page_bytes
-
 
 def lay_out(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:
     """Where pages of several sizes lie in one buffer: for each (bytes, count) the ids of its pages, and the bytes of

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from memories import EVERY, MAX_LEN, VOCAB, Alone, Build, admit_one, insides, reset, spec, tell
+from memories import EVERY, MAX_LEN, VOCAB, Build, admit_one, insides, reset, spec
 from traces import Asked, Trace, run_trace
 
 from quire.bench import main as bench
@@ -16,10 +17,13 @@ from quire.build import build
 from quire.config import RESERVED, EngineConfig
 from quire.control.memory import Size, build_memory
 from quire.control.memory.buddy import Buddy
-from quire.control.memory.reserved import RULES, STATIC, Padding, ReservedMemory
-from quire.control.request import Sequence
+from quire.control.memory.reserved import RULES, STATIC, ReservedMemory
+from quire.control.request import Request, Sequence, Status
+from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
 from quire.llm import LLM
+from quire.sim.echo import EchoRunner
+from quire.sim.padding import Padded, Padding
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, Journal, Poison, Table
 from quire.vocabulary.specs import Layout
@@ -38,7 +42,7 @@ def begun(
     """A sequence that is told to get `output` tokens and has computed `held`, if it is admitted."""
     seq = Sequence(id, [1] * prompt)
     seq.branches = branches
-    tell(memory, seq, prompt + output)
+    seq.final = prompt + output
     if admit_one(memory, seq, 64) is None:
         return None
     assert memory.grow(seq, held)
@@ -49,7 +53,7 @@ def begun(
 
 def tokens_of(memory: ReservedMemory) -> tuple[float, ...]:
     """Usage in tokens: used, reserved, internal, external, free."""
-    usage, token = memory.account().usage, memory.geometry.page_bytes * memory.groups / memory.page_tokens
+    usage, token = memory.account().usage, memory.page_bytes * memory.groups / memory.page_tokens
     assert usage.cached == 0
     return tuple(part / token for part in (usage.used, usage.reserved, usage.internal, usage.external, usage.free))
 
@@ -99,7 +103,7 @@ def test_a_run_is_contiguous_in_every_group_and_told_once(rule: str) -> None:
     every = [page for table in pages for page in table]
     assert len(set(every)) == len(every)
     assert min(every) >= 1
-    assert max(every) < memory.geometry.pages
+    assert all(page in group.ids for group in memory.geometry.groups for page in every)
     assert memory.grow(first, 20)
     assert memory.take_journal() == ((), ())
 
@@ -194,13 +198,13 @@ def test_prefixes_and_swapping_are_refused() -> None:
     assert seq is not None
     assert not memory.swap_out([seq])
     assert not memory.swap_in([])
-    assert not memory.prefixes.room(1)
-    assert not memory.prefixes.pin("p", seq)
-    assert not memory.prefixes.unpin("p")
+    assert memory.prefixes is None
     assert reset(memory) == 0
-    assert memory.held([seq]) == (16 * memory.geometry.page_bytes, 9)
-    with pytest.raises(AssertionError, match="swapped nothing"):
-        memory.free(seq)
+    assert memory.held([seq]) == (16 * memory.geometry.groups[0].page_bytes, 9)
+    sharing = memory.account().sharing
+    assert (sharing.saved, sharing.host_pages, sharing.prefix_capacity) == (0, 0, 0)
+    memory.free(seq)  # which is still where it was
+    assert tokens_of(memory) == (0, 0, 0, 0, 256)
     with pytest.raises(StartupError, match="shares no prefixes"):
         EngineConfig(memory="orca-max", prefix_tokens=16)
 
@@ -208,25 +212,61 @@ def test_prefixes_and_swapping_are_refused() -> None:
 # FasterTransformer's static batches
 
 
+class Batch:
+    """A scheduler of static batches, whose members end when they are told to."""
+
+    def __init__(self) -> None:
+        self.memory = made("ft", tokens=256, longest=64)
+        self.scheduler = Scheduler(self.memory, budget=64, max_seqs=8, max_len=64, static=True)
+        self.runner = EchoRunner(vocab_size=VOCAB)
+        self.runner.bind(self.memory.geometry)
+        self.padding = Padding(self.scheduler)
+
+    def add(self, prompt: int, output: int, n: int = 1) -> Request:
+        seq = Sequence(self.scheduler.new_id(), [1] * prompt)
+        seq.branches, seq.final = n - 1, prompt + output
+        params = SamplingParams(n=n, max_tokens=output, ignore_eos=True)
+        request = Request(str(seq.id), seq, params, arrival=0.0, max_tokens=output)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Padded:
+        """What is padded in a step, which is computed."""
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        padded = self.padding(plan)
+        self.scheduler.update(plan, self.runner.collect(self.runner.submit(plan)))
+        self.memory.check()
+        return padded
+
+
 def test_padding_is_counted() -> None:
     """Prompts of 3, 9 and 5 tokens: 6 + 0 + 4 of padding. One member ends and is computed on for two steps."""
-    memory = made("ft", tokens=256, longest=64)
-    seqs = [begun(memory, i, prompt, 5, held=prompt) for i, prompt in enumerate((3, 9, 5))]
-    assert memory.padding == Padding(members=3, longest=9, prompt=10, rows=0)
-    memory.take_journal()
-    assert seqs[0] is not None
-    memory.free(seqs[0])
-    for _ in range(2):
-        memory.take_journal()
-    assert memory.padding == Padding(members=3, longest=9, prompt=10, rows=2)
-    assert tokens_of(memory) == (14, 10, 2 * 64 - 24 + 64, 0, 64)  # its slot is still the batch's
-    for seq in seqs[1:]:
-        assert seq is not None
-        memory.free(seq)
-    assert memory.padding == Padding(members=0, longest=0, prompt=10, rows=2)
-    assert tokens_of(memory) == (0, 0, 0, 0, 256)
-    begun(memory, 9, 2, 5)
-    assert memory.padding == Padding(members=1, longest=2, prompt=10, rows=2)
+    batch = Batch()
+    for prompt, output in ((3, 2), (9, 4), (5, 4)):
+        batch.add(prompt, output)
+    assert batch.step() == Padded(prompt=10, rows=0)
+    late = batch.add(2, 5)
+    assert batch.step() == Padded(prompt=0, rows=0)
+    assert late.status is Status.WAITING
+    assert tokens_of(batch.memory) == (10 + 6, 3 + 3, 2 * 64 - 22 + 64, 0, 64)  # its slot is still the batch's
+    assert [batch.step(), batch.step()] == [Padded(prompt=0, rows=1)] * 2
+    assert tokens_of(batch.memory) == (0, 0, 0, 0, 256)
+    assert batch.step() == Padded(prompt=0, rows=0)  # another batch, of one
+    assert late.status is Status.RUNNING
+
+
+def test_branches_to_come_are_members_and_no_padding() -> None:
+    """Until they are forked nothing is computed for them; each that ends is computed on."""
+    batch = Batch()
+    request = batch.add(3, 5, n=3)
+    assert batch.step() == Padded(prompt=0, rows=0)
+    assert len(request.live) == 3
+    assert batch.step() == Padded(prompt=0, rows=0)
+    batch.scheduler.finish(request, request.live[1], "stop")
+    assert batch.step() == Padded(prompt=0, rows=1)
+    batch.scheduler.finish(request, request.live[0], "stop")
+    assert batch.step() == Padded(prompt=0, rows=2)
 
 
 def test_equal_slots_leave_the_rest_of_the_pool_unused() -> None:
@@ -253,7 +293,7 @@ def test_static_batches_run_to_their_slowest_member(depth: int) -> None:
     trace.drained()
 
 
-@pytest.mark.parametrize("name", [name for name, make in EVERY.items() if isinstance(make(Build()), Alone)])
+@pytest.mark.parametrize("name", [name for name, make in EVERY.items() if isinstance(make(Build()), ReservedMemory)])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nobody_is_preempted(name: str, depth: int) -> None:
     """Whatever was admitted ends where it began: with branches, beams, and more to do than there is memory."""
@@ -305,11 +345,14 @@ def block_of_the_next_smaller_size(patch: pytest.MonkeyPatch) -> None:
 def branches_not_counted(patch: pytest.MonkeyPatch) -> None:
     admit = ReservedMemory.admit
 
-    def careless(memory: ReservedMemory, seq: Sequence, *more: Any) -> int | None:
-        branches, seq.branches = seq.branches, 0
-        reused = admit(memory, seq, *more)
-        seq.branches = branches
-        return reused
+    def careless(memory: ReservedMemory, seqs: Seq[Sequence], *more: Any) -> Any:
+        branches = [seq.branches for seq in seqs]
+        for seq in seqs:
+            seq.branches = 0
+        admitted = admit(memory, seqs, *more)
+        for seq, count in zip(seqs, branches):
+            seq.branches = count
+        return admitted
 
     patch.setattr(ReservedMemory, "admit", careless)
 

@@ -61,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rope llama3": ("Llama", rope(**LLAMA3_ROPE, original_max_position_embeddings=32)),
     "mistral": ("Mistral", {**LLAMA, "sliding_window": 5}),
     "mistral, no window": ("Mistral", {**LLAMA, "sliding_window": None}),
+    "ministral": ("Ministral", {**LLAMA, "head_dim": 16, "sliding_window": 5, "layer_types": TYPES}),
+    "ministral, windows everywhere": ("Ministral", {**LLAMA, "head_dim": 16, "sliding_window": 7}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2, windows by max_window_layers": ("Qwen2", {**LLAMA, **QWEN_WINDOW}),
     "qwen2, windows by layer_types": ("Qwen2", {**LLAMA, **QWEN_WINDOW, "layer_types": TYPES}),

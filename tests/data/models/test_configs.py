@@ -86,7 +86,7 @@ LLAMA_OPTIONS: list[tuple[dict[str, Any], str]] = [
 QWEN_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["chunked_attention"] * 28}, "layer type 'chunked_attention'"),
     ({"layer_types": ["full_attention"]}, "a list of 28 names"),
-    ({"layer_types": ["sliding_attention"] * 28}, "use_sliding_window is false"),
+    ({"layer_types": ["sliding_attention"] * 28}, "no sliding window"),
 ]
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),

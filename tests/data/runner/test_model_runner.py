@@ -41,7 +41,7 @@ def runner() -> ModelRunner:
 
 def served(runner: ModelRunner, *ahead: Journal) -> list[tuple[int, ...]]:
     """The tokens of three steps of one sequence in pages 1 to 4, with this work ahead in each."""
-    birth = Birth(1, 1, -1, SamplingParams(temperature=0, max_tokens=20), 0, 5)
+    birth = Birth(1, 1, -1, SamplingParams(temperature=0, max_tokens=20).sampling(), 0, 5)
     runner.store.buffer.zero_()
     rows = (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(1, (LAST,), 5, 1), Row(1, (LAST,), 6, 1))
     found = []

@@ -266,7 +266,7 @@ def test_a_model_of_unlike_layers_computes_the_same(attention: str) -> None:
     size = 3 * PAGE * spec.layers[0].token_bytes(4)
     same = one_size(*sets, pages=2 * slots * WIDTH + 1, page_bytes=size, slots=slots, width=WIDTH, tokens=PAGE)
     params = SamplingParams(temperature=0, max_tokens=20)
-    births = tuple(Birth(slot, slot, -1, params, 0, 5) for slot in (1, 2))
+    births = tuple(Birth(slot, slot, -1, params.sampling(), 0, 5) for slot in (1, 2))
     steps = [
         (Row(1, (5, 6, 7, 8, 9, 10, 11), 0, 1), Row(2, (11, 12, 13), 0, 1)),
         (Row(1, (LAST,), 7, 1), Row(2, (14, 15, 16, 17, 18), 3, 1)),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ARCHITECTURES: dict[str, tuple[type[LlamaSettings] | type[OPTSettings] | type[GPT2Settings], str]] = {
     "LlamaForCausalLM": (LlamaSettings, "llama:Llama"),
     "MistralForCausalLM": (LlamaSettings, "llama:Llama"),
+    "MinistralForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen2ForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen3ForCausalLM": (LlamaSettings, "llama:Llama"),
     "OPTForCausalLM": (OPTSettings, "opt:OPT"),

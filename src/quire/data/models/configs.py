@@ -81,6 +81,15 @@ _LLAMA31_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 _MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+_MINISTRAL = {
+    **_MISTRAL,
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
+    "sliding_window": 32768,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9,
+    "rope_theta": 1e8,
+    "head_dim": 128,
+}
 _QWEN = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "use_sliding_window": False}
 _QWEN2 = {**_QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "eos_token_id": 151643}
 _QWEN3 = {
@@ -108,6 +117,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama3.1-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_LLAMA3, rope_scaling=_LLAMA31_ROPE),
     "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3),
     "mistral-7b": _llama(4096, 32, 32, 8, 14336, 32000, 32768, **_MISTRAL),
+    "ministral-8b": _llama(4096, 36, 32, 8, 12288, 131072, 131072, **_MINISTRAL),
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
 }

@@ -287,14 +287,18 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
 
 
 def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window: Mistral's is one for all; Qwen's `layer_types` or max_window_layers say which."""
-    if architecture == "MistralForCausalLM":
-        absent = "sliding_window" not in fields.config
-        return (fields.size("sliding_window", 4096 if absent else None),) * layers
+    """Each layer's sliding window: Mistral's is one for all; `layer_types` says which of Ministral's and Qwen's layers
+    have one, or Qwen's max_window_layers does."""
     if architecture == "LlamaForCausalLM":
         return (None,) * layers
-    window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     types = fields.config.get("layer_types")
+    if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
+        absent = "sliding_window" not in fields.config
+        window = fields.size("sliding_window", 4096 if absent else None)
+        if types is None or architecture == "MistralForCausalLM":
+            return (window,) * layers
+    else:
+        window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     if types is None:
         first = fields.config.get("max_window_layers", 28)
         return tuple(window if isinstance(first, int) and layer >= first else None for layer in range(layers))
@@ -305,7 +309,7 @@ def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | 
         if name not in known:
             raise StartupError(f"the layer type {name!r} is not supported", f"Supported: {', '.join(known)}")
     if "sliding_attention" in types and window is None:
-        raise StartupError("layer_types has sliding_attention, but use_sliding_window is false")
+        raise StartupError("layer_types has sliding_attention, but there is no sliding window")
     return tuple(known[name] for name in types)
 
 
