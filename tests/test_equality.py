@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
+from quire.control.memory import Size
 from quire.control.memory.paged import PagedMemory
 from quire.data.models import read_spec
 from quire.vocabulary.params import SamplingParams
@@ -294,7 +295,7 @@ def least_tokens(oracle: Oracle, page_size: int, chunk: int, kinds: tuple[str, .
     spec, tokens = read_spec(oracle.model.config.to_dict()), page_size
     asked = [(prompt_of(oracle, kind), params_of(kind).width) for kind in kinds]
     while not all(
-        PagedMemory.build(config, spec, tokens, 128, 4).fits([len(prompt) + SOME] * width, len(prompt))
+        PagedMemory.build(config, spec, Size(tokens, 128, 4)).fits([len(prompt) + SOME] * width, len(prompt))
         for prompt, width in asked
     ):
         tokens += page_size

@@ -139,7 +139,106 @@ def test_a_failed_admit_is_retried_only_after_pages_were_released(name: str) -> 
     assert again < 10 < first
     for seq in residents:
         memory.free(seq)
-    assert admit_one(memory, blocked, 64) is not None
+    assert isinstance(admit_one(memory, blocked, 64), int)
+
+
+def group_of(memory: KVMemory, count: int, shared: int, tail: int) -> list[Sequence]:
+    """Branches of one request as they are after a preemption: they have a prompt and more in common."""
+    group = []
+    for id in range(count):
+        seq = Sequence(50 + id, [7 + i for i in range(shared)] + [1000 * (id + 1) + i for i in range(tail)])
+        seq.prompt_len, seq.final = min(shared, 4), shared + tail
+        group.append(seq)
+    return group
+
+
+@every_memory
+def test_branches_come_in_together_or_not_at_all(name: str) -> None:
+    """Where most of them would find room, but not all, nothing changes; and they come in once something has left."""
+    memory = EVERY[name](Build(tokens=640, max_seqs=12))
+    alone = sequence(1, 10)
+    alone.final = 10
+    assert serve(memory, alone) == 0
+    blockers = []
+    while True:
+        group = group_of(memory, 3, 8, 9)
+        if not isinstance(memory.admit(group, 64), list):
+            break
+        for seq in group:
+            memory.free(seq)
+        memory.take_journal()
+        blockers.append(sequence(100 + len(blockers), 17, start=1000 * len(blockers) + 100))
+        blockers[-1].final = 17
+        if admit(memory, blockers[-1]) is None:
+            blockers.pop()
+            break
+        memory.take_journal()
+    assert blockers
+    before = insides(memory)
+    assert memory.admit(group_of(memory, 3, 8, 9), 64) is None
+    assert insides(memory) == before
+    one = sequence(99, 17, start=9000)
+    one.final = 17
+    assert isinstance(admit_one(memory, one), int)
+    for seq in blockers:
+        memory.free(seq)
+    assert isinstance(memory.admit(group, 64), list)
+    assert all(memory.slot(seq) for seq in group)
+    memory.check()
+
+
+@every_paged
+def test_what_branches_have_in_common_is_computed_by_one_and_held_once(name: str) -> None:
+    """Each says after whom its rows come; where pages are dropped as a sequence computes, nothing is shared."""
+    memory = MEMORIES[name](Build(tokens=640))
+    group = group_of(memory, 4, 33, 5)
+    group[3].tokens[:] = [*group[2].tokens[:36], 5, 5]  # in common with the third, more than with the first
+    admitted = memory.admit(group, 64)
+    assert isinstance(admitted, list)
+    memory.check()
+    if memory.forgets:
+        assert [(reused, after) for reused, after in admitted] == [(0, None)] * 4
+        return
+    size = memory.geometry.groups[0].page_tokens
+    common, more = 33 // size * size, 36 // size * size
+    assert admitted[0] == (0, None)
+    assert admitted[1] == admitted[2] == (common, group[0])
+    assert admitted[3] == (more, group[2] if more > common else group[0])
+    tables = [memory.place(seq).tables for seq in group]
+    for g, _ in enumerate(memory.geometry.groups):
+        first, second, third, fourth = (table[g] for table in tables)
+        assert first[: common // size] == second[: common // size] == third[: common // size]
+        assert third[: more // size] == fourth[: more // size]
+        own = [page for table in (first, second, third) for page in table[common // size :]] + [*fourth[more // size :]]
+        assert len(own) == len(set(own))
+    for seq in group:
+        memory.free(seq)
+        memory.check()
+    assert memory.account().usage.used == 0
+
+
+@every_cache
+def test_what_is_being_computed_for_another_is_awaited(name: str) -> None:
+    """LATER changes nothing, others are let in meanwhile, and what has come is shared; also by several branches."""
+    memory = MEMORIES[name](Build(tokens=640))
+    first, unlike = sequence(1, 40), sequence(2, 40, start=500)
+    assert admit(memory, first) == 0
+    group = [sequence(3, 41), sequence(4, 42)]
+    before = insides(memory)
+    for _ in range(3):
+        assert admit_one(memory, sequence(5, 40)) is LATER
+        assert memory.admit(group, 64) is LATER
+        assert insides(memory) == before
+    assert admit(memory, unlike) == 0
+    while first.planned < 40:
+        assert compute(memory, first, min(40 - first.planned, 64))
+    size = memory.geometry.groups[0].page_tokens
+    assert admit_one(memory, sequence(5, 40)) == 39 // size * size
+    admitted = memory.admit(group, 64)
+    assert isinstance(admitted, list)
+    assert [after for _, after in admitted] == [None, None]
+    assert [reused for reused, _ in admitted] == [40 // size * size] * 2
+    memory.check()
 
 
 @every_memory
@@ -164,7 +263,7 @@ def test_admit_is_undone_exactly_by_free(name: str) -> None:
     before = memory.account().usage
     for length in (1, 16, 20, 33):
         seq = sequence(2, length)
-        assert admit_one(memory, seq, 64) is not None
+        assert isinstance(admit_one(memory, seq, 64), int)
         memory.free(seq)
         assert memory.account().usage == before
     memory.check()
@@ -307,7 +406,7 @@ def test_the_journal_has_the_effect_of_in_order_replay(name: str) -> None:
         for seq in held[:-1]:
             memory.free(seq)
         late = sequence(10 * round + 9, 11, start=3)
-        assert admit_one(memory, late, 30) is not None
+        assert isinstance(admit_one(memory, late, 30), int)
         replay(memory.take_journal()[0])
         for seq in (held[-1], late):
             place = memory.place(seq)
@@ -425,13 +524,13 @@ def test_slots_are_dense_and_scratch_is_nobodys(name: str) -> None:
     memory = EVERY[name](Build(max_seqs=3))
     seqs = [sequence(id, 4, start=10 * id) for id in range(3)]
     for seq in seqs:
-        assert admit_one(memory, seq, 64) is not None
+        assert isinstance(admit_one(memory, seq, 64), int)
     assert sorted(memory.slot(seq) for seq in seqs) == [1, 2, 3]
     assert 0 not in [page for seq in seqs for page in pages_of(memory, seq)]
     assert admit_one(memory, sequence(3, 4), 64) is None
     memory.free(seqs[1])
     late = sequence(4, 4)
-    assert admit_one(memory, late, 64) is not None
+    assert isinstance(admit_one(memory, late, 64), int)
     assert memory.slot(late) == 2
 
 

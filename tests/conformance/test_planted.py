@@ -13,12 +13,15 @@ import pytest
 from memories import MEMORIES, Build
 from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
+from quire.control.memory import Admitted, Later
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import Pages
+from quire.control.memory.pages import Ledger
 from quire.control.memory.policies import WindowPolicy
 from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.swap import Swap
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Event, Scheduler
+from quire.sim.cells import Pages
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, In, Out, Row, Sampled, StepPlan, StepResult, Table
@@ -56,25 +59,21 @@ def grow_off_by_one_at_a_page_border(patch: Patch) -> None:
 
 
 def write_off_by_one_at_a_page_border(patch: Patch) -> None:
-    address = EchoRunner.address
+    """The first token of a page is kept where the first one of the page before it is."""
+    put = Pages.put
 
-    def behind(runner: EchoRunner, table: Any, slot: int, position: int) -> tuple[int, int]:
-        size = runner.cells.shape[1]
-        if position % size == 0 and position:
-            return address(runner, table, slot, position - 1)[0], 0
-        return address(runner, table, slot, position)
+    def behind(pages: Pages, slot: int, position: int, state: int) -> None:
+        border = pages.group.whole(position) * pages.full == position * pages.group.token_bytes
+        put(pages, slot, position - (pages.group.page_tokens if border and position else 0), state)
 
-    patch.setattr(EchoRunner, "address", behind)
+    patch.setattr(Pages, "put", behind)
 
 
 def leak_of_a_page(patch: Patch) -> None:
-    release = Pages.release
-
-    def leaky(pages: Pages, page: int) -> None:
-        if page != 5:
-            release(pages, page)
-
-    patch.setattr(Pages, "release", leaky)
+    release = Ledger.release
+    patch.setattr(
+        Ledger, "release", lambda ledger, group, pages: release(ledger, group, [page for page in pages if page != 5])
+    )
 
 
 def last_from_the_wrong_slot(patch: Patch) -> None:
@@ -144,7 +143,7 @@ def fork_without_share(patch: Patch) -> None:
 
     def unshared(memory: PagedMemory, parent: Sequence, child: Sequence) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Pages, "share_all", lambda pages, table: None)
+            inner.setattr(Ledger, "share_all", lambda ledger, group, pages: None)
             return fork(memory, parent, child)
 
     patch.setattr(PagedMemory, "fork", unshared)
@@ -153,10 +152,15 @@ def fork_without_share(patch: Patch) -> None:
 def hit_one_page_too_long(patch: Patch) -> None:
     admit = PagedMemory.admit
 
-    def generous(memory: PagedMemory, seq: Sequence, *more: Any) -> int | None:
-        reused = admit(memory, seq, *more)
-        longer = (reused or 0) + memory.page_tokens
-        return longer if reused and longer < min(seq.reusable, len(seq.tokens)) else reused
+    def generous(memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+        admitted = admit(memory, seqs, budget)
+        if not isinstance(admitted, list):
+            return admitted
+        longer = [one._replace(reused=one.reused + memory.prefixes.stride) for one in admitted]
+        return [
+            more if one.reused and more.reused < min(seq.reusable, len(seq.tokens)) else one
+            for seq, one, more in zip(seqs, admitted, longer)
+        ]
 
     patch.setattr(PagedMemory, "admit", generous)
 
@@ -164,9 +168,9 @@ def hit_one_page_too_long(patch: Patch) -> None:
 def hit_of_a_whole_prompt(patch: Patch) -> None:
     longest = Prefixes.cached
 
-    def whole(prefixes: Prefixes, seq: Sequence) -> Reuse:
+    def whole(prefixes: Prefixes, seq: Sequence, known: int = 0) -> Reuse:
         seq.tokens.append(0)
-        hit = longest(prefixes, seq)
+        hit = longest(prefixes, seq, known)
         seq.tokens.pop()
         return hit
 
@@ -174,10 +178,10 @@ def hit_of_a_whole_prompt(patch: Patch) -> None:
 
 
 def keys(patch: Patch, salted: bool, chained: bool) -> None:
-    def chain(prefixes: Prefixes, seq: Sequence, count: int) -> None:
-        size = prefixes.page_tokens
+    def chain(prefixes: Prefixes, seq: Sequence, tokens: int) -> None:
+        size = prefixes.unit
         root = hashlib.sha256(prefixes.root + (seq.salt.encode() if salted else b"")).digest()
-        while len(seq.keys) < count:
+        while len(seq.keys) < tokens // size:
             i = len(seq.keys)
             parent = seq.keys[-1] if i and chained else root
             page = array("q", seq.tokens[i * size : (i + 1) * size])
@@ -195,13 +199,13 @@ def key_without_its_salt(patch: Patch) -> None:
 
 
 def window_dropped_a_page_early(patch: Patch) -> None:
-    live = WindowPolicy.live
+    reads = WindowPolicy.reads
 
-    def narrow(policy: WindowPolicy, start: int, end: int) -> range:
-        span = live(policy, start, end)
+    def narrow(policy: WindowPolicy, seq: Sequence | None, start: int, end: int) -> range:
+        span = reads(policy, seq, start, end)
         return range(span.start + (len(span) > 1), span.stop)
 
-    patch.setattr(WindowPolicy, "live", narrow)
+    patch.setattr(WindowPolicy, "reads", narrow)
 
 
 def child_with_its_parents_seed(patch: Patch) -> None:
@@ -234,13 +238,14 @@ def victim_that_keeps_its_progress(patch: Patch) -> None:
 
     patch.setattr(Scheduler, "_preempt", kept)
     admit = PagedMemory.admit
-    patch.setattr(PagedMemory, "admit", lambda memory, seq, *more: _kept_admission(admit, memory, seq, *more))
 
+    def kept_admission(memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
+        admitted = admit(memory, seqs, budget)
+        if not isinstance(admitted, list):
+            return admitted
+        return [one._replace(reused=max(one.reused, seq.computed)) for seq, one in zip(seqs, admitted)]
 
-def _kept_admission(admit: Callable[..., int | None], memory: PagedMemory, seq: Sequence, *more: Any) -> int | None:
-    kept = seq.computed
-    reused = admit(memory, seq, *more)
-    return reused if reused is None else max(reused, kept)
+    patch.setattr(PagedMemory, "admit", kept_admission)
 
 
 def lost_swap_in(patch: Patch) -> None:
@@ -279,10 +284,9 @@ def siblings_row_too_early(patch: Patch) -> None:
 def registered_page_written_in_place(patch: Patch) -> None:
     copy = PagedMemory._copy_on_write
 
-    def careless(memory: PagedMemory, seq: Sequence, resident: Any, group: int, at: int) -> None:
-        pinned = {page for prefix in memory.prefixes.registered.values() for page in prefix.tables[group]}
-        if resident.tables[group][at] not in pinned:
-            copy(memory, seq, resident, group, at)
+    def careless(memory: PagedMemory, resident: Any, group: int, at: int) -> None:
+        if (group, resident.tables[group][at]) not in memory.prefixes.pins:
+            copy(memory, resident, group, at)
 
     patch.setattr(PagedMemory, "_copy_on_write", careless)
 
@@ -292,10 +296,11 @@ def registered_prefix_of_another_salt(patch: Patch) -> None:
 
     def unsalted(prefixes: Prefixes, seq: Sequence) -> Reuse:
         salt, seq.salt = seq.salt, ""
+        keys, seq.keys = seq.keys, []
         try:
             return pinned(prefixes, seq)
         finally:
-            seq.salt = salt
+            seq.salt, seq.keys = salt, keys
 
     patch.setattr(Prefixes, "pinned", unsalted)
 
@@ -306,14 +311,60 @@ def leak_of_a_host_page(patch: Patch) -> None:
     def leaky(memory: PagedMemory, seqs: Any) -> bool:
         back = swap_in(memory, seqs)
         if back:
-            memory.host_pages.pop()
+            memory.swap.host.pools[0].empty.pop()
         return back
 
     patch.setattr(PagedMemory, "swap_in", leaky)
 
 
 def dropped_swap_that_keeps_its_pages(patch: Patch) -> None:
-    patch.setattr(PagedMemory, "drop_swapped", lambda memory, seq: memory.swapped.pop(seq.id))
+    free = PagedMemory.free
+
+    def forgetful(memory: PagedMemory, seq: Sequence) -> None:
+        if memory.swap.residents.pop(seq.id, None) is None:
+            free(memory, seq)
+
+    patch.setattr(PagedMemory, "free", forgetful)
+
+
+def common_pages_not_counted(patch: Patch) -> None:
+    patch.setattr(PagedMemory, "_share_common", lambda *args: None)
+
+
+def branch_that_shares_too_much(patch: Patch) -> None:
+    """A stride more than it has in common with the branch before it."""
+    common = PagedMemory._common
+
+    def generous(memory: PagedMemory, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
+        tokens, owner = common(memory, seq, index, owners)
+        longer = tokens + memory.prefixes.stride
+        return (longer, owner) if tokens and longer < len(seq.tokens) else (tokens, owner)
+
+    patch.setattr(PagedMemory, "_common", generous)
+
+
+def waiting_one_that_is_not_told(patch: Patch) -> None:
+    """What a sequence waits for has come, or will never come, and it waits on."""
+    arrived = Prefixes.arrived
+
+    def silent(prefixes: Prefixes, seq: Sequence, start: int, end: int) -> None:
+        awaited, prefixes.awaited = prefixes.awaited, {}
+        arrived(prefixes, seq, start, end)
+        prefixes.awaited = awaited
+
+    patch.setattr(Prefixes, "arrived", silent)
+
+
+def swapped_page_under_another_name(patch: Patch) -> None:
+    """A sequence that comes back takes a cached page for one of its own that holds something else."""
+    names = Swap._names
+
+    def rotated(swap: Swap, *args: Any) -> dict[tuple[int, int], bytes]:
+        found = names(swap, *args)
+        values = list(found.values())
+        return dict(zip(found, values[1:] + values[:1]))
+
+    patch.setattr(Swap, "_names", rotated)
 
 
 def admitted_before_the_swapped_are_back(patch: Patch) -> None:
@@ -363,6 +414,10 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "leak of a host page": (leak_of_a_host_page, ALL),
     "host pages of a dropped sequence": (dropped_swap_that_keeps_its_pages, ALL),
     "admitted before the swapped are back": (admitted_before_the_swapped_are_back, ALL),
+    "pages in common not counted": (common_pages_not_counted, ALL),
+    "a branch that shares too much": (branch_that_shares_too_much, ALL),
+    "a waiting one that isn't told": (waiting_one_that_is_not_told, ALL),
+    "a swapped page under another name": (swapped_page_under_another_name, ALL),
 }
 CASES = [(name, depth) for name, (_, depths) in PLANTED.items() for depth in depths]
 
@@ -473,6 +528,8 @@ SHOWN = (
     "Out after the reuse",
     "a sibling's row too early",
     "registered prefix's partial page written in place",
+    "a branch that shares too much",
+    "a swapped page under another name",
 )
 
 

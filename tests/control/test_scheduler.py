@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
+from quire.control.memory import LATER
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, expected
@@ -235,41 +237,208 @@ def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
     assert sum(len(output.tokens) for output in trace.outputs["a"]) == 12
 
 
-def test_blocked_branches_are_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of a request's branches fit and some don't: they are tried again only after something left memory."""
+def test_refused_branches_are_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's branches don't fit all at once: they are tried again only after something left memory."""
     trace = opened(tokens=72, name="uncached")
     ask(trace, "a", 10, max_tokens=30)
     ask(trace, "b", 10, n=3, max_tokens=12)
     b = trace.scheduler.waiting[1]
     while not b.preemptions:
         trace.step()
-    tried: list[int] = []
-    admit = trace.memory.admit
-    monkeypatch.setattr(trace.memory, "admit", lambda seq, *more: (tried.append(seq.id), admit(seq, *more))[1])
-    steps = 0
+    memory = trace.memory.memory
+    asked: list[int] = []  # requests that the scheduler tried to admit, by their first sequence
+    tried: list[int] = []  # pages released before each time that the memory looked for room
+    admit, coming = trace.memory.admit, memory._coming
+    monkeypatch.setattr(trace.memory, "admit", lambda seqs, *more: (asked.append(seqs[0].id), admit(seqs, *more))[1])
+    monkeypatch.setattr(
+        memory, "_coming", lambda seqs, *more: (tried.append(memory.pages.releases), coming(seqs, *more))[1]
+    )
+    steps, held = 0, memory.pages.releases
     while b.status is Status.WAITING and "a" in trace.engine.requests:
         trace.step()
         steps += 1
+        if b.status is Status.WAITING and "a" in trace.engine.requests:
+            assert memory.pages.releases == held, "nothing leaves while one request grows"
+            assert not {seq.id for seq in b.live} & set(memory.residents)
     assert steps > 8
-    assert len(tried) <= len(b.live)
+    assert len(asked) >= steps - 1
+    assert set(asked) == {b.live[0].id}
+    assert len(tried) == len(set(tried)), "nothing was released between two attempts"
+    assert len(tried) <= 2  # once in vain, and when "a" has ended
     drain(trace)
 
 
-def test_blocked_branches_are_tried_again_when_others_were_swapped_out() -> None:
-    """What blocked a request was swapped out and aborted there: its pages came back without a sequence being freed."""
+def test_refused_branches_are_tried_again_when_others_were_swapped_out() -> None:
+    """What stood in a request's way was swapped out and aborted there: its pages came back without a sequence being
+    freed."""
     memory = MEMORIES["uncached"](Build(tokens=72, chunk=64, host=100))
     trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8)
     ask(trace, "a", 10, max_tokens=30)
     ask(trace, "b", 10, n=3, max_tokens=12)
     a, b = trace.scheduler.waiting
-    while trace.scheduler.blocked is None:
+    while memory.refused[0] != b.live[0].id:
         trace.step()
     assert (a.status, b.status) == (Status.RUNNING, Status.WAITING)
+    assert memory.admit(b.live, 64) is None
     trace.scheduler.preemption = "swap"
     trace.scheduler._preempt(a)
     assert a.status is Status.SWAPPED
     trace.abort("a")
+    trace.step()
+    assert b.status is Status.RUNNING
     drain(trace)
+
+
+def test_all_branches_come_back_in_one_step_or_none_does() -> None:
+    """A preempted group finds room for some of its branches many steps before it finds room for all."""
+    trace = opened(tokens=72, name="uncached")
+    ask(trace, "a", 10, max_tokens=30)
+    ask(trace, "b", 10, n=3, max_tokens=12)
+    b = trace.scheduler.waiting[1]
+    some = 0
+    while trace.engine.unfinished:
+        trace.step()
+        here = [seq.id in trace.memory.memory.residents for seq in b.live]
+        assert all(here) or not any(here)
+        some += b.preemptions > 0 and b.status is Status.WAITING and trace.memory.memory.pages.affords([5])
+    assert some > 0
+    trace.drained()
+
+
+# Requests that wait for what another one computes
+
+
+def pairs_of(count: int, length: int, depth: int) -> tuple[Scheduler, EchoRunner, list[Request]]:
+    """`count` different prompts, each sent twice in a row, with as much memory and budget as they can use."""
+    memory = MEMORIES["paged-16"](Build(2 * count * (length + 32), 2 * count * length, 2 * count, length + 32))
+    scheduler = Scheduler(memory, budget=2 * count * length, max_seqs=2 * count, max_len=length + 32)
+    runner = EchoRunner(depth, vocab_size=VOCAB)
+    runner.bind(memory.geometry)
+    requests = []
+    for i in range(2 * count):
+        prompt = random.Random(i // 2).choices(range(1, VOCAB), k=length)
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        requests.append(Request(str(i), Sequence(i, prompt, seed=i), params, arrival=0.0, max_tokens=6))
+        scheduler.add(requests[-1])
+    return scheduler, runner, requests
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_prompts_sent_twice_are_computed_once_and_hold_up_nobody(depth: int) -> None:
+    """64 pairs: each second one waits for its first one only, so that all have their prompts after the first result is
+    taken in, not a pair a step."""
+    scheduler, runner, requests = pairs_of(64, 100, depth)
+    plans: deque[tuple[int, StepPlan]] = deque()
+    rows: dict[int, list[tuple[int, int, int]]] = {seq: [] for seq in range(128)}  # (step, start, tokens)
+    steps = 0
+    while scheduler.unfinished:
+        if len(plans) < depth and (plan := scheduler.schedule()) is not None:
+            steps += 1
+            for row in plan.rows:
+                seq = scheduler.by_slot[row.slot][1]
+                rows[seq.id].append((steps, row.start, len(row.tokens)))
+            plans.append((runner.submit(plan), plan))
+            assert [request.order for request in scheduler.running] == sorted(r.order for r in scheduler.running)
+            if len(plans) < depth:
+                continue
+        ticket, plan = plans.popleft()
+        scheduler.update(plan, runner.collect(ticket))
+        scheduler.memory.check()
+    for i in range(0, 128, 2):
+        assert rows[i][0] == (1, 0, 100)
+        assert rows[i + 1][0] == (1 + depth, 96, 4)
+    assert scheduler.memory.account().sharing.hits == 64 * 96
+    for i, request in enumerate(requests):
+        (seq,) = request.done
+        wanted = expected(
+            seq.tokens[:100], request.params, i, vocab_size=VOCAB, groups=scheduler.memory.geometry.groups
+        )
+        assert seq.tokens[100:] == wanted
+
+
+def twice(trace: Trace, first: str, second: str, length: int, max_tokens: int = 12) -> None:
+    """Two requests with one prompt, and seeds of their own."""
+    prompt = tuple(random.Random(first).choices(range(1, VOCAB), k=length))
+    for seed, id in enumerate((first, second)):
+        trace.add(Asked(id, prompt, SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True), ""))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_request_behind_a_waiting_duplicate_is_admitted_in_the_same_step(depth: int) -> None:
+    trace = opened(depth=depth)
+    twice(trace, "a", "b", 12)
+    ask(trace, "c", 7)
+    scheduler = recorded(trace)
+    trace.step()
+    plan, admitted, _, _ = scheduler.log[0]
+    assert admitted == ["a", "c"]
+    assert plan is not None
+    assert [len(row.tokens) for row in plan.rows] == [12, 7]
+    while "b" not in scheduler.log[-1][1]:
+        assert [request.id for request in scheduler.waiting] == ["b"]
+        trace.step()
+    assert scheduler.log[-1][3] == depth - 1  # the first step's result had just been taken in
+    assert [request.id for request in scheduler.running] == ["a", "b", "c"]
+    drain(trace)
+
+
+def test_who_was_overtaken_is_not_the_next_victim() -> None:
+    """It came in after a younger one, and stands before it all the same: the younger one is preempted."""
+    trace = opened(tokens=64)
+    twice(trace, "a", "b", 12, max_tokens=24)
+    ask(trace, "c", 8, max_tokens=24)
+    scheduler = recorded(trace)
+    while trace.engine.unfinished and not scheduler.preemptions:
+        trace.step()
+    assert [admitted for _, admitted, _, _ in scheduler.log[:2]] == [["a", "c"], ["b"]]
+    assert scheduler.log[-1][2] == ["c"]
+    assert [request.id for request in scheduler.running] == ["a", "b"]
+    drain(trace)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_who_waits_for_another_does_not_starve(tokens: int, depth: int) -> None:
+    """New requests come at every step, and could take all slots and pages. What shares a long prompt, of which a piece
+    is computed a step, is overtaken only while that is computed, and then is the next to come in."""
+    trace = opened(tokens=tokens, budget=8, max_seqs=4, depth=depth)
+    twice(trace, "a", "b", 30, max_tokens=2)
+    scheduler = recorded(trace)
+    a, b = scheduler.waiting
+    (first,) = a.live
+    later: list[Request] = []
+    shared: int | None = None  # the step after which all is there that can be shared
+    while b.status is Status.WAITING:
+        ask(trace, f"c{len(scheduler.log):03}", 3 + len(scheduler.log) % 5, max_tokens=6)
+        later.append(scheduler.waiting[-1])
+        trace.step()
+        if shared is None and first.computed >= 28:
+            shared = len(scheduler.log)
+        if shared is not None:
+            came = [id for _, admitted, _, _ in scheduler.log[shared:] for id in admitted]
+            assert not came or came[0] == "b", f"{came} come first"
+        assert len(scheduler.log) < 60, "it starves"
+    assert shared is not None
+    assert any(request.scheduled is not None or request.status is not Status.WAITING for request in later)
+    drain(trace)
+
+
+def test_when_the_first_of_two_is_aborted_the_second_computes() -> None:
+    """What the first one was computing when it was aborted is not kept, and nobody waits for it any more."""
+    trace = opened()
+    twice(trace, "a", "b", 24)
+    a, b = trace.scheduler.waiting
+    plan = trace.scheduler.schedule()
+    assert plan is not None
+    assert [len(row.tokens) for row in plan.rows] == [24]
+    ticket = trace.runner.submit(plan)
+    trace.scheduler.finish(a, a.live[0], "abort")
+    assert trace.memory.admit(b.live, 64) is LATER
+    trace.scheduler.update(plan, trace.runner.collect(ticket))
+    plan = trace.scheduler.schedule()
+    assert plan is not None
+    assert [(row.start, len(row.tokens)) for row in plan.rows] == [(0, 24)]
+    assert b.status is Status.RUNNING
 
 
 def test_a_victim_finds_what_it_had_generated_in_the_prefix_cache() -> None:

@@ -15,6 +15,7 @@ from quire.bench import (
     beams,
     calibrate,
     control,
+    events,
     histories,
     memory,
     preemption,
@@ -179,6 +180,8 @@ def _control_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beams", type=int, default=0, metavar="WIDTH",
                         help="requests of so many beams, half of which are re-parented at each step, not sequences; "
                              "defaults then: 64 of 512 tokens")  # fmt: skip
+    parser.add_argument("--groups", type=int, default=1, metavar="N",
+                        help="groups of layers, all but the first with windows (default: %(default)s)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=control.STEPS, metavar="N", help="steps (default: %(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
@@ -187,6 +190,7 @@ ENTRIES: dict[str, Entry] = {
     "throughput": Entry("all requests at once", _traced(runs.throughput), runs.show, _workload_flags("sharegpt@64")),
     "latency": Entry("one request at a time", _traced(runs.latency), runs.show, _workload_flags("fixed:128:128@4")),
     "serve": Entry("requests that come over time, here or at a server", _traced(_serve), runs.show, _serve_flags),
+    "events": Entry("what rare events cost the control plane", events.run, events.show, events.flags),
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
     "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),

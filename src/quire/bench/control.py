@@ -34,6 +34,7 @@ STEPS = 500
 MOST = 2**20
 MAX_TOKENS = 2**26
 PROMPT_TOKEN = 100
+WINDOWS = (None, 1024, 512, 256)  # of layer groups
 CANDIDATES = Sampled((PROMPT_TOKEN,), (Top(PROMPT_TOKEN, -1.0, 1, (PROMPT_TOKEN,), (-1.0,)),))
 
 
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     args.contexts = args.contexts or ([CONTEXT] if args.beams else list(CONTEXTS))
     if args.beams % 2 or not 0 <= args.beams <= 64:
         raise StartupError(f"--beams is {args.beams}", "Give an even number up to 64, half of which are re-parented")
+    if not 1 <= args.groups <= len(WINDOWS):
+        raise StartupError(f"--groups is {args.groups}", f"Give a number from 1 to {len(WINDOWS)}")
     for name, values in (("sequences", args.sequences), ("contexts", args.contexts), ("steps", [args.steps])):
         if min(values) < 1 or max(values) > MOST:
             raise StartupError(f"--{name} is {' '.join(map(str, values))}", f"Give numbers from 1 to {MOST:,}")
@@ -55,12 +58,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         return [
             beams_cost(count, args.beams, context, args.steps) for context in args.contexts for count in args.sequences
         ]
-    return [step_cost(count, context, args.steps) for context in args.contexts for count in args.sequences]
+    return [step_cost(count, context, args.steps, args.groups) for context in args.contexts for count in args.sequences]
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
     """Microseconds as a table."""
-    beams = ("beams",) if any("beams" in result for result in results) else ()
+    beams = tuple(name for name in ("beams", "groups") if any(name in result for result in results))
     head = (
         "sequences",
         *beams,
@@ -89,14 +92,15 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def step_cost(count: int, context: int, steps: int = STEPS) -> dict[str, Any]:
-    """Decode steps of `count` sequences of about `context` tokens: microseconds of schedule, of update, and both.
+def step_cost(count: int, context: int, steps: int = STEPS, groups: int = 1) -> dict[str, Any]:
+    """Decode steps of `count` sequences of about `context` tokens: microseconds of schedule, of update, and both. Of
+    several `groups` of layers all but the first have a window.
 
     Lengths differ by up to a page, so that every step sees some sequences cross into a new page, as in service.
     """
-    scheduler, runner = decoding(count, context, steps)
+    scheduler, runner = decoding(count, context, steps, groups)
     costs = _timed(scheduler, lambda plan: runner.collect(runner.submit(plan)), count, steps)
-    return {"sequences": count, "context": context, **costs}
+    return {"sequences": count, "groups": groups, "context": context, **costs}
 
 
 def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows: int, steps: int) -> dict[str, Any]:
@@ -177,11 +181,12 @@ def _candidates(plan: StepPlan) -> StepResult:
     return StepResult((CANDIDATES,) * len(plan.rows), 0.0)
 
 
-def decoding(count: int, context: int, steps: int) -> tuple[Scheduler, EchoRunner]:
+def decoding(count: int, context: int, steps: int, groups: int = 1) -> tuple[Scheduler, EchoRunner]:
     """A scheduler in default settings, its `count` sequences past their prompts, and a runner that computes nothing."""
     config = EngineConfig(max_num_seqs=count)
     longest = context + config.page_size + steps + 1
-    memory = build_memory(config, _spec(longest), Size(count * (longest + config.page_size) * 102 // 100, longest, 2))
+    size = Size(count * (longest + config.page_size) * 102 // 100, longest, 2)
+    memory = build_memory(config, _spec(longest, groups), size)
     scheduler = Scheduler(memory, budget=count * longest, max_seqs=count, max_len=longest)
     runner = EchoRunner(blind=True)
     params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, temperature=0.0)
@@ -195,5 +200,6 @@ def decoding(count: int, context: int, steps: int) -> tuple[Scheduler, EchoRunne
     return scheduler, runner
 
 
-def _spec(longest: int) -> ModelSpec:
-    return ModelSpec("none", (LayerSpec(8, 128),) * 32, 32000, longest, 4096, 32, 14336, 8 * 10**9)
+def _spec(longest: int, groups: int = 1) -> ModelSpec:
+    layers = tuple(LayerSpec(8, 128, window=window) for window in WINDOWS[:groups]) * (32 // groups)
+    return ModelSpec("none", layers, 32000, longest, 4096, 32, 14336, 8 * 10**9)

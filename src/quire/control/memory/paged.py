@@ -15,7 +15,7 @@ from typing import NamedTuple
 from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size, geometry_of
-from quire.control.memory.policies import POLICIES, Policies, forgets, most_at_once, peak, touched
+from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak, touched
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
@@ -58,7 +58,7 @@ class PagedMemory(PageTables):
         super().__init__(geometry, policies, order, debug)
         self.chunk, self.caching = chunk, caching
         # Where pages are dropped before a sequence's end it never holds all of them.
-        self.forgets = any(forgets(policy) for policy in self.policies)
+        self.forgets = len(self.keeping) < len(self.policies)
         self.most = [most_at_once(policy, chunk) for policy in self.policies]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, caching)
@@ -225,7 +225,7 @@ class PagedMemory(PageTables):
                 prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
                 self._arrived(seq, resident, end // prefixes.unit)
             resident.committed = end
-        if self.forgets:  # a window's border and a page's are passed at different tokens
+        if seq.computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
 
     def free(self, seq: Sequence) -> None:

@@ -45,8 +45,9 @@ class FullPolicy:
 
     def required(self, seq: Sequence | None, hit: int) -> range:
         """The pages that must be there for a prefix of `hit` tokens to be used."""
-        count = self.group.pages(hit)
-        return range(min(self.reads(seq, hit, hit + 1).start, count), count)
+        reads = self.reads(seq, hit, hit + 1)
+        stop = min(self.group.pages(hit), reads.stop)
+        return range(min(reads.start, stop), stop)
 
 
 class WindowPolicy(FullPolicy):

@@ -108,38 +108,43 @@ class Prefixes:
         from the right, where the last missing one says how long the prefix can be at most."""
         limit = max(min(seq.reusable, len(seq.tokens) - 1) // self.stride * self.stride, known)
         self.chain(seq, limit)
+        ends = [policy.group.whole(limit) for policy in self.policies]
+        named = [self.names(g, seq.keys, 0, end) if self.policies[g].unit else () for g, end in enumerate(ends)]
+        found = list(ends)  # a group's pages from here on, before `hit`, are there
         hit, settled = limit, False
-        found = [policy.group.whole(limit) for policy in self.policies]  # pages from these on, before `hit`, are there
         while not settled and hit > known:
             settled = True
-            for g in range(len(self.policies)):
-                shorter = self._found(g, seq, known, hit, found)
+            for g, names in enumerate(named):
+                shorter, found[g] = self._found(g, seq, names, range(known, hit), found[g])
                 if shorter < hit:
                     hit, settled = shorter, False
         tables = []
         for g, policy in enumerate(self.policies):
             need, begin = policy.required(seq, hit), policy.group.whole(known)
-            names = self.names(g, seq.keys, max(need.start, begin), need.stop)
+            names = named[g][max(need.start, begin) : need.stop]
             pages = [page for page in map(self.pages.index[g].get, names) if page is not None]
             tables.append([SCRATCH] * (need.start - begin) + pages)
         return Reuse(hit, tables)
 
-    def _found(self, group: int, seq: Sequence, known: int, hit: int, found: list[int]) -> int:
-        """The longest prefix of up to `hit` tokens whose pages may be there, as far as one group's are; `found` is what
-        was found out about them."""
-        policy, index = self.policies[group], self.pages.index[group]
+    def _found(self, group: int, seq: Sequence, names: Seq[bytes], tokens: range, found: int) -> tuple[int, int]:
+        """The longest prefix, of up to tokens.stop tokens and beyond tokens.start, whose pages may be there, as far as
+        one group's are: its pages from `found` on are, and where they are is told again."""
+        policy, index, hit = self.policies[group], self.pages.index[group], tokens.stop
         need = policy.required(seq, hit)
-        first, last = max(need.start, policy.group.whole(known)), min(found[group], need.stop)
+        first, last = max(need.start, policy.group.whole(tokens.start)), min(found, need.stop)
         if first >= last:
-            return hit
-        names = self.names(group, seq.keys, first, last)
+            return hit, found
         if need.start == 0:
-            found[group] = 0
-            there = next((i for i, name in enumerate(names) if name not in index), len(names))
-            return hit if there == len(names) else self._floor(policy, first + there)
-        missing = next((i for i in range(len(names) - 1, -1, -1) if names[i] not in index), -1)
-        found[group] = first + max(missing, 0)
-        return hit if missing < 0 else self._floor(policy, first + missing)
+            there = next((i for i in range(first, last) if names[i] not in index), last)
+            return (hit if there == last else self._floor(policy, there)), 0
+        i = last - 1
+        while i >= first and names[i] in index:
+            i -= 1
+        if i < first:
+            return hit, first
+        while i >= 0 and names[i] not in index:  # a prefix ends behind a page that is there
+            i -= 1
+        return self._floor(policy, i + 1), max(i, 0)
 
     def _floor(self, policy: LayerPolicy, pages: int) -> int:
         return policy.group.until(pages) // self.stride * self.stride

@@ -6,11 +6,12 @@ written to a journal, which the runner replays.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from quire.control.memory.pages import SCRATCH, Ledger
-from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, touched
+from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, touched
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
 from quire.vocabulary.specs import Geometry
@@ -22,7 +23,7 @@ Tables = list[list[int]]
 class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
-    __slots__ = ("coming", "committed", "first", "forked", "held", "room", "slot", "tables")
+    __slots__ = ("coming", "committed", "drops_at", "first", "forked", "held", "room", "slot", "tables")
 
     def __init__(self, slot: int, tables: Tables) -> None:
         self.slot, self.tables = slot, tables
@@ -31,6 +32,7 @@ class Resident:
         self.room = 0  # tokens that all tables have pages for
         self.held = 0  # tokens that are or will be written, as far as asked for
         self.committed = 0  # tokens whose pages were published
+        self.drops_at = 0  # computed tokens from which on a page more is of no use
         self.coming = (0, 0)  # keys of its prompt that others may wait for
         self.forked = False  # a page that will be written may be shared
 
@@ -45,6 +47,7 @@ class PageTables:
         self.geometry, self.debug = geometry, debug
         self.groups = geometry.groups
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
+        self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
         self.pages = Ledger([group.ids for group in geometry.groups], order)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
@@ -142,7 +145,7 @@ class PageTables:
             self.pages.share_all(g, pages)
             tables.append(pages)
         resident = self.reside(child, tables)
-        resident.committed, resident.held = source.committed, computed
+        resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
         resident.room = min(source.room, self._room(child, tables))
         source.forked = resident.forked = True
         return True
@@ -159,6 +162,7 @@ class PageTables:
 
     def _drop(self, seq: Sequence, resident: Resident) -> None:
         """Release the pages that no token to come can see."""
+        resident.drops_at = FAR
         for g, policy in enumerate(self.policies):
             table, held = resident.tables[g], resident.first[g]
             first = min(policy.reads(seq, seq.computed, seq.computed + 1).start, len(table))
@@ -168,6 +172,14 @@ class PageTables:
                 self.entries.append(Table(resident.slot, g, held, (SCRATCH,) * len(gone)))
                 resident.first[g] = first
                 self.pages.release(g, gone)
+            resident.drops_at = min(resident.drops_at, self._next_drop(policy, seq, first))
+
+    def _next_drop(self, policy: LayerPolicy, seq: Sequence, first: int) -> int:
+        """Computed tokens from which on a group needs page `first` no more; no later than that is a page full."""
+        if policy in self.keeping:
+            return FAR
+        ends = range(seq.computed + 1, seq.computed + 1 + policy.group.run_tokens)
+        return ends.start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first)
 
     def slot(self, seq: Sequence) -> int:
         return self.residents[seq.id].slot

@@ -1,0 +1,184 @@
+"""Bugs that show only where groups are unlike, where work is done ahead, where births inherit, or where plans travel:
+each is planted, and must be caught at every depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from memories import MAX_LEN, VOCAB, Build
+from traces import Trace, run_trace
+from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, StatePolicy, unlike
+
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.prefix import Prefixes
+from quire.control.memory.tables import Resident
+from quire.control.request import Sequence
+from quire.sim.echo import EchoRunner
+from quire.vocabulary import wire
+from quire.vocabulary.plan import Birth, Copy, Sampling, StepPlan, StepResult, Table
+
+Patch = pytest.MonkeyPatch
+Make = Callable[[Build], PagedMemory]
+every_depth = pytest.mark.parametrize("depth", [1, 2, 3])
+TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
+"""Pages of five sizes whose numbers overlap."""
+PLAIN = unlike(FULL, Kind(24, 8))
+
+
+class Traveller(EchoRunner):
+    """Every message goes through its binary form."""
+
+    def submit(self, plan: StepPlan) -> int:
+        return super().submit(wire.decode(wire.encode(plan)))  # type: ignore[arg-type]
+
+    def collect(self, ticket: int) -> StepResult:
+        return wire.decode(wire.encode(super().collect(ticket)))  # type: ignore[return-value]
+
+
+class Eager(PagedMemory):
+    """Gets each sequence a page more than it needs, and tells of it while the step computes."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.later: list[Table] = []
+
+    def grow(self, seq: Sequence, length: int) -> bool:
+        if not super().grow(seq, length):
+            return False
+        told, resident = len(self.entries), self.residents[seq.id]
+        more = min(resident.room + 1, MAX_LEN)
+        if more > resident.room and not resident.forked and self.pages.affords([8] * len(self.groups)):
+            held = resident.held
+            self._extend(seq, resident, more, seq.planned)
+            resident.held = held
+        self.later += [entry for entry in self.entries[told:] if isinstance(entry, Table)]
+        del self.entries[told:]
+        return True
+
+    def _leave(self, resident: Resident) -> None:
+        self.later = [entry for entry in self.later if entry.slot != resident.slot]
+        super()._leave(resident)
+
+    def take_journal(self) -> tuple[Any, Any]:
+        ahead, self.later = tuple(self.later), []
+        return super().take_journal()[0], ahead
+
+
+def eager(build: Build) -> PagedMemory:
+    return Eager(PLAIN(build).geometry, chunk=build.chunk)
+
+
+def run(make: Make, depth: int, runner: type[EchoRunner] = EchoRunner, **settings: Any) -> None:
+    for seed in range(8):
+        run_trace(
+            make, seed=seed, depth=depth, budget=16, requests=12, aborts=0.06, runner=runner(depth, vocab_size=VOCAB),
+            **{"tokens": 96, "preemption": ("swap", "recompute")[seed % 2], "host": 1000, **settings},
+        )  # fmt: skip
+
+
+def copy_keyed_without_its_group(patch: Patch) -> None:
+    take = PagedMemory.take_journal
+
+    def lost(memory: PagedMemory) -> tuple[Any, Any]:
+        now, ahead = take(memory)
+        last = {entry.dst: entry for entry in now if isinstance(entry, Copy)}
+        return tuple(e for e in now if not isinstance(e, Copy) or last[e.dst] is e), ahead
+
+    patch.setattr(PagedMemory, "take_journal", lost)
+
+
+def state_page_shared_while_written(patch: Patch) -> None:
+    patch.setattr(
+        StatePolicy, "writes", lambda policy, seq, start, end: range(policy.group.pages(start), policy.group.pages(end))
+    )
+
+
+def window_page_dropped_before_its_chunk_ran(patch: Patch) -> None:
+    grow = PagedMemory.grow
+
+    def hasty(memory: PagedMemory, seq: Sequence, length: int) -> bool:
+        grown = grow(memory, seq, length)
+        if grown:
+            computed, seq.computed = seq.computed, length
+            memory._drop(seq, memory.residents[seq.id])
+            seq.computed = computed
+        return grown
+
+    patch.setattr(PagedMemory, "grow", hasty)
+
+
+def hit_valid_for_one_group_only(patch: Patch) -> None:
+    found = Prefixes._found
+
+    def first_only(prefixes: Prefixes, group: int, seq: Sequence, names: Any, tokens: range, known: int) -> Any:
+        return found(prefixes, group, seq, names, tokens, known) if group == 0 else (tokens.stop, known)
+
+    patch.setattr(Prefixes, "_found", first_only)
+
+
+def ahead_not_done(patch: Patch) -> None:
+    submit = EchoRunner.submit
+    patch.setattr(EchoRunner, "submit", lambda runner, plan: submit(runner, plan._replace(ahead=())))
+
+
+def birth_that_inherits_the_wrong_rules(patch: Patch) -> None:
+    birth = EchoRunner.birth
+
+    def wrong(runner: EchoRunner, born: Birth) -> None:
+        birth(runner, born._replace(sampling=Sampling()) if born.sampling is None else born)
+
+    patch.setattr(EchoRunner, "birth", wrong)
+
+
+def plan_that_changes_on_its_way(patch: Patch) -> None:
+    decode = wire.decode
+
+    def changed(frame: bytes) -> Any:
+        message = decode(frame)
+        if isinstance(message, StepPlan):
+            rows = tuple(row._replace(score=row.score[:-1]) for row in message.rows)
+            message = message._replace(rows=rows)
+        return message
+
+    patch.setattr(wire, "decode", changed)
+
+
+PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
+    "a copy keyed without its group": (copy_keyed_without_its_group, TWINS, EchoRunner),
+    "a state page shared while written": (state_page_shared_while_written, unlike(STATE, FULL), EchoRunner),
+    "a window page dropped before its chunk ran": (
+        window_page_dropped_before_its_chunk_ran, UNLIKE["3-to-2"], EchoRunner
+    ),
+    "a hit valid for one group only": (hit_valid_for_one_group_only, unlike(FULL, WINDOW, STATE), EchoRunner),
+    "`ahead` not done": (ahead_not_done, eager, EchoRunner),
+    "a birth that inherits the wrong rules": (birth_that_inherits_the_wrong_rules, PLAIN, EchoRunner),
+    "a plan that changes when encoded and decoded": (plan_that_changes_on_its_way, PLAIN, Traveller),
+}  # fmt: skip
+
+
+@every_depth
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
+    _, make, runner = PLANTED[name]
+    run(make, depth, runner)
+
+
+@every_depth
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
+    plant, make, runner = PLANTED[name]
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        run(make, depth, runner)
+
+
+def test_work_is_done_ahead() -> None:
+    """The memory of the traces above really has some."""
+    trace = Trace(eager(Build(96, 16)), seed=0, depth=1, budget=16, max_seqs=8)
+    plans: list[StepPlan] = []
+    submit = trace.runner.runner.submit
+    trace.runner.runner.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
+    trace.run(8)
+    assert sum(len(plan.ahead) for plan in plans) > 10
