@@ -12,7 +12,9 @@ from enum import Enum
 
 
 class Layout(Enum):
-    """How a memory places tokens: `PAGED` through page tables, `CONTIGUOUS` at base + position."""
+    """Where a memory puts a sequence's tokens: `PAGED`, wherever page tables say, or `CONTIGUOUS`, one after another in
+    addresses, so that position p is p strides behind the first one. A kernel that needs the latter is refused over the
+    former; one that reads page tables works over both."""
 
     PAGED = "paged"
     CONTIGUOUS = "contiguous"

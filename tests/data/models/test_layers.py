@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.data.layers.linear import Linear, pack
 from quire.data.layers.norm import LayerNorm, RMSNorm
-from quire.data.layers.rotary import Rotary, apply, inverse_frequencies
+from quire.data.layers.rotary import Rotary, inverse_frequencies, rotate
 from quire.data.models.configs import named_config
 from quire.data.models.settings import LlamaSettings
 
@@ -144,6 +144,7 @@ def test_rotation_equals_transformers_in_bf16() -> None:
     expected = module.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     rotary = Rotary(LlamaSettings.read({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope, 16, 512)
     rotary.prepare(CPU)
-    for got, want in zip(apply(q, k, *rotary.at(positions, torch.bfloat16)), expected, strict=True):
+    angles = rotary.at(positions, torch.bfloat16)
+    for got, want in zip((rotate(q, *angles), rotate(k, *angles)), expected, strict=True):
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, want[0].transpose(0, 1), atol=2e-2, rtol=2e-2)

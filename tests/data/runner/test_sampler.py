@@ -22,10 +22,11 @@ from transformers.generation.logits_process import (
 
 from quire.data.runner import penalties
 from quire.data.runner.draws import SCALE, draw, noise, token_weights
+from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rules import Rules
 from quire.data.runner.sampler import Drawn, Sampler
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Birth, Row, Sampled, Top
+from quire.vocabulary.params import MAX_LOGPROBS, SamplingParams
+from quire.vocabulary.plan import Birth, Row, Sampled
 from quire.vocabulary.seeds import branch_seed
 
 VOCAB = 500  # not a multiple of the block that draws are searched in
@@ -58,9 +59,6 @@ class OnDevice:
         result = self.inner.process(there, rows).cpu()
         assert torch.equal(there, before), "the caller's logits were changed"
         return result
-
-    def score(self, logits: Tensor, targets: Tensor, k: int) -> list[Top]:
-        return self.inner.score(logits.to(DEVICE), targets.to(DEVICE), k)
 
 
 def a_sampler(slots: int = 40, vocab: int = VOCAB) -> OnDevice:
@@ -562,7 +560,8 @@ def test_logprobs_are_those_of_the_unchanged_logits() -> None:
 def test_score_equals_brute_force(k: int) -> None:
     logits = some_logits(7, seed=21)
     targets = torch.tensor([0, 5, VOCAB - 1, 7, 7, 100, int(logits[6].argmax())])
-    tops = a_sampler().score(logits, targets, k)
+    details = details_of(logits.to(DEVICE), targets.to(DEVICE), MAX_LOGPROBS if k else 0).tolist()
+    tops = [top_of(token, numbers, k) for token, numbers in zip(targets.tolist(), details)]
     exact = torch.log(logits.double().exp() / logits.double().exp().sum(-1, keepdim=True))
     for row, top in enumerate(tops):
         order = exact[row].argsort(descending=True).tolist()

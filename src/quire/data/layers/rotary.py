@@ -55,11 +55,6 @@ def queries_keys_values(
     return q, k, v
 
 
-def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [T, heads, head_dim] and k [T, kv_heads, head_dim], rotated."""
-    return rotate(q, cos, sin), rotate(k, cos, sin)
-
-
 def cos_sin(rope: Rope, head_dim: int, length: int) -> Tensor:
     """fp32 [length, 2, head_dim / 2].
 

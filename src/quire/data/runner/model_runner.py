@@ -25,9 +25,10 @@ from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.step import Step
 from quire.data.runner.store import Store
+from quire.errors import StartupError
 from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult
-from quire.vocabulary.specs import Geometry, ModelSpec
+from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
 
@@ -84,7 +85,14 @@ class ModelRunner:
         self.graphs: Any = None
 
     def bind(self, geometry: Geometry) -> None:
-        """Allocate pages, tables and sampling state for a memory of this geometry."""
+        """Allocate pages, tables and sampling state for a memory of this geometry. StartupError if the attention can't
+        find its tokens."""
+        if self.backend.needs is Layout.CONTIGUOUS and geometry.layout is not Layout.CONTIGUOUS:
+            raise StartupError(
+                f"--attention is {self.attention}, whose kernels need a sequence's tokens one after another, and the "
+                f"memory is {geometry.layout.value}",
+                "Use --attention auto",
+            )
         self.store = Store(geometry, self.spec, self.dtype, self.device, self.debug)
         for cache in self.store.caches:
             self.backend.check(cache)

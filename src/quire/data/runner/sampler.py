@@ -202,11 +202,6 @@ class Sampler:
             samples.append(Sampled(own, () if fault else tops, error=FAULTS[fault]))
         return samples
 
-    def score(self, logits: Tensor, targets: Tensor, k: int) -> list[Top]:
-        """Log-probability, rank and `k` alternatives of targets [N] under logits [N, V]. Waits for the device."""
-        details = details_of(logits.float(), targets, MAX_LOGPROBS if k else 0).tolist()
-        return [top_of(token, numbers, k) for token, numbers in zip(targets.tolist(), details)]
-
     def _take(self, tensor: Tensor, index: np.ndarray) -> Tensor:
         return tensor.index_select(0, to_device(index, self.device))
 

@@ -1,0 +1,189 @@
+"""What a memory of unlike groups must be told right, and what must not cost more than what changes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from memories import EVERY, MEMORIES, Build, admit_one
+from test_invariants import compute, fill, lines_run, sequence, serve
+from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, unlike
+
+from quire.config import EngineConfig
+from quire.control.memory import KVMemory, Size, build_memory
+from quire.control.memory.policies import FullPolicy, WindowPolicy, most_at_once, peak, touched
+from quire.control.request import Sequence
+from quire.vocabulary.specs import Group, LayerSpec, Layout, ModelSpec
+
+CALLS = 14
+
+
+def test_the_interface_is_small_and_every_memory_has_all_of_it_and_nothing_set_from_outside() -> None:
+    calls = {name for name, _ in inspect.getmembers(KVMemory, inspect.isfunction) if not name.startswith("_")}
+    assert len(calls) == CALLS
+    for name, make in EVERY.items():
+        memory: Any = make(Build())
+        for call in calls:
+            assert callable(getattr(memory, call)), f"{name} has no {call}"
+        assert not hasattr(memory, "queue")
+        assert memory.prefixes is None or name in MEMORIES
+
+
+def test_used_is_what_tokens_take_padding_is_waste() -> None:
+    """Three full layers and one with a window: pages of one size, of which the window's tokens take a third."""
+    layers = (LayerSpec(1, 4), LayerSpec(1, 4), LayerSpec(1, 4), LayerSpec(1, 4, window=64))
+    config = EngineConfig(page_size=4, max_num_seqs=8, swap_gib=0)
+    memory = build_memory(config, ModelSpec("echo", layers, 64, 48, 4, 1, 4, 1), Size(256, 48, 2))
+    seq = sequence(1, 16)
+    assert serve(memory, seq) == 0
+    usage = memory.account().usage
+    token = layers[0].token_bytes(2)
+    assert usage.used == 16 * 4 * token
+    assert usage.used + usage.internal == 2 * 4 * (4 * 3 * token)
+
+
+def test_each_size_of_pages_has_a_share_and_no_padding() -> None:
+    layers = (LayerSpec(1, 4), *(LayerSpec(1, 4, window=8),) * 3)
+    config = EngineConfig(page_size=4, max_num_seqs=8, swap_gib=0, page_sizes="own")
+    memory = build_memory(config, ModelSpec("echo", layers, 64, 48, 4, 1, 4, 1), Size(64, 48, 2))
+    full, window = memory.geometry.groups
+    assert window.page_bytes == 3 * full.page_bytes
+    assert len(full.ids) == len(window.ids) == 16
+    ends = [(group.ids.start * group.page_bytes, group.ids.stop * group.page_bytes) for group in (full, window)]
+    assert ends[0][0] >= window.page_bytes  # the scratch page of all groups
+    assert ends[0][1] <= ends[1][0]
+    assert ends[1][1] == memory.geometry.bytes
+    assert serve(memory, sequence(1, 16)) == 0
+    assert memory.account().usage.internal == 0
+
+
+def test_reserved_memory_says_where_its_tokens_are() -> None:
+    """A page keeps a head's tokens together, so a position isn't at a base plus so many strides."""
+    for name in ("orca-max", "ft"):
+        assert EVERY[name](Build()).geometry.layout is Layout.PAGED
+
+
+@pytest.mark.parametrize("name", ["mixed", "mixed-16"])
+def test_a_lookup_over_full_and_window_layers_is_linear(name: str) -> None:
+    """The windows' pages go first. Then every place where a prefix could end is looked at once."""
+
+    def cost(length: int) -> int:
+        memory = MEMORIES[name](Build(tokens=4 * length, chunk=length, max_len=length + 1))
+        old = sequence(1, length)
+        assert serve(memory, old) == 0
+        memory.free(old)
+        for g, group in enumerate(memory.groups):
+            for page in list(memory.pages.index[g].values()) if group.window is not None else ():
+                memory.pages.evict(g, page)
+        again = Sequence(2, [*old.tokens[:-1], 0])
+        again.keys = list(old.keys)
+        lines = lines_run(lambda: memory.prefixes.cached(again))
+        assert memory.prefixes.cached(again).tokens == 0
+        return lines
+
+    small, large = cost(512), cost(2048)
+    assert large < 4.5 * small
+
+
+def test_branches_that_come_back_cost_what_is_there_once() -> None:
+    """Not each pair of branches is compared, nor each page of a prefix that they have in common for each of them."""
+
+    def cost(count: int) -> int:
+        memory = MEMORIES["paged-4"](Build(tokens=8192, chunk=8192, max_len=2048, max_seqs=128))
+        stem = sequence(1, 1024)
+        assert serve(memory, stem) == 0
+        branches = [stem, *(stem.fork(i, i, 0) for i in range(2, count + 1))]
+        for branch in branches[1:]:
+            assert memory.fork(stem, branch)
+        for branch in branches:
+            branch.tokens.append(branch.id)
+            memory.free(branch)
+            branch.computed = branch.planned = 0
+        return lines_run(lambda: memory.admit(branches, 8192))
+
+    few, many = cost(8), cost(64)
+    assert many < 8 * few
+
+
+@pytest.mark.parametrize("name", ["paged-4", "mixed"])
+def test_a_failed_swap_in_is_retried_only_after_pages_were_released(name: str) -> None:
+    memory = MEMORIES[name](Build(tokens=96, max_seqs=64, host=1000))
+    away = sequence(1, 20)
+    serve(memory, away)
+    assert memory.swap_out([away])
+    residents = fill(memory)
+    first = lines_run(lambda: memory.swap_in([away]))
+    again = lines_run(lambda: memory.swap_in([away]))
+    assert again < 10 < first
+    for seq in residents:
+        memory.free(seq)
+    assert memory.swap_in([away])
+
+
+def test_a_swapped_sequence_that_ends_costs_its_own_pages() -> None:
+    def cost(count: int) -> int:
+        memory = MEMORIES["paged-4"](Build(tokens=4096, max_seqs=256, host=10**6))
+        seqs = [sequence(i, 9, start=100 * i) for i in range(1, count + 1)]
+        for seq in seqs:
+            serve(memory, seq)
+            assert memory.swap_out([seq])
+        return lines_run(lambda: memory.free(seqs[0]))
+
+    assert cost(4) == cost(200)
+
+
+@pytest.mark.parametrize("name", [*MEMORIES, *UNLIKE])
+def test_grow_and_drop_follow_from_what_is_read_and_written(name: str) -> None:
+    """Whatever a policy says of a chunk is there when it was asked for, private where it is written; and what the next
+    token doesn't read is gone after it was computed."""
+    memory = (MEMORIES | UNLIKE)[name](Build(tokens=512, chunk=16))
+    seq = sequence(1, 44)
+    assert admit_one(memory, seq, 3) == 0
+    for count in (3, 1, 7, 16, 1, 12, 4):
+        start, end = seq.planned, seq.planned + count
+        assert compute(memory, seq, count)
+        for policy, table in zip(memory.policies, memory.place(seq).tables):
+            assert len(table) >= touched(policy, seq, start, end).stop
+            later = policy.reads(seq, end, end + 1)
+            assert not any(table[: min(later.start, len(table))]), "a page that nobody reads is still held"
+            assert all(table[later.start : later.stop]), "a page that the next token reads is gone"
+    memory.check()
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize(("run", "pages"), [(1, 1), (4, 1), (16, 1), (8, 3)])
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_the_peak_is_the_most_that_a_sequence_ever_holds(window: int, run: int, pages: int, chunk: int) -> None:
+    """Brute force: a step is planned before the one before it is confirmed, wherever chunks begin."""
+    group = Group((0,), 64, 8, 1000, range(1), run_tokens=run, run_pages=pages, window=window, kind="window")
+    policy = WindowPolicy(group)
+    most = most_at_once(policy, chunk)
+    found = 0
+    for first in range(1, min(run, chunk) + 1) if chunk > 1 else (1,):
+        ends = [0, *range(first, 40 * run + 4 * (window + chunk), chunk)]
+        for computed, end in zip(ends, ends[2:]):
+            found = max(found, group.pages(end) - policy.reads(None, computed, computed + 1).start)
+    assert most == found
+    assert peak(policy, 10**6, most) == most
+    assert peak(FullPolicy(group), 100, most_at_once(FullPolicy(group), chunk)) == group.pages(100)
+
+
+def test_a_prefix_ends_where_pages_of_all_groups_do() -> None:
+    memory = unlike(Kind(16, 4), Kind(24, 8), STATE, Kind(24, 8, 3))(Build(tokens=256))
+    assert serve(memory, sequence(1, 30)) == 0
+    assert (memory.prefixes.unit, memory.prefixes.stride) == (4, 8)
+    assert serve(memory, sequence(2, 30)) == 24
+    shorter = sequence(3, 30)
+    shorter.tokens[13] = 999
+    assert serve(memory, shorter) == 8
+
+
+def test_a_hit_must_be_valid_for_every_group() -> None:
+    memory = unlike(FULL, WINDOW)(Build(tokens=256))
+    first = sequence(1, 30)
+    assert serve(memory, first) == 0
+    memory.free(first)
+    for page in list(memory.pages.index[1].values())[5:]:
+        memory.pages.evict(1, page)
+    assert serve(memory, sequence(2, 30)) == 20
