@@ -85,7 +85,7 @@ class PagedMemory(PageTables):
             sum(peak(policy, length, most) for length in lengths) + kept
             for policy, most, kept in zip(self.policies, self.most, self.prefixes.kept)
         ]
-        # What is common is shared, also when the sequences come back after a preemption, see `_from_sibling`.
+        # What is common is shared, also when the sequences come back after a preemption, see `_common`.
         if not self.forgets:
             common = shared // self.prefixes.stride * self.prefixes.stride
             needs = [
@@ -173,7 +173,8 @@ class PagedMemory(PageTables):
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
                 there = policy.required(seq, one.tokens)
                 more = touched(policy, seq, one.tokens, one.length).stop - there.stop
-                copied = max(there.stop - policy.writes(seq, one.tokens, one.length).start, 0)
+                writes = policy.writes(seq, one.tokens, one.length)
+                copied = max(there.stop - writes.start, 0) if writes else 0
                 whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
                 needs.append(taken[g] + whole + copied + seq.branches)
                 taken[g] += more + copied
