@@ -20,7 +20,7 @@ from traces import STEMS
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Table
 
-OPS = ("admit", "admit", "admit", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
+OPS = ("admit", "admit", "group", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
 Content = tuple[str, tuple[int, ...]]  # what a position holds: the salt, and the tokens up to it
 
 
@@ -56,6 +56,7 @@ class Calls(RuleBasedStateMachine):
         self.alive: dict[int, Sequence] = {}
         self.contents: dict[int, list[Content]] = {}  # the reference
         self.born = 0
+        self.after: dict[int, Sequence] = {}  # what a sequence shares is still to be computed by that one
 
     def pick(self, data: st.DataObject, quiet: bool) -> Sequence | None:
         found = [seq for seq in self.alive.values() if seq.quiet or not quiet]
@@ -83,10 +84,45 @@ class Calls(RuleBasedStateMachine):
         self.alive[seq.id] = seq
         self.contents[seq.id] = [(salt, tuple(seq.tokens[: i + 1])) for i in range(reused)]
 
+    def group(self, data: st.DataObject) -> None:
+        """Branches of a request come back: all or none of them, sharing what they have in common."""
+        stem, length = data.draw(st.sampled_from(STEMS)), data.draw(st.integers(1, 24))
+        salt, seqs = data.draw(st.sampled_from(["", "adapter"])), []
+        for tail in data.draw(st.lists(st.lists(st.integers(1, 2), max_size=8), min_size=2, max_size=3)):
+            self.born += 1
+            seqs.append(Sequence(self.born, [*stem[:length], *tail], salt=salt))
+            seqs[-1].prompt_len = length
+        before = insides(self.memory)
+        admitted = self.memory.admit(seqs, self.chunk)
+        if not isinstance(admitted, list):
+            assert insides(self.memory) == before
+            return
+        for seq, (reused, after) in zip(seqs, admitted):
+            assert reused < len(seq.tokens)
+            seq.computed = seq.planned = reused
+            self.alive[seq.id] = seq
+            self.contents[seq.id] = [(salt, tuple(seq.tokens[: i + 1])) for i in range(reused)]
+            if after is not None:
+                self.after[seq.id] = after
+
+    def waits(self, seq: Sequence) -> bool:
+        """As in the scheduler: what it shares is to be computed by another one, or by that one's own."""
+        owner = self.after.get(seq.id)
+        if owner is None:
+            return False
+        if self.waits(owner) or owner.planned < seq.planned:
+            return True
+        del self.after[seq.id]
+        return False
+
+    def awaited(self, seq: Sequence) -> bool:
+        """Another one waits for it: then it isn't forked or freed, it computes."""
+        return any(self.waits(other) and self.after[other.id] is seq for other in self.alive.values())
+
     def begin(self, data: st.DataObject) -> None:
         """Plan the next tokens of a sequence and write them; the result stays out."""
         seq = self.pick(data, quiet=False)
-        if seq is None:
+        if seq is None or self.waits(seq):
             return
         end = min(seq.planned + data.draw(st.integers(1, self.chunk)), 48)
         seq.tokens += [data.draw(st.integers(1, 3))] * (end - len(seq.tokens))
@@ -121,7 +157,7 @@ class Calls(RuleBasedStateMachine):
 
     def fork(self, data: st.DataObject) -> None:
         parent = self.pick(data, quiet=True)
-        if parent is None or not parent.computed:
+        if parent is None or not parent.computed or self.waits(parent) or self.awaited(parent):
             return
         self.born += 1
         child = parent.fork(self.born, 1, 0)
@@ -134,7 +170,8 @@ class Calls(RuleBasedStateMachine):
 
     def free(self, data: st.DataObject) -> None:
         seq = self.pick(data, quiet=True)
-        if seq is not None:
+        if seq is not None and not self.awaited(seq):
+            self.after.pop(seq.id, None)
             del self.alive[seq.id], self.contents[seq.id]
             self.memory.free(seq)
 
@@ -146,6 +183,8 @@ class Calls(RuleBasedStateMachine):
         """Through the replayed tables, each sequence finds what the reference holds, as far as it may look back."""
         self.device.replay(self.memory.take_journal()[0], self.size)
         for seq in self.alive.values():
+            if self.waits(seq):
+                continue
             place = self.memory.place(seq)
             for g, group in enumerate(self.memory.geometry.groups):
                 table = place.tables[g]

@@ -484,6 +484,30 @@ def test_a_branch_waits_for_all_that_it_shares(budget: int) -> None:
     assert first == second == third
 
 
+def test_a_group_is_swapped_while_what_it_shares_is_being_computed() -> None:
+    """Pages that no branch has computed yet go out and come back. Nobody may find them by the name of what they will
+    hold: here one would, in the very step that computes it."""
+    memory = MEMORIES["poisoned"](Build(tokens=256, chunk=12, host=100))
+    trace = Trace(memory, seed=0, depth=1, budget=12, max_seqs=8)
+    prompt = tuple(random.Random(1).choices(range(1, VOCAB), k=16))
+    trace.add(Asked("a", prompt, SamplingParams(n=2, seed=1, max_tokens=12, ignore_eos=True), ""))
+    scheduler, (a,) = trace.scheduler, trace.scheduler.waiting
+    while len(a.live) < 2:
+        trace.step()
+    scheduler._preempt(a)
+    memory.prefixes.reset()
+    trace.step()
+    assert a.live[1].sibling is a.live[0]
+    assert (a.live[0].computed, a.live[1].computed) == (12, 16)
+    scheduler.preemption = "swap"
+    scheduler._preempt(a)
+    memory.prefixes.reset()
+    trace.add(Asked("b", (*prompt, 5), SamplingParams(seed=2, max_tokens=4, ignore_eos=True), ""))
+    trace.step()
+    assert a.status is Status.RUNNING
+    drain(trace)
+
+
 def test_nobody_new_is_admitted_while_somebody_is_swapped() -> None:
     memory = MEMORIES["paged-4"](Build(tokens=40, chunk=64, host=100))
     trace = Trace(memory, seed=0, depth=1, budget=64, max_seqs=8, preemption="swap")
