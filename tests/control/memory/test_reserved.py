@@ -92,7 +92,7 @@ def test_a_run_is_contiguous_in_every_group_and_told_once(rule: str) -> None:
     config = EngineConfig(memory=rule, page_size=4, max_num_seqs=4)
     memory = build_memory(config, spec((None, 6, None), 32), Size(128, 32, 2))
     assert isinstance(memory, ReservedMemory)
-    assert memory.geometry.layout is Layout.CONTIGUOUS
+    assert memory.geometry.layout is Layout.PAGED  # the pages follow one another, not the tokens in them
     first, second = begun(memory, 1, 9, 11), begun(memory, 2, 5, 3)
     assert first is not None
     assert second is not None

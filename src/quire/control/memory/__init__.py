@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
+from quire.control.memory.prefix import Prefixes
 from quire.control.memory.reserved import RULES, ReservedMemory
 from quire.control.request import Sequence
 from quire.errors import StartupError
@@ -19,29 +20,9 @@ from quire.vocabulary.plan import Journal
 from quire.vocabulary.specs import Geometry, ModelSpec
 
 __all__ = [
-    "LATER", "Account", "Admitted", "KVMemory", "Later", "Placement", "Registered", "Sharing", "Size", "Usage",
+    "LATER", "Account", "Admitted", "KVMemory", "Later", "Placement", "Prefixes", "Sharing", "Size", "Usage",
     "build_memory",
 ]  # fmt: skip
-
-
-class Registered(Protocol):
-    """What a memory that shares prefixes keeps of them: those that the operator registers stay until `unpin`."""
-
-    def room(self, length: int) -> bool:
-        """Could a prefix of this length be registered now?"""
-        ...
-
-    def pin(self, name: str, seq: Sequence) -> bool:
-        """Register what the sequence has computed as a prefix; False if prefixes have no room left."""
-        ...
-
-    def unpin(self, name: str) -> bool:
-        """Let go of a registered prefix; False if there is none of that name."""
-        ...
-
-    def reset(self) -> int:
-        """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
-        ...
 
 
 class KVMemory(Protocol):
@@ -54,7 +35,7 @@ class KVMemory(Protocol):
     geometry: Geometry
 
     @property
-    def prefixes(self) -> Registered | None: ...
+    def prefixes(self) -> Prefixes | None: ...
 
     def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
         """Could sequences of these lengths, with a common prefix of `shared` tokens, be held at once if the memory were

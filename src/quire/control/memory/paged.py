@@ -190,14 +190,13 @@ class PagedMemory(PageTables):
             stops = [policy.required(seq, one.common).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
         resident = self.reside(seq, tables)
-        # What another one computes is published by that one.
-        resident.committed = one.tokens // self.prefixes.unit * self.prefixes.unit
+        resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
         resident.room = self._room(seq, tables)
         resident.forked = one.tokens % self.prefixes.stride > 0
         self.prefixes.queries += len(seq.tokens)
         self.prefixes.hits += one.tokens
         if self.caching:
-            resident.coming = self.prefixes.expect(seq, resident.committed)
+            resident.coming = self.prefixes.expect(seq, one.tokens)
         extended = self._extend(seq, resident, one.length, one.tokens)
         assert extended, "pages counted for an admission were not there"
         return resident

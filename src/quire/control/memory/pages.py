@@ -174,7 +174,9 @@ class Ledger:
                     counts[page] = counts.get(page, 0) + count
             held = {page: refs for page, refs in enumerate(pool.refs) if refs}
             assert held == counts, "reference counts differ from the tables that name the pages"
-            assert sum(self.used[group] for group in pool.groups) == len(held), "the count of used pages is wrong"
+            used = [len(named[group]) for group in pool.groups]
+            assert [self.used[group] for group in pool.groups] == used, "the count of a group's pages is wrong"
+            assert sum(used) == len(held), "a page is named by two groups"
             assert len(pool.empty) + len(pool.cached) + len(held) == len(pool.ids), "pages are lost"
             assert len(set(pool.empty)) == len(pool.empty), "a page is empty twice"
             for page in pool.empty:
