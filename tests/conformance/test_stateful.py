@@ -57,6 +57,7 @@ class Calls(RuleBasedStateMachine):
         self.contents: dict[int, list[Content]] = {}  # the reference
         self.born = 0
         self.after: dict[int, Sequence] = {}  # what a sequence shares is still to be computed by that one
+        self.owners: dict[int, tuple[Sequence, int]] = {}  # who computes what another one shares, and how much
 
     def pick(self, data: st.DataObject, quiet: bool) -> Sequence | None:
         found = [seq for seq in self.alive.values() if seq.quiet or not quiet]
@@ -104,6 +105,7 @@ class Calls(RuleBasedStateMachine):
             self.contents[seq.id] = [(salt, tuple(seq.tokens[: i + 1])) for i in range(reused)]
             if after is not None:
                 self.after[seq.id] = after
+                self.owners[seq.id] = after, reused
 
     def waits(self, seq: Sequence) -> bool:
         """As in the scheduler: what it shares is to be computed by another one, or by that one's own."""
@@ -141,9 +143,14 @@ class Calls(RuleBasedStateMachine):
                 self.device.cells[page, position % self.size] = (g, content)
         seq.planned = end
 
+    def valid(self, seq: Sequence) -> bool:
+        """What it shares with others was confirmed by whoever computed it: results are taken in by steps, in order."""
+        owner, shared = self.owners.get(seq.id, (seq, 0))
+        return owner.computed >= shared and (owner is seq or self.valid(owner))
+
     def confirm(self, data: st.DataObject) -> None:
         seq = self.pick(data, quiet=False)
-        if seq is not None:
+        if seq is not None and self.valid(seq):
             seq.computed = data.draw(st.integers(seq.computed, seq.planned))
             self.memory.commit(seq)
 
@@ -152,12 +159,13 @@ class Calls(RuleBasedStateMachine):
         for _ in self.alive:
             self.begin(data)
         for seq in self.alive.values():
-            seq.computed = seq.planned
-            self.memory.commit(seq)
+            if self.valid(seq):
+                seq.computed = seq.planned
+                self.memory.commit(seq)
 
     def fork(self, data: st.DataObject) -> None:
         parent = self.pick(data, quiet=True)
-        if parent is None or not parent.computed or self.waits(parent) or self.awaited(parent):
+        if parent is None or not parent.computed or not self.valid(parent) or self.awaited(parent):
             return
         self.born += 1
         child = parent.fork(self.born, 1, 0)

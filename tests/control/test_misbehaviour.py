@@ -135,7 +135,7 @@ def drive(engine: Engine) -> dict[str, list[Output]]:
     assert not engine.requests
     assert not engine.scheduler.by_slot
     assert not engine.outcomes.streams
-    assert engine.scheduler.memory.usage().used == 0
+    assert engine.scheduler.memory.account().usage.used == 0
     return outputs
 
 

@@ -172,7 +172,7 @@ def test_a_page_released_too_often() -> None:
         (lambda pages: pages.of[0].refs.__setitem__(1, 0), "reference counts"),
         (lambda pages: pages.of[0].refs.__setitem__(1, 2), "reference counts"),
         (lambda pages: pages.of[0].refs.__setitem__(3, -1), "reference counts"),
-        (lambda pages: pages.used.__setitem__(0, 2), "count of used pages"),
+        (lambda pages: pages.used.__setitem__(0, 2), "count of a group's pages"),
         (lambda pages: pages.of[0].keys.__setitem__(3, (0, b"x")), "empty and has a key"),
     ],
 )
