@@ -61,8 +61,8 @@ def test_every_setting_has_a_flag() -> None:
 def test_flags_become_settings(command: str) -> None:
     assert config_from(parse([command])) == EngineConfig()
     assert config_from(parse([command, "some/model"])).model == "some/model"
-    texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "device": "cpu", "table_scope": "layer", "page_sizes": "own",
-             "preemption": "swap"}  # fmt: skip
+    texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "device": "cpu", "table_scope": "layer",
+             "page_sizes": "own", "preemption": "swap"}  # fmt: skip
     for field in fields(EngineConfig):
         if field.name in ("model", "kv_gib"):
             continue

@@ -113,6 +113,11 @@ class EngineConfig:
                 f"--prefix-tokens is given, and --memory is {self.memory}, which shares no prefixes",
                 "Use --memory paged",
             )
+        if self.memory in RESERVED and self.page_sizes != "one":
+            raise StartupError(
+                f"--page-sizes is {self.page_sizes}, and --memory is {self.memory}, whose pages have one size",
+                "Use --memory paged",
+            )
         if not 0.05 <= self.gpu_memory_utilization <= 1:
             raise StartupError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"

@@ -24,7 +24,7 @@ from quire.vocabulary.wire import MOST_BYTES, WireError, decode, encode
 MAGIC = b"quire plans 1\n"
 LENGTH = struct.Struct("<I")
 MOST_HEADER = 2**20  # bytes
-MOST_CELLS = 2**29  # of all page tables together, and tokens of host memory
+MOST_CELLS = 2**27  # of all page tables together, and tokens of host memory
 MOST_IN_FLIGHT = 64
 BUFFER = 2**20
 
@@ -62,8 +62,10 @@ class Logged:
 
     def close(self) -> None:
         """Close the log, and the runner."""
-        self.file.close()
-        self.runner.close()
+        try:
+            self.file.close()
+        finally:
+            self.runner.close()
 
     def _write(self, frame: bytes) -> None:
         self.file.write(LENGTH.pack(len(frame)))

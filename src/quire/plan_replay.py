@@ -136,14 +136,15 @@ class Replay:
         self._compare(set(range(self.geometry.slots)))
         digest = hashlib.sha256()
         for group in self.echo.groups:
-            digest.update(group.table.astype("<i8").tobytes())
+            for row in group.table:
+                digest.update(row.astype("<i8").tobytes())
         return digest.hexdigest()
 
 
 def _tiny(geometry: Geometry) -> Geometry:
     """The same tables and page ids, and as few bytes in a page as there can be: one token."""
     groups = tuple(
-        replace(group, layers=(g,), page_bytes=TOKEN, token_bytes=TOKEN, run_tokens=1, run_pages=1)
+        replace(group, layers=(g,), page_bytes=TOKEN, token_bytes=TOKEN, run_tokens=1, run_pages=1, kind="full")
         for g, group in enumerate(geometry.groups)
     )
     return replace(

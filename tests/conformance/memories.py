@@ -78,6 +78,7 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "window": paged((6, 6), page_size=4),
     "mixed": paged((None, 6, None, 2), page_size=4),
     "mixed-16": paged((None, 2), page_size=16),
+    "own-sizes": paged((None, 6, 6), page_size=4, page_sizes="own"),
     "mixed-uncached": paged((6, None), page_size=4, enable_prefix_caching=False),
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]
@@ -124,7 +125,7 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
             tuple(memory.slots),
             tuple(memory.entries),
             {id: (r.slot, r.base, r.held, r.family) for id, r in memory.residents.items()},
-            [(f.members, f.coming, tuple(f.spares)) for f in (r.family for r in memory.residents.values())],
+            [(f.members, f.unborn, tuple(f.spares)) for f in (r.family for r in memory.residents.values())],
             memory.batch,
         )
     assert isinstance(memory, PagedMemory)

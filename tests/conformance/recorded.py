@@ -35,7 +35,7 @@ class Case(NamedTuple):
         return f"{self.name}-{self.seed}-{self.depth}"
 
 
-CASES = [Case(name, seed, 1 + seed % 2) for name in EVERY for seed in range(8)]
+CASES = [Case(name, seed, 1 + seed % 2) for name in EVERY if name != "own-sizes" for seed in range(8)]
 
 
 class Recorder(EchoRunner):

@@ -19,6 +19,7 @@ from traces import STEMS
 
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Table
+from quire.vocabulary.specs import Group
 
 OPS = ("admit", "admit", "group", "begin", "begin", "confirm", "step", "step", "fork", "fork", "free", "read", "reset")
 Content = tuple[str, tuple[int, ...]]  # what a position holds: the salt, and the tokens up to it
@@ -29,16 +30,18 @@ class Device:
 
     def __init__(self) -> None:
         self.tables: dict[tuple[int, int, int], int] = {}  # (slot, group, logical page) -> page
-        self.cells: dict[tuple[int, int], Any] = {}  # (page, offset) -> (group, content)
+        self.cells: dict[tuple[int, int], Any] = {}  # (byte of a page, offset) -> (group, content)
 
-    def replay(self, journal: tuple[Any, ...], size: int) -> None:
+    def replay(self, journal: tuple[Any, ...], size: int, groups: tuple[Group, ...]) -> None:
         for entry in journal:
             if isinstance(entry, Table):
                 for i, page in enumerate(entry.pages):
                     self.tables[entry.slot, entry.group, entry.at + i] = page
             elif isinstance(entry, Copy):
+                page_bytes = groups[entry.group].page_bytes
                 for offset in range(size):
-                    self.cells[entry.dst, offset] = self.cells.get((entry.src, offset))
+                    moved = self.cells.get((entry.src * page_bytes, offset))
+                    self.cells[entry.dst * page_bytes, offset] = moved
 
 
 class Calls(RuleBasedStateMachine):
@@ -132,7 +135,7 @@ class Calls(RuleBasedStateMachine):
         if not self.memory.grow(seq, end):
             assert insides(self.memory) == before
             return
-        self.device.replay(self.memory.take_journal()[0], self.size)
+        self.device.replay(self.memory.take_journal()[0], self.size, self.memory.geometry.groups)
         slot = self.memory.slot(seq)
         for position in range(seq.planned, end):
             content = (seq.salt, tuple(seq.tokens[: position + 1]))
@@ -140,6 +143,7 @@ class Calls(RuleBasedStateMachine):
             for g in range(len(self.memory.geometry.groups)):
                 page = self.device.tables[slot, g, position // self.size]
                 assert page, "a position to write has no page"
+                page *= self.memory.geometry.groups[g].page_bytes
                 self.device.cells[page, position % self.size] = (g, content)
         seq.planned = end
 
@@ -189,7 +193,7 @@ class Calls(RuleBasedStateMachine):
 
     def read(self, data: st.DataObject | None = None) -> None:
         """Through the replayed tables, each sequence finds what the reference holds, as far as it may look back."""
-        self.device.replay(self.memory.take_journal()[0], self.size)
+        self.device.replay(self.memory.take_journal()[0], self.size, self.memory.geometry.groups)
         for seq in self.alive.values():
             if self.waits(seq):
                 continue
@@ -199,7 +203,9 @@ class Calls(RuleBasedStateMachine):
                 assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
                 first = 0 if group.window is None else max(0, seq.computed - group.window + 1)
                 for position in range(first, seq.planned):
-                    cell = self.device.cells.get((table[position // self.size], position % self.size))
+                    cell = self.device.cells.get(
+                        (table[position // self.size] * group.page_bytes, position % self.size)
+                    )
                     assert cell == (g, self.contents[seq.id][position]), f"position {position} of group {g} is wrong"
 
     @invariant()

@@ -41,13 +41,13 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
     """A memory of these groups, each with room for the tokens that are asked for."""
 
     def make(build: Build) -> PagedMemory:
-        counts = [-(-build.tokens * kind.pages // kind.run) + 1 for kind in kinds]
+        counts = [-(-build.tokens * kind.pages // kind.run) for kind in kinds]
         sizes = [kind.page_bytes for kind in kinds]
         ids, end = lay_out(list(zip(sizes, counts)), max(sizes))
         rows, host_end = lay_out([(size, min(build.host, count)) for size, count in zip(sizes, counts)], 0)
         groups = tuple(
             Group(
-                (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run) + 1, ids[i],
+                (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run), ids[i],
                 range(rows[i].start + 1, rows[i].stop + 1), kind.run, kind.pages, kind.window,
                 kind.kind or ("full" if kind.window is None else "window"),
             )

@@ -15,7 +15,7 @@ from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner, expected
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import LAST, StepPlan
+from quire.vocabulary.plan import LAST, StepPlan, StepResult
 
 DEPTHS = (1, 2, 3)
 
@@ -248,10 +248,10 @@ def test_refused_branches_are_not_tried_at_every_step(monkeypatch: pytest.Monkey
     memory = trace.memory.memory
     asked: list[int] = []  # requests that the scheduler tried to admit, by their first sequence
     tried: list[int] = []  # pages released before each time that the memory looked for room
-    admit, coming = trace.memory.admit, memory._coming
+    admit, coming = trace.memory.admit, memory._arrivals
     monkeypatch.setattr(trace.memory, "admit", lambda seqs, *more: (asked.append(seqs[0].id), admit(seqs, *more))[1])
     monkeypatch.setattr(
-        memory, "_coming", lambda seqs, *more: (tried.append(memory.pages.releases), coming(seqs, *more))[1]
+        memory, "_arrivals", lambda seqs, *more: (tried.append(memory.pages.releases), coming(seqs, *more))[1]
     )
     steps, held = 0, memory.pages.releases
     while b.status is Status.WAITING and "a" in trace.engine.requests:
@@ -421,6 +421,49 @@ def test_who_waits_for_another_does_not_starve(tokens: int, depth: int) -> None:
     assert shared is not None
     assert any(request.scheduled is not None or request.status is not Status.WAITING for request in later)
     drain(trace)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_room_is_kept_for_who_waits_for_another(depth: int) -> None:
+    """A younger request that fits beside the first of two, but not beside the second, doesn't take the second's room:
+    a step of waiting isn't the whole life of somebody else."""
+    trace = opened(tokens=72, budget=64, depth=depth)
+    stem = [*range(1, 9)]
+    trace.engine.add("a", [*stem, 60], SamplingParams(max_tokens=2, ignore_eos=True))
+    trace.engine.add("b", [*stem, *range(10, 38)], SamplingParams(max_tokens=2, ignore_eos=True))
+    trace.engine.add("c", [*range(40, 60), *range(20, 28)], SamplingParams(max_tokens=12, ignore_eos=True))
+    order = [request.id for request in trace.scheduler.waiting]
+    came: list[str] = []
+    while trace.engine.unfinished:
+        trace.step()
+        came += [request.id for request in trace.scheduler.running if request.id not in came]
+    assert came == order
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_nobody_new_passes_a_preempted_one_that_waits_for_another(depth: int) -> None:
+    """Two requests with one prompt are preempted, and come back one after the other: nobody new comes between."""
+    trace = opened(tokens=256, budget=64, depth=depth)
+    twice(trace, "a", "b", 24, max_tokens=20)
+    trace.step()
+    for _ in range(2 + depth):
+        trace.step()
+    while trace.engine.flight:
+        trace.scheduler.update(*_collected(trace))
+    for request in reversed(list(trace.scheduler.running)):
+        trace.scheduler._drop(request)
+    trace.memory.prefixes.reset()
+    ask(trace, "c", 5, max_tokens=4)
+    came: list[str] = []
+    while trace.engine.unfinished:
+        trace.step()
+        came += [request.id for request in trace.scheduler.running if request.id not in came]
+    assert came == ["a", "b", "c"]
+
+
+def _collected(trace: Trace) -> tuple[StepPlan, StepResult]:
+    plan, ticket = trace.engine.flight.popleft()
+    return plan, trace.runner.collect(ticket)
 
 
 def test_when_the_first_of_two_is_aborted_the_second_computes() -> None:

@@ -193,8 +193,8 @@ class Scheduler:
 
     def _join(self, rows: list[Row]) -> None:
         """Bring requests in, oldest first, while the budget, the slots and the memory allow: nobody new is admitted
-        before older ones that were preempted are back (§4.5). Who is told to come later keeps its place, and the next
-        one is tried: what it waits for is running, so it isn't overtaken for long."""
+        before older ones that were preempted are back (§4.5). Who is told to come later keeps its place and its slots,
+        as the memory keeps room for it, and the next one is tried."""
         if (self.static and self.running) or not (self.swapped or self.waiting):
             return
         budget = self.budget - sum(len(row.tokens) for row in rows)
@@ -208,11 +208,13 @@ class Scheduler:
             joined = self._swap_in(request, budget) if queue is self.swapped else self._admit(request, budget)
             if joined is None:
                 break
+            if isinstance(joined, Later) and request.preemptions:
+                break
             queue.popleft()
+            slots -= _width(request)
             if isinstance(joined, Later):
                 later.append(request)
                 continue
-            slots -= _width(request)
             request.status = Status.RUNNING
             late = bool(self.running) and next(reversed(self.running)).order > request.order
             self.running[request] = None

@@ -2,8 +2,8 @@
 
 A frame says what it is, then how many there are of everything, then columns of numbers, little-endian: what all rows
 have for `slot`, what all have for `start`, ... A reader checks each count against the bytes that remain before it makes
-anything of that size, so a frame that is broken or forged costs no more than its own length. Runs no code, no pickle.
-"""
+anything of that size, so a frame that is forged costs what an honest one of its length does: what Python takes for as
+many numbers, up to a hundred times the frame. No pickle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from quire.vocabulary.plan import (
 
 VERSION = 1
 PLAN, RESULT = 1, 2
-MOST_BYTES = 2**28  # of a frame
+MOST_BYTES, MOST_ROWS = 2**28, 2**16  # of a frame; of a step, more than a launch takes
 
 Message = StepPlan | StepResult
 
@@ -234,6 +234,11 @@ class _Reader:
     def error(self, field: str, why: str) -> WireError:
         return WireError(field, why, self.at)
 
+    def bounded(self, count: int, field: str) -> int:
+        if count <= MOST_ROWS:
+            return count
+        raise self.error(field, f"{count} are announced, at most {MOST_ROWS} are read")
+
     def skip(self, size: int, field: str) -> int:
         """Go on by `size` bytes; returns where they begin."""
         at = self.at
@@ -294,7 +299,7 @@ def _read_plan(reader: _Reader) -> StepPlan:
     born = tuple([_read_birth(reader) for _ in range(births)])
     journal = _read_journal(reader, entries) if entries else ()
     rows: tuple[Row, ...] = ()
-    if count:
+    if reader.bounded(count, "rows"):
         slots = reader.ints(count, "row slots")
         starts = reader.ints(count, "row starts")
         samples = reader.ints(count, "row samples")
@@ -307,7 +312,7 @@ def _read_plan(reader: _Reader) -> StepPlan:
 
 def _read_result(reader: _Reader) -> StepResult:
     count, seconds = reader.take(RESULT_HEAD, "result head")
-    if not count:
+    if not reader.bounded(count, "samples"):
         return StepResult((), seconds)
     lengths = reader.lengths(count, "error lengths")
     errors = [_read_text(reader, length) for length in lengths] if any(lengths) else repeat("", count)

@@ -100,10 +100,16 @@ class KVMemory(Protocol):
 
 def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> KVMemory:
     """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU.
-    StartupError if it reserves and has no room for the longest sequence."""
+    StartupError if it has no room for the longest sequence, where it reserves, or beside the registered prefixes."""
     config = config.sized("cpu")
     if config.memory not in RULES:
-        return PagedMemory.build(config, spec, size, model_id)
+        paged = PagedMemory.build(config, spec, size, model_id)
+        if config.prefix_tokens and not paged.fits([min(2, size.max_len)]):
+            raise StartupError(
+                f"--prefix-tokens is {config.prefix_tokens}, and the KV memory holds {size.tokens} tokens in all",
+                "Keep fewer for registered prefixes, or use a larger --kv-gib or --kv-tokens",
+            )
+        return paged
     memory = ReservedMemory.build(config, spec, size)
     if not memory.fits([size.max_len]):
         raise StartupError(

@@ -49,8 +49,8 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layou
     holds, in the same proportions, and never more than the device has (PagedAttention §4.5)."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
     sheets = page_layout(config, spec, size.itemsize)
-    counts: dict[int, int] = {}  # page bytes -> pages
-    for sheet in sheets:
+    counts: dict[int, int] = {}  # page bytes -> pages; small ones first, so that ids are small numbers
+    for sheet in sorted(sheets, key=lambda sheet: sheet.page_bytes):
         counts[sheet.page_bytes] = counts.get(sheet.page_bytes, 0) + -(-size.tokens // config.page_size)
     ids, end = lay_out(list(counts.items()), max(counts))
     swap, whole = int(config.swap_gib * 2**30), sum(page_bytes * count for page_bytes, count in counts.items())

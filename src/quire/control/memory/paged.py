@@ -8,8 +8,9 @@ their own.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from operator import add
 from typing import NamedTuple
 
 from quire.config import EngineConfig
@@ -24,7 +25,7 @@ from quire.vocabulary.plan import Journal
 from quire.vocabulary.specs import Geometry, ModelSpec
 
 
-class Coming(NamedTuple):
+class Arrival(NamedTuple):
     """How a sequence would come in: with `tokens` tokens that it needn't compute, and room for `length`.
 
     The first `common` of them it has in common with an earlier sequence of its request, `owner` by its place among
@@ -83,7 +84,7 @@ class PagedMemory(PageTables):
     def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
         needs = [
             sum(peak(policy, length, most) for length in lengths) + kept
-            for policy, most, kept in zip(self.policies, self.most, self.prefixes.kept)
+            for policy, most, kept in zip(self.policies, self.most, self.prefixes.set_aside)
         ]
         # What is common is shared, also when the sequences come back after a preemption, see `_common`.
         if not self.forgets:
@@ -109,12 +110,15 @@ class PagedMemory(PageTables):
             return None
         if self.prefixes.waits(first):
             return LATER  # as below, and nothing new was heard
-        coming = self._coming(seqs, budget)
-        if self.caching and self.prefixes.is_coming(first, coming[0].tokens):
+        coming = self._arrivals(seqs, budget)
+        *branches, whole = self._needs(seqs, coming)
+        if self.caching and self.prefixes.is_coming(first, coming[0].tokens, whole):
             return LATER  # the same prompt is being computed: a step later its pages can be shared
-        if not self._room_for(seqs, coming):
-            self.refused = (first.id, self.pages.releases)
-            return None
+        alone, promised = not self.residents, self.prefixes.promised
+        for i, needs in enumerate((*branches, whole)):
+            if not self.pages.affords(list(map(add, needs, promised)), margin=not alone or i > 0):
+                self.refused = (first.id, self.pages.releases)
+                return None
         for one in coming:  # used from now on, so that they aren't evicted for a sequence's own tail
             for g, table in enumerate(one.found):
                 for page in filter(None, table):
@@ -125,10 +129,10 @@ class PagedMemory(PageTables):
         self._share_common(coming, residents)
         return [Admitted(one.tokens, seqs[one.owner] if one.ready < one.tokens else None) for one in coming]
 
-    def _coming(self, seqs: Seq[Sequence], budget: int) -> list[Coming]:
+    def _arrivals(self, seqs: Seq[Sequence], budget: int) -> list[Arrival]:
         """One sequence alone gets room for its next chunk, several for all of their tokens: only then can they share
         what one of them computes."""
-        coming: list[Coming] = []
+        coming: list[Arrival] = []
         owners: dict[bytes, int] = {}  # the first sequence that has the tokens which a key names
         for i, seq in enumerate(seqs):
             common, owner = self._common(seq, i, owners) if len(seqs) > 1 else (0, i)
@@ -144,7 +148,7 @@ class PagedMemory(PageTables):
                 room = min(room, self.chunk)  # pages that are dropped are never all held at once
             tokens, tables = found
             ready = tokens if ready == common else ready
-            coming.append(Coming(tokens, tables, owner, common, ready, min(len(seq.tokens), tokens + room)))
+            coming.append(Arrival(tokens, tables, owner, common, ready, min(len(seq.tokens), tokens + room)))
         return coming
 
     def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
@@ -162,13 +166,13 @@ class PagedMemory(PageTables):
         owners.update(dict.fromkeys(keys[known:], index))
         return known * prefixes.stride, owners[keys[known - 1]] if known else index
 
-    def _room_for(self, seqs: Seq[Sequence], coming: list[Coming]) -> bool:
-        """Whether all of them find room, with what each needs to go on, pages of branches to come, and what should stay
-        free. Counted before anything is taken: what is found and no sequence uses yet is about to be, and isn't free.
-        """
+    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival]) -> Iterator[list[int]]:
+        """Pages of each group that must be free for the first of them to come in, for the first two, and so on: with
+        what the last one needs to go on, and pages of its branches to come. What is found and no sequence uses yet is
+        about to be, so it isn't free."""
         found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
         taken = self.pages.resting(found)
-        for i, (seq, one) in enumerate(zip(seqs, coming)):
+        for seq, one in zip(seqs, coming):
             needs = []
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
                 there = policy.required(seq, one.tokens)
@@ -178,11 +182,9 @@ class PagedMemory(PageTables):
                 whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
                 needs.append(taken[g] + whole + copied + seq.branches)
                 taken[g] += more + copied
-            if not self.pages.affords(needs, margin=bool(self.residents) or i > 0):
-                return False
-        return True
+            yield needs
 
-    def _come(self, seq: Sequence, one: Coming, before: list[Resident]) -> Resident:
+    def _come(self, seq: Sequence, one: Arrival, before: list[Resident]) -> Resident:
         """Give it a slot and tables. References to pages that it has in common with others are not counted yet."""
         tables = one.found
         if one.common:
@@ -196,12 +198,12 @@ class PagedMemory(PageTables):
         self.prefixes.queries += len(seq.tokens)
         self.prefixes.hits += one.tokens
         if self.caching:
-            resident.coming = self.prefixes.expect(seq, one.tokens)
+            resident.expected = self.prefixes.expect(seq, one.tokens)
         extended = self._extend(seq, resident, one.length, one.tokens)
         assert extended, "pages counted for an admission were not there"
         return resident
 
-    def _share_common(self, coming: list[Coming], residents: list[Resident]) -> None:
+    def _share_common(self, coming: list[Arrival], residents: list[Resident]) -> None:
         """Count the references to what sequences have in common, each page once for all who name it."""
         followers: dict[int, list[int]] = {}
         for one in coming:
@@ -233,14 +235,14 @@ class PagedMemory(PageTables):
             self.swap.free(seq)
             return
         resident = self.residents[seq.id]
-        self._arrived(seq, resident, resident.coming[1])
+        self._arrived(seq, resident, resident.expected[1])
         super().free(seq)
 
     def _arrived(self, seq: Sequence, resident: Resident, full: int) -> None:
-        start, end = resident.coming
+        start, end = resident.expected
         if start < end:
             self.prefixes.arrived(seq, start, min(full, end))
-            resident.coming = (min(full, end), end)
+            resident.expected = (min(full, end), end)
 
     def swap_out(self, seqs: Seq[Sequence]) -> bool:
         return self.swap.out(seqs)
@@ -298,7 +300,7 @@ class PagedMemory(PageTables):
             tables, tables - distinct, self.copies, self.swap.out_bytes, self.swap.in_bytes,
             sum(len(pool.ids) for pool in host.pools), sum(host.used),
             len(registered), sum(len(prefix.tokens) for prefix in registered),
-            min(group.until(kept) for group, kept in zip(self.groups, self.prefixes.kept)),
+            min(group.until(kept) for group, kept in zip(self.groups, self.prefixes.set_aside)),
             self.prefixes.queries, self.prefixes.hits,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from operator import add, sub
 from typing import NamedTuple
 
 from quire.control.memory.index import PrefixIndex, Stop
@@ -42,12 +43,12 @@ class Registered(NamedTuple):
 
 
 class Prefixes:
-    """What a memory of these tables can reuse. `kept` pages a group are set aside for registered prefixes. Without
+    """What a memory of these tables can reuse. `set_aside` pages a group are kept for registered ones. Without
     `caching` only those are found."""
 
-    def __init__(self, tables: PageTables, model_id: str, kept: Seq[int], caching: bool = True) -> None:
+    def __init__(self, tables: PageTables, model_id: str, set_aside: Seq[int], caching: bool = True) -> None:
         self.tables, self.pages, self.policies = tables, tables.pages, tables.policies
-        self.kept, self.caching = kept, caching
+        self.set_aside, self.caching = set_aside, caching
         units = [policy.unit for policy in self.policies if policy.unit]
         self.unit, self.stride = math.gcd(*units), math.lcm(*units)
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
@@ -56,7 +57,8 @@ class Prefixes:
         self.pins: Counter[tuple[int, int]] = Counter()  # (group, page) -> registered prefixes that hold it
         self.coming: Counter[bytes] = Counter()  # keys of whole prompt pages that residents are computing
         self.awaited: dict[bytes, set[int]] = {}  # keys in `coming`, and the sequences that were told to wait for them
-        self.waiting: dict[int, bytes] = {}  # the same by sequence
+        self.waiting: dict[int, list[int]] = {}  # these sequences, and the pages of each group that they will need
+        self.promised = [0] * len(self.policies)  # all of these pages: who comes in meanwhile leaves them
         self.queries = self.hits = 0  # tokens looked up in the cache, and found
 
     # Keys
@@ -151,9 +153,9 @@ class Prefixes:
 
     # Pages that are being computed
 
-    def is_coming(self, seq: Sequence, tokens: int) -> bool:
+    def is_coming(self, seq: Sequence, tokens: int, needs: list[int]) -> bool:
         """What follows the first `tokens` tokens, all that can be reused, is being computed for another sequence: worth
-        waiting for."""
+        waiting for. The pages that it needs, `needs` of each group, are promised to it meanwhile."""
         end = (tokens // self.stride + 1) * self.stride
         if end >= min(seq.reusable + 1, len(seq.tokens)):
             return False
@@ -161,7 +163,8 @@ class Prefixes:
         if key not in self.coming:
             return False
         self.awaited.setdefault(key, set()).add(seq.id)
-        self.waiting[seq.id] = key
+        self.waiting[seq.id] = needs
+        self.promised = list(map(add, self.promised, needs))
         return True
 
     def waits(self, seq: Sequence) -> bool:
@@ -183,11 +186,12 @@ class Prefixes:
             if not self.coming[key]:
                 del self.coming[key]
             for waiting in self.awaited.pop(key, ()):
-                del self.waiting[waiting]
+                self.promised = list(map(sub, self.promised, self.waiting.pop(waiting)))
 
     def look_again(self) -> None:
         """What can be found has changed: nobody waits for what was said to be coming."""
         self.awaited, self.waiting = {}, {}
+        self.promised = [0] * len(self.policies)
 
     def reset(self) -> int:
         """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
@@ -200,7 +204,7 @@ class Prefixes:
         """Could a prefix of `length` tokens be registered now?"""
         held = Counter(group for group, _ in self.pins)
         need = [held[g] + policy.group.pages(length) for g, policy in enumerate(self.policies)]
-        fits = all(sum(need[g] - self.kept[g] for g in pool.groups) <= 0 for pool in self.pages.pools)
+        fits = all(sum(need[g] - self.set_aside[g] for g in pool.groups) <= 0 for pool in self.pages.pools)
         return fits and len(self.registered) < MAX_PREFIXES
 
     def pin(self, name: str, seq: Sequence) -> bool:
@@ -300,8 +304,9 @@ class Prefixes:
         assert index.names == self.index.names, "the index names other prefixes than the registered ones"
         assert index.tails == self.index.tails, "the index has lost its way to a prefix"
         assert all(key in self.coming for key in self.awaited), "a sequence waits for nothing"
-        waiting = {seq: key for key, seqs in self.awaited.items() for seq in seqs}
-        assert waiting == self.waiting, "who waits, and for what, are told differently"
+        assert {seq for seqs in self.awaited.values() for seq in seqs} == set(self.waiting), "who waits is told twice"
+        promised = [sum(pages) for pages in zip(*self.waiting.values())] or [0] * len(self.policies)
+        assert promised == self.promised, "pages are promised to nobody"
 
 
 def _pages(prefix: Registered) -> Iterable[tuple[int, int]]:

@@ -89,14 +89,14 @@ class Family:
     """What a request reserved for its branches: as many blocks of one size as it has at once at most. All of them stay
     until its last branch ends, since others may fork again."""
 
-    __slots__ = ("coming", "final", "members", "reserve", "spares", "units")
+    __slots__ = ("final", "members", "reserve", "spares", "unborn", "units")
 
     def __init__(self, units: int, reserve: int, final: int, spares: list[int]) -> None:
         self.units = units  # logical pages of each run
         self.reserve = reserve  # tokens that a run has been reserved for
         self.final = final  # tokens that each sequence will have, at most, as far as it was told
         self.spares = spares  # blocks that no branch has now
-        self.coming = len(spares)  # branches that were announced and are not there yet
+        self.unborn = len(spares)  # branches that were announced and are not there yet
         self.members = 0
 
 
@@ -141,7 +141,7 @@ class ReservedMemory:
     @classmethod
     def build(cls, config: EngineConfig, spec: ModelSpec, size: Size) -> ReservedMemory:
         """A memory of `size` by the rule that `config.memory` names, in pages as PagedMemory has them."""
-        geometry = geometry_of(replace(config, swap_gib=0, page_sizes="one"), spec, size, Layout.PAGED)
+        geometry = geometry_of(replace(config, swap_gib=0), spec, size, Layout.PAGED)
         static = config.memory in STATIC
         return cls(geometry, RULES[config.memory], longest=size.max_len, static=static, debug=config.debug)
 
@@ -222,7 +222,7 @@ class ReservedMemory:
             base = family.spares.pop() if family.spares else self.pool.take(family.units)
         if base is None:
             return False
-        family.coming = max(family.coming - 1, 0)
+        family.unborn = max(family.unborn - 1, 0)
         self._reside(child, family, base)
         copy = self.residents[child.id]
         copy.held = parent.computed
@@ -285,7 +285,7 @@ class ReservedMemory:
         runs = 0
         for family in self._families():
             runs += family.units * (family.members + len(family.spares))
-            reserved += family.coming * family.final
+            reserved += family.unborn * family.final
         ended = self.batch - taken if self.static else 0
         unusable = 0
         if self.static:
@@ -319,7 +319,7 @@ class ReservedMemory:
         for family in families:
             members = sum(resident.family is family for resident in self.residents.values())
             assert members == family.members, "a family has lost a member"
-            assert family.coming <= len(family.spares), "a branch to come has no run"
+            assert family.unborn <= len(family.spares), "a branch to come has no run"
         held = {resident.slot for resident in self.residents.values()}
         assert len(held) == len(self.residents), "a slot is used twice"
         assert not held & set(self.slots), "a slot is free and used"

@@ -23,7 +23,7 @@ Tables = list[list[int]]
 class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
-    __slots__ = ("coming", "committed", "drops_at", "first", "forked", "held", "room", "slot", "tables")
+    __slots__ = ("committed", "drops_at", "expected", "first", "forked", "held", "room", "slot", "tables")
 
     def __init__(self, slot: int, tables: Tables) -> None:
         self.slot, self.tables = slot, tables
@@ -33,7 +33,7 @@ class Resident:
         self.held = 0  # tokens that are or will be written, as far as asked for
         self.committed = 0  # tokens whose pages were published
         self.drops_at = 0  # computed tokens from which on a page more is of no use
-        self.coming = (0, 0)  # keys of its prompt that others may wait for
+        self.expected = (0, 0)  # keys of its prompt that others may wait for
         self.forked = False  # a page that will be written may be shared
 
 
