@@ -166,7 +166,7 @@ def test_a_second_run_hits_the_prefix_cache_and_gives_the_same_tokens(oracle, fa
     engine = engine_of(model, page_size=4, kv_tokens=1024)
     assert_equal(model, engine, model.prompts)
     assert_equal(model, engine, model.prompts)
-    assert engine.scheduler.memory.hits > 0
+    assert engine.scheduler.memory.account().sharing.hits > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
