@@ -71,6 +71,7 @@ def test_submit_returns_before_the_last_event_of_its_step(engine: Engine, tmp_pa
     assert sum(step["unseen"] > 0 for step in timeline) >= 10
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_submit_never_waits_for_the_device(engine: Engine) -> None:
     serve(engine, 4, 64, 4)
     real = engine.runner.submit

@@ -41,6 +41,7 @@ def test_arrays_arrive_behind_a_slow_device(size: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_uploading_waits_for_nothing() -> None:
     staging = Staging(GPU)
     staging.upload(np.arange(9))
