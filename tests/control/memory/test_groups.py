@@ -12,7 +12,7 @@ from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, unlike
 
 from quire.config import EngineConfig
 from quire.control.memory import KVMemory, Size, build_memory
-from quire.control.memory.policies import FullPolicy, WindowPolicy, most_at_once, peak, touched
+from quire.control.memory.policies import FullPolicy, WindowPolicy, most_at_once, peak
 from quire.control.request import Sequence
 from quire.vocabulary.specs import Group, LayerSpec, Layout, ModelSpec
 
@@ -144,7 +144,7 @@ def test_grow_and_drop_follow_from_what_is_read_and_written(name: str) -> None:
         start, end = seq.planned, seq.planned + count
         assert compute(memory, seq, count)
         for policy, table in zip(memory.policies, memory.place(seq).tables):
-            assert len(table) >= touched(policy, seq, start, end).stop
+            assert len(table) >= policy.reads(seq, start, end).stop
             later = policy.reads(seq, end, end + 1)
             assert not any(table[: min(later.start, len(table))]), "a page that nobody reads is still held"
             assert all(table[later.start : later.stop]), "a page that the next token reads is gone"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size, geometry_of
-from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak, touched
+from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
@@ -63,6 +63,7 @@ class PagedMemory(PageTables):
         self.most = [most_at_once(policy, chunk) for policy in self.policies]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, caching)
+        self.unit = self.prefixes.unit
         self.swap = Swap(self, self.prefixes)
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
 
@@ -96,7 +97,7 @@ class PagedMemory(PageTables):
         return (
             len(lengths) < self.geometry.slots
             and all(
-                touched(policy, None, 0, length).stop <= policy.group.table_width
+                policy.reads(None, 0, length).stop <= policy.group.table_width
                 for policy in self.policies
                 for length in lengths
             )
@@ -176,7 +177,7 @@ class PagedMemory(PageTables):
             needs = []
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
                 there = policy.required(seq, one.tokens)
-                more = touched(policy, seq, one.tokens, one.length).stop - there.stop
+                more = policy.reads(seq, one.tokens, one.length).stop - there.stop
                 writes = policy.writes(seq, one.tokens, one.length)
                 copied = max(there.stop - writes.start, 0) if writes else 0
                 whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
@@ -220,12 +221,12 @@ class PagedMemory(PageTables):
     # Life
 
     def commit(self, seq: Sequence) -> None:
-        resident, prefixes = self.residents[seq.id], self.prefixes
-        if seq.computed - resident.committed >= prefixes.unit:
-            end = seq.computed // prefixes.unit * prefixes.unit
+        resident, unit = self.residents[seq.id], self.unit
+        if seq.computed - resident.committed >= unit:
+            end = seq.computed // unit * unit
             if self.caching:
-                prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
-                self._arrived(seq, resident, end // prefixes.unit)
+                self.prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
+                self._arrived(seq, resident, end // unit)
             resident.committed = end
         if seq.computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)

@@ -32,7 +32,8 @@ class FullPolicy:
         return self.group.run_tokens
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        """The pages that computing tokens [start, end) looks at. Later tokens never read earlier pages again."""
+        """The pages that computing tokens [start, end) looks at, those that it changes among them. Later tokens never
+        read earlier pages again."""
         return range(self.group.pages(end))
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
@@ -64,17 +65,14 @@ POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy}
 """By the kind of a group."""
 
 
-def touched(policy: LayerPolicy, seq: Sequence | None, start: int, end: int) -> range:
-    """The pages that computing tokens [start, end) reads or writes."""
-    reads, writes = policy.reads(seq, start, end), policy.writes(seq, start, end)
-    if not writes:
-        return reads
-    return range(min(reads.start, writes.start), max(reads.stop, writes.stop))
-
-
 def forgets(policy: LayerPolicy) -> bool:
     """Whether pages are dropped before the sequence's end."""
     return policy.reads(None, FAR, FAR + 1).start > 0
+
+
+def grows(policy: LayerPolicy) -> bool:
+    """Whether a sequence needs more pages of the group as it gets longer, however long it is."""
+    return policy.reads(None, 2 * FAR, 2 * FAR + 1).stop > policy.reads(None, FAR, FAR + 1).stop
 
 
 def most_at_once(policy: LayerPolicy, chunk: int) -> int:
@@ -84,11 +82,11 @@ def most_at_once(policy: LayerPolicy, chunk: int) -> int:
         return FAR
     ends = range(FAR, FAR + policy.group.run_tokens)
     return max(
-        touched(policy, None, end - chunk, end).stop - policy.reads(None, end - 2 * chunk, end - chunk).start
+        policy.reads(None, end - chunk, end).stop - policy.reads(None, end - 2 * chunk, end - chunk).start
         for end in ends
     )
 
 
 def peak(policy: LayerPolicy, length: int, most: int) -> int:
     """The most pages held at once by a sequence that grows to `length` tokens; `most` as `most_at_once` says."""
-    return min(touched(policy, None, 0, length).stop, most)
+    return min(policy.reads(None, 0, length).stop, most)

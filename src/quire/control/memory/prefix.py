@@ -69,7 +69,7 @@ class Prefixes:
         first, last = len(keys), tokens // self.unit
         if last <= first:
             return
-        data = memoryview(array("q", seq.tokens[first * self.unit : last * self.unit]).tobytes())
+        data = array("q", seq.tokens[first * self.unit : last * self.unit]).tobytes()
         key = keys[-1] if keys else self._origin(seq.salt)
         for at in range(0, len(data), size):
             key = hashlib.sha256(key + data[at : at + size]).digest()
@@ -92,13 +92,15 @@ class Prefixes:
     def publish(self, seq: Sequence, start: int, end: int, tables: Tables, first: Seq[int]) -> None:
         """tokens[start : end] of the sequence are computed, both multiples of `unit`: their full pages can be found."""
         self.chain(seq, end)
-        for g, (policy, table) in enumerate(zip(self.policies, tables)):
+        for g, policy in enumerate(self.policies):
             if not policy.unit:
                 continue
-            begin, stop = max(policy.group.whole(start), first[g]), min(policy.group.whole(end), len(table))
-            for i, name in zip(range(begin, stop), self.names(g, seq.keys, begin, stop)):
+            table = tables[g]
+            i, stop = max(policy.group.whole(start), first[g]), min(policy.group.whole(end), len(table))
+            for name in self.names(g, seq.keys, i, stop):
                 if policy.keeps(seq, i):
                     self.pages.publish(g, table[i], name)
+                i += 1
 
     # Cached pages
 

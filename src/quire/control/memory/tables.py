@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from quire.control.memory.pages import SCRATCH, Ledger
-from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, touched
+from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
 from quire.vocabulary.specs import Geometry
@@ -48,6 +48,7 @@ class PageTables:
         self.groups = geometry.groups
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
+        self.growing = [grows(policy) for policy in self.policies]
         self.pages = Ledger([group.ids for group in geometry.groups], order)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
@@ -77,12 +78,9 @@ class PageTables:
         tables = resident.tables
         if length > start:
             copies = self._shared(seq, resident, start, length) if resident.forked else []
-            more = [
-                max(touched(policy, seq, start, length).stop - len(table), 0)
-                for policy, table in zip(self.policies, tables)
-            ]
-            if copies or any(more):
-                needs = list(more)
+            more = [policy.reads(seq, start, length).stop - len(table) for policy, table in zip(self.policies, tables)]
+            if copies or max(more) > 0:
+                needs = [count if count > 0 else 0 for count in more]
                 for g, _ in copies:
                     needs[g] += 1
                 if not self.pages.affords(needs):
@@ -90,11 +88,11 @@ class PageTables:
                 for g, at in copies:
                     self._copy_on_write(resident, g, at)
                 for g, count in enumerate(more):
-                    if count:
+                    if count > 0:
                         fresh = tuple([self.take(g) for _ in range(count)])
                         self.entries.append(Table(resident.slot, g, len(tables[g]), fresh))
                         tables[g].extend(fresh)
-            resident.room = max(resident.room, self._room(seq, tables))
+                resident.room = self._room(seq, tables)
             resident.forked = False
         resident.held = max(resident.held, length)
         return True
@@ -109,13 +107,11 @@ class PageTables:
         return found
 
     def _room(self, seq: Sequence, tables: Tables) -> int:
-        """Tokens that can be computed in these pages. A group that needs no page more for the next token needs none for
-        any."""
+        """Tokens that can be computed in these pages."""
         room = FAR
-        for policy, table in zip(self.policies, tables):
-            until = policy.group.until(len(table))
-            if until < room and touched(policy, seq, until, until + 1).stop > len(table):
-                room = until
+        for policy, table, growing in zip(self.policies, tables, self.growing):
+            if growing or len(table) < policy.reads(seq, FAR, FAR + 1).stop:
+                room = min(room, policy.group.until(len(table)))
         return room
 
     def take(self, group: int) -> int:
@@ -141,7 +137,7 @@ class PageTables:
         source, computed = self.residents[parent.id], parent.computed
         tables = []
         for g, (policy, table) in enumerate(zip(self.policies, source.tables)):
-            pages = table[: touched(policy, parent, max(computed - 1, 0), computed).stop]
+            pages = table[: policy.reads(parent, max(computed - 1, 0), computed).stop]
             self.pages.share_all(g, pages)
             tables.append(pages)
         resident = self.reside(child, tables)
