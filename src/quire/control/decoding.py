@@ -31,13 +31,14 @@ def stop(
     request: Request, seq: Sequence, token: int, eos_ids: frozenset[int], max_len: int
 ) -> tuple[str | None, int | None]:
     """Why a sequence ends after `token`: ("stop", None) at an end token, ("stop", id) at a stop token, "length"."""
-    outputs = len(seq.tokens) - seq.prompt_len
+    length = len(seq.tokens)
+    outputs = length - seq.prompt_len
     if outputs >= request.params.min_tokens:
-        if not request.params.ignore_eos and token in eos_ids:
+        if token in eos_ids and not request.params.ignore_eos:
             return "stop", None
         if token in request.stop_ids:
             return "stop", token
-    if outputs >= request.max_tokens or len(seq.tokens) >= max_len:
+    if outputs >= request.max_tokens or length >= max_len:
         return "length", None
     return None, None
 

@@ -144,12 +144,14 @@ class Scheduler:
     def _row(self, request: Request, seq: Sequence, count: int) -> Row:
         start, end = seq.planned, seq.planned + count
         known = len(seq.tokens)
-        tokens = (LAST,) if start >= known else tuple(seq.tokens[start:end])
+        tokens: tuple[int, ...] = (LAST,)
+        if start < known:
+            tokens = (seq.tokens[start],) if count == 1 else tuple(seq.tokens[start:end])
         sample = 0
         if end == known + seq.pending:
             sample = 1 if request.method is not None else 1 + seq.branches
         score: tuple[int, ...] = ()
-        if request.params.prompt_logprobs is not None and start + 1 < seq.prompt_len:
+        if start + 1 < seq.prompt_len and request.params.prompt_logprobs is not None:
             score = tuple(seq.tokens[start + 1 : min(end + 1, seq.prompt_len)])
         return Row(self.memory.slot(seq), tokens, start, sample, score)
 
@@ -281,13 +283,14 @@ class Scheduler:
         """Take in the result of the oldest plan in flight."""
         self.flight -= 1
         events: list[Event] = []
+        by_slot, commit = self.by_slot, self.memory.commit
         for row, sampled in zip(plan.rows, result.samples):
-            request, seq = self.by_slot[row.slot]
+            request, seq = by_slot[row.slot]
             seq.computed = row.start + len(row.tokens)
             if row.score:
                 self._score(row, seq, sampled)
             if seq.finish is None and not sampled.error:  # what a fault computed is not kept for others
-                self.memory.commit(seq)
+                commit(seq)
             if row.sample:
                 seq.pending -= 1
                 if seq.finish is None:

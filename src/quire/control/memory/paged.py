@@ -221,14 +221,14 @@ class PagedMemory(PageTables):
     # Life
 
     def commit(self, seq: Sequence) -> None:
-        resident, unit = self.residents[seq.id], self.unit
-        if seq.computed - resident.committed >= unit:
-            end = seq.computed // unit * unit
+        resident, computed, unit = self.residents[seq.id], seq.computed, self.unit
+        if computed - resident.committed >= unit:
+            end = computed // unit * unit
             if self.caching:
                 self.prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
                 self._arrived(seq, resident, end // unit)
             resident.committed = end
-        if seq.computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
+        if computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
 
     def free(self, seq: Sequence) -> None:
