@@ -6,7 +6,9 @@ import random
 
 import pytest
 from traces import Told, run_trace
-from unlike import UNLIKE
+from unlike import KNOWN, UNLIKE
+
+from quire.vocabulary.specs import Group
 
 WAYS = ("swap", "recompute", "auto")
 every = pytest.mark.parametrize("name", UNLIKE)
@@ -26,6 +28,17 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
         prefix_tokens=rng.choice((0, 24)),
         unforked=rng.choice((0.0, 0.0, 0.1)),
     )
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None:
+    """Room is made for what is read, and only for that."""
+    window = 5 if kind == "window" else None
+    group = Group((0,), 64, 4, 100, range(1, 200), run_tokens=5, run_pages=2, window=window, kind=kind)
+    policy = KNOWN[kind](group)
+    for start in range(40):
+        for end in range(start + 1, 44):
+            assert set(policy.writes(None, start, end)) <= set(policy.reads(None, start, end))
 
 
 @every

@@ -10,7 +10,7 @@ from memories import Build
 from sink import WITH_SINKS
 
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import POLICIES, FullPolicy
+from quire.control.memory.policies import FullPolicy
 from quire.vocabulary.specs import Geometry, Group, Layout, lay_out
 
 
@@ -20,6 +20,10 @@ class StatePolicy(FullPolicy):
 
     def reads(self, seq: object, start: int, end: int) -> range:
         return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
+
+
+KNOWN = {**WITH_SINKS, "state": StatePolicy}
+"""The policies of the engine, and those of the tests."""
 
 
 class Kind(NamedTuple):
@@ -54,10 +58,9 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
             for i, kind in enumerate(kinds)
         )  # fmt: skip
         geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end)
-        policies = {**WITH_SINKS, **POLICIES, "state": StatePolicy}
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
-            policies=policies,
+            policies=KNOWN,
         )  # fmt: skip
 
     return make

@@ -1,9 +1,9 @@
 """What a layer type keeps: one small object a group of layers (Jenga §5.2, "layer-specific caching rules").
 
 A policy says which pages a computation reads, which ones it writes, and which are worth keeping. All else follows from
-that, here and in the memory: what is allocated (what is read or written and isn't there), copied on write (what is
-written and shared), dropped (what the next token doesn't read), published and hit, and how much a sequence holds at
-once. Pages here are logical: page i of a group is the i-th of a sequence's table.
+that, here and in the memory: what is allocated (what is read and isn't there), copied on write (what is written and
+shared), dropped (what the next token doesn't read), published and hit, and how much a sequence holds at once.
+Pages here are logical: page i of a group is the i-th of a sequence's table.
 """
 
 from __future__ import annotations
