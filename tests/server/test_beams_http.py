@@ -15,7 +15,8 @@ from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
 from quire.llm import LLM, BeamSearchParams
-from quire.server.protocol import CompletionRequest, completion_params
+from quire.server.protocol import CompletionRequest
+from quire.server.sampling import Terms, completion_params
 from quire.sim.echo import Found, expected, expected_beams
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
@@ -182,7 +183,7 @@ def test_the_bundled_models_beams_stream_as_they_are() -> None:
 
         async def ask(stream: bool) -> list[str]:
             body = CompletionRequest(prompt="The little dog", n=2, beam_width=4, max_tokens=24, stream=stream)
-            params = completion_params(body, prompts.defaults)
+            params = completion_params(body, Terms(prompts.defaults))
             texts = ["", ""]
             pieces = 0
             async for output in await llm.submit(prompts.encode("The little dog"), params):

@@ -32,16 +32,20 @@ class Limits(NamedTuple):
         if waiting + more > self.max_queued:
             raise Overloaded(f"the queue is full: {waiting} of {self.max_queued} requests are waiting")
 
-    def tokens(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many."""
-        if len(prompt) == 0:
+    def check_length(self, length: int) -> None:
+        """InputError (PromptTooLong) for a prompt of no tokens, or of too many."""
+        if length == 0:
             raise InputError("the prompt is empty: it must have at least one token", "prompt")
-        if len(prompt) >= self.max_len:
+        if length >= self.max_len:
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens, but {self.held_by} holds {self.max_len} "
+                f"the prompt has {length} tokens, but {self.held_by} holds {self.max_len} "
                 "with at least one token of output",
                 "prompt",
             )
+
+    def tokens(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many."""
+        self.check_length(len(prompt))
         for i, token in enumerate(prompt):
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 shown, most = repr(token)[:40], self.vocab_size - 1

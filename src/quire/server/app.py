@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fastapi import Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -18,28 +17,36 @@ from quire.errors import InputError
 from quire.server.errors import UnknownModel, add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
+from quire.server.pieces import Numbers, Pace, Words, numbers, strings
 from quire.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     PrefixRequest,
     Sampling,
+    StreamOptions,
     TokenizeRequest,
-    chat_params,
-    completion_params,
-    completion_prompts,
+    Truncation,
+    warnings,
 )
-from quire.server.render import ChatRenderer, CompletionRenderer, Json, Renderer
-from quire.server.stream import Call, EventStream, respond
-from quire.text.prompts import INLINE_CHARS, Prompt
-from quire.vocabulary.params import SamplingParams
+from quire.server.render import ChatRenderer, CompletionRenderer, Renderer
+from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
+from quire.server.size import Held, Shown, bounded
+from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
+from quire.text.prompts import Cut, Prompt
+from quire.vocabulary.params import MAX_LOGPROBS, SamplingParams
+
+RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",
+                      "self"})  # fmt: skip
 
 
 class Service:
     """What the routes do. `names` are the model's names; the first is the one shown."""
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str], metrics: Metrics) -> None:
-        self.llm, self.prompts, self.names, self.metrics = llm, llm.prompts, list(names), metrics
+    def __init__(self, llm: AsyncLLM, names: Sequence[str], metrics: Metrics, terms: Terms) -> None:
+        self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
+        self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
+        self.held = Held()
         self.started = int(time.time())
 
     # Generation
@@ -47,21 +54,36 @@ class Service:
     async def completions(self, body: CompletionRequest, http: Request) -> Response:
         """Continue prompts."""
         self._check_model(body.model)
-        params = completion_params(body, self.prompts.defaults, self.prompts.tokenizer is not None)
-        given = completion_prompts(body.prompt)
-        prompts = await self._encode(given, body.add_special_tokens)
-        call = Call(self.llm, f"cmpl-{uuid.uuid4().hex}")
-        renderer = CompletionRenderer(call.id, self.names[0], body, prompts, self.prompts)
+        params = completion_params(body, self.terms)
+        cut = self._cut(body, params.max_tokens)
+        prompts = await self.prompts.read(completion_prompts(body.prompt), body.add_special_tokens, cut)
+        scored = (body.logprobs or 0) + 1 if body.echo and body.logprobs is not None else 0
+        scored += 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
+        shown = Shown(params.n, bool(body.echo or body.return_token_ids), scored)
+        call, params = self._call("cmpl", body, prompts, params, shown)
+        renderer = CompletionRenderer(call.id, self.names[0], body, prompts, self._words(body), self.prompts)
         return await self._answer(call, renderer, body, prompts, params, http)
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         self._check_model(body.model)
-        params = chat_params(body, self.prompts.defaults, self.prompts.tokenizer is not None)
-        prompt = await self._render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-        call = Call(self.llm, f"chatcmpl-{uuid.uuid4().hex}")
-        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self.prompts)
+        params = chat_params(body, self.terms)
+        max_tokens = params.max_tokens if params.max_tokens is not None else 1
+        prompt = await self._render(body, self._cut(body, max_tokens))
+        scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
+        call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
+        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body))
         return await self._answer(call, renderer, body, [prompt], params, http)
+
+    def _call(
+        self, kind: str, body: Sampling, prompts: list[Prompt], params: SamplingParams, shown: Shown
+    ) -> tuple[Call, SamplingParams]:
+        """The engine requests to come, and their parameters with an answer within its limits."""
+        params, size = bounded(params, [len(prompt.ids) for prompt in prompts], self.prompts.max_len, shown)
+        return Call(self.llm, f"{kind}-{body.request_id or uuid.uuid4().hex}", self.held, size), params
+
+    def _words(self, body: Sampling) -> Words:
+        return self.numbers if body.return_tokens_as_token_ids else self.words
 
     async def _answer(
         self,
@@ -73,24 +95,36 @@ class Service:
         http: Request,
     ) -> Response:
         await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+        headers = warnings(body)
         if not body.stream:
-            return await respond(call, renderer, http.receive)
-        options = body.stream_options
-        return EventStream(call, renderer, bool(options is not None and options.include_usage))
+            return await respond(call, renderer, headers, http.receive)
+        options = body.stream_options or StreamOptions()
+        return EventStream(call, renderer, headers, bool(options.include_usage), bool(options.continuous_usage_stats))
 
-    async def _encode(self, given: list[Any], add_special_tokens: bool) -> list[Prompt]:
-        def encode() -> list[Prompt]:
-            return [self.prompts.prompt(item, add_special_tokens) for item in given]
+    def _cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
+        """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""
+        if body.truncate_prompt_tokens is None:
+            return None
+        return self.prompts.cut(body.truncate_prompt_tokens, body.truncation_side == "right", max_tokens or 1)
 
-        size = sum(len(item) for item in given if isinstance(item, str))
-        return encode() if size <= INLINE_CHARS else await asyncio.to_thread(encode)
-
-    async def _render(self, messages: Any, add_generation_prompt: bool, kwargs: Mapping[str, Any] | None) -> Prompt:
-        # Templates are programs of unknown cost, so always on another thread.
-        given = dict(kwargs or {})
-        if taken := {"messages", "add_generation_prompt", "self"} & given.keys():
+    async def _render(self, body: ChatRequest | TokenizeRequest, cut: Cut | None) -> Prompt:
+        """A conversation as a prompt. Templates are programs of unknown cost, so always on another thread."""
+        if body.chat_template is not None:
+            raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
+        given = dict(body.chat_template_kwargs or {})
+        if taken := RESERVED & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
-        return await asyncio.to_thread(self.prompts.chat, messages, add_generation_prompt, **given)
+        if body.reasoning_effort is not None:
+            given.setdefault("reasoning_effort", body.reasoning_effort)
+        return await self.prompts.converse(
+            body.messages or [],
+            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
+            bool(body.continue_final_message),
+            documents=body.documents,
+            add_special_tokens=bool(body.add_special_tokens),
+            cut=cut,
+            variables=given,
+        )
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in self.names:
@@ -101,30 +135,31 @@ class Service:
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Token ids of a prompt or of a conversation."""
         self._check_model(body.model)
-        if body.chat_template is not None:
-            raise InputError("chat_template can't be set by a request", "chat_template")
+        check_known(body, self.terms.strict)
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give either prompt or messages", "prompt")
+        cut = self._cut(body, 1)
         if body.messages is not None:
-            prompt = await self._render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+            prompt = await self._render(body, cut)
         else:
-            [prompt] = await self._encode([body.prompt], body.add_special_tokens is not False)
-        ids = prompt.ids
-        strings = [self.prompts.decode_token(id) for id in ids] if body.return_token_strs else None
-        return JSONResponse(
-            {"count": len(ids), "max_model_len": self.prompts.max_len, "tokens": ids, "token_strs": strings}
-        )
+            [prompt] = await self.prompts.read([body.prompt], body.add_special_tokens is not False, cut)
+        pieces = [f'{{"count":{len(prompt.ids)},"max_model_len":{self.prompts.max_len},"tokens":']
+        pace = Pace()
+        pieces += [*await numbers(prompt.ids, pace), ',"token_strs":']
+        pieces += await strings(map(self.prompts.piece, prompt.ids), pace) if body.return_token_strs else ["null"]
+        return WholeAnswer([*pieces, "}"], warnings(body))
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         self._check_model(body.model)
+        check_known(body, self.terms.strict)
         tokenizer, vocab = self.prompts.tokenizer, self.llm.engine.limits.vocab_size
         if tokenizer is None:
             raise InputError("this model has no tokenizer", "tokens")
         if bad := next((token for token in body.tokens if not 0 <= token < vocab), None):
             raise InputError(f"token ids are integers from 0 to {vocab - 1}, got {str(bad)[:40]}", "tokens")
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text}, headers=warnings(body))
 
     # Registered prefixes (admin routes)
 
@@ -192,12 +227,16 @@ def create_app(
     keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     max_body: int = MAX_BODY,
+    strict: bool = False,
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
-    `admin_keys` open the admin routes; none shuts them."""
+    `admin_keys` open the admin routes; none shuts them. `strict` refuses unknown fields; `max_logprobs` is the most
+    that a request may ask for."""
     metrics = Metrics()
     metrics.watch(llm)
-    service = Service(llm, names, metrics)
+    terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
+    service = Service(llm, names, metrics, terms)
     app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),

@@ -1,41 +1,50 @@
-"""Outputs as OpenAI's JSON: one renderer makes a stream's chunks and, from all outputs merged, a whole response."""
+"""Outputs as OpenAI's JSON: one renderer makes a stream's chunks and, from all outputs merged, a whole response.
+
+What a prompt contributes is written once for all choices; long lists are written in slices (see pieces.py).
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from quire.control.outcomes import Output
+from quire.server.pieces import SLICE, Pace, Pieces, Words, array, finite, numbers
 from quire.server.protocol import ChatRequest, CompletionRequest
 from quire.text.prompts import Prompt, Prompts
 from quire.vocabulary.plan import Top
-
-LOWEST = -9999.0  # what -inf becomes: JSON has no infinities
-Json = dict[str, Any]
 
 
 class Usage:
     """Tokens of one HTTP request, over its prompts and branches."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
-        self.prompt = sum(len(prompt.ids) for prompt in prompts)
-        self.completion = 0
+        self.prompts = [len(prompt.ids) for prompt in prompts]
+        self.completions: dict[int, int] = {}  # by choice
         self.cached: dict[int, int] = {}
 
-    def add(self, at: int, tokens: int, cached: int) -> None:
-        """`tokens` more of an output of prompt `at`, of which `cached` tokens were reused."""
-        self.completion += tokens
+    def add(self, at: int, choice: int, tokens: int, cached: int) -> None:
+        """`tokens` more of a choice, an output of prompt `at`, of which `cached` tokens were reused."""
+        self.completions[choice] = self.completions.get(choice, 0) + tokens
         self.cached[at] = cached
 
-    def json(self) -> Json:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-        }
+    def so_far(self, at: int, choice: int) -> str:
+        """The usage of one choice until now, as JSON."""
+        prompt, completion = self.prompts[at], self.completions.get(choice, 0)
+        return (
+            f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
+            f'"prompt_tokens_details":{{"cached_tokens":{self.cached.get(at, 0)}}}}}'
+        )
+
+    def total(self) -> str:
+        """OpenAI's usage object, as JSON."""
+        prompt, completion = sum(self.prompts), sum(self.completions.values())
+        return (
+            f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
+            f'"prompt_tokens_details":{{"cached_tokens":{sum(self.cached.values())}}}}}'
+        )
 
 
 class Scored(NamedTuple):
@@ -45,8 +54,12 @@ class Scored(NamedTuple):
     top: Top | None
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+class Choice(NamedTuple):
+    """What an output adds to choice `index`, which continues prompt `at`."""
+
+    at: int
+    index: int
+    pieces: Pieces
 
 
 def _leaders(top: Top, k: int) -> dict[int, float]:
@@ -54,25 +67,98 @@ def _leaders(top: Top, k: int) -> dict[int, float]:
     return {top.token: top.logprob, **dict(zip(top.ids[:k], top.logprobs[:k]))}
 
 
-class CompletionRenderer:
-    """/v1/completions: choice `at * n + branch` continues prompt `at`."""
+async def prompt_logprobs(tops: Sequence[Top], k: int, words: Words, pace: Pace) -> Pieces:
+    """vLLM's prompt_logprobs: for each prompt token, and the `k` most likely ones in its place, {id: {logprob, rank,
+    decoded_token}}; null for the first."""
+    slices = ["null"]
+    for start in range(0, len(tops), SLICE):
+        slices.append(",".join(_ranked(top, k, words) for top in tops[start : start + SLICE]))
+        await pace(slices[-1])
+    return array(slices)
 
-    objects = ("text_completion", "text_completion")
 
-    def __init__(self, id: str, model: str, request: CompletionRequest, prompts: list[Prompt], text: Prompts) -> None:
-        self.id, self.model, self.request, self.prompts, self.text = id, model, request, prompts, text
-        self.created = int(time.time())
-        self.usage = Usage(prompts)
+def _ranked(top: Top, k: int, words: Words) -> str:
+    ranked = {id: (value, rank) for rank, (id, value) in enumerate(zip(top.ids[:k], top.logprobs), 1)}
+    named = {top.token: (top.logprob, top.rank), **ranked}
+    return "{" + ",".join(
+        f'"{id}":{{"logprob":{finite(value)},"rank":{rank},"decoded_token":{words.quoted(id)}}}'
+        for id, (value, rank) in named.items()
+    ) + "}"  # fmt: skip
+
+
+class Lists(NamedTuple):
+    """The four parallel lists of a completion's log-probabilities, in slices. The next token's text begins at `end`."""
+
+    tokens: Pieces
+    chosen: Pieces
+    leaders: Pieces
+    offsets: Pieces
+    end: int
+
+    def then(self, other: Lists) -> Lists:
+        """Both, one after the other."""
+        return Lists(*(mine + more for mine, more in zip(self[:4], other[:4])), other.end)
+
+    def json(self) -> Pieces:
+        """The legacy format's object."""
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        pieces = []
+        for name, slices in zip(names, self):
+            pieces += [f'{"," if pieces else "{"}"{name}":', *array(slices)]
+        return [*pieces, "}"]
+
+
+class Renderer:
+    """What both kinds of answers have in common. `index` of a choice: prompt * n + branch."""
+
+    objects = ("", "")
+
+    def __init__(
+        self, id: str, model: str, request: CompletionRequest | ChatRequest, prompts: list[Prompt], words: Words
+    ) -> None:
+        self.id, self.prompts, self.usage, self.pace = id, prompts, Usage(prompts), Pace()
+        self.words = words
         self.n = request.n or 1
-        self.silent = bool(request.echo) and request.max_tokens == 0
-        self._offsets: dict[int, int] = {}  # where the next token's text begins, a choice
-        self._prompt_tops: dict[int, tuple[Top, ...]] = {}  # a prompt is scored once, before its branches
+        self.with_ids = bool(request.return_token_ids)
+        self._head = f'"created":{int(time.time())},"model":{json.dumps(model)},"system_fingerprint":null,"choices":['
 
-    def opening(self) -> list[Json]:
+    def head(self, whole: bool) -> str:
+        """A response, or a chunk of one, up to its first choice."""
+        return f'{{"id":{json.dumps(self.id)},"object":"{self.objects[0 if whole else 1]}",{self._head}'
+
+    async def opening(self) -> list[Choice]:
         """Chunks that come before any output."""
         return []
 
-    def choice(self, at: int, output: Output, whole: bool) -> Json | None:
+    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
+        """What `output` adds to its choice; None when there is nothing to show."""
+        raise NotImplementedError
+
+    async def tail(self, whole: bool) -> Pieces:
+        """What a response has beside its choices and its usage; a stream's first chunk too."""
+        return []
+
+    async def _ids(self, name: str, ids: Iterable[int]) -> Pieces:
+        return [f',"{name}":', *(await numbers(ids, self.pace) if self.with_ids else ["null"])]
+
+
+class CompletionRenderer(Renderer):
+    """/v1/completions."""
+
+    objects = ("text_completion", "text_completion")
+
+    def __init__(
+        self, id: str, model: str, request: CompletionRequest, prompts: list[Prompt], words: Words, text: Prompts
+    ) -> None:
+        super().__init__(id, model, request, prompts, words)
+        self.request, self.text = request, text
+        self.silent = bool(request.echo) and request.max_tokens == 0
+        self._offsets: dict[int, int] = {}  # where the next token's text begins, a choice
+        self._prompt_tops: dict[int, tuple[Top, ...]] = {}  # a prompt is scored once, before its branches
+        self._echoes: dict[int, tuple[str, Lists]] = {}
+        self._scores: dict[int, Pieces] = {}
+
+    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
         """What `output` adds to its choice; None when there is nothing to show."""
         index = at * self.n + output.branch
         first = index not in self._offsets
@@ -80,115 +166,158 @@ class CompletionRenderer:
             self._prompt_tops.setdefault(at, output.prompt_tops)
         if self.silent:
             output = output._replace(tokens=(), text="", tops=(), finish_reason="length")
-        self.usage.add(at, len(output.tokens), output.cached_tokens)
-        scored = [Scored(token, top) for token, top in zip(output.tokens, output.tops)]
-        text = output.text
-        self._offsets.setdefault(index, 0)
-        if first and self.request.echo:
-            ids = self.prompts[at].ids
-            text = self._prompt_text(at) + text
-            if self.request.logprobs is not None:
-                scored = [Scored(ids[0], None), *map(Scored, ids[1:], self._prompt_tops.get(at, ())), *scored]
-        if not (text or scored or output.finish_reason):
+        self.usage.add(at, index, len(output.tokens), output.cached_tokens)
+        echoed, scored = first and bool(self.request.echo), self.request.logprobs is not None
+        offset = self._offsets.setdefault(index, 0)
+        news = output.text or output.finish_reason or (output.tops and scored) or (output.tokens and self.with_ids)
+        if not (news or echoed):
             return None
-        logprobs = self._logprobs(index, scored) if self.request.logprobs is not None else None
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
-        choice["stop_reason"] = output.stop_reason
-        if whole and self.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._prompt_tops.get(at, ()), self.text.decode_token)
-        return choice
+        text, lists = json.dumps(output.text), Lists([], [], [], [], offset)
+        if echoed:
+            before, lists = await self._echo(at)
+            text = before[:-1] + text[1:]
+        if scored:
+            more = await self._lists(list(map(Scored, output.tokens, output.tops)), lists.end)
+            lists = lists.then(more)
+            self._offsets[index] = lists.end
+        await self.pace(text)
+        pieces = [f'{{"index":{index},"text":', text, ',"logprobs":', *(lists.json() if scored else ["null"])]
+        ending = json.dumps(output.finish_reason), json.dumps(output.stop_reason)
+        pieces.append(',"finish_reason":{},"stop_reason":{}'.format(*ending))
+        if whole or self.with_ids:
+            pieces += await self._ids("token_ids", output.tokens)
+            if whole or first:
+                pieces += await self._ids("prompt_token_ids", self.prompts[at].ids)
+        if whole:
+            pieces += [',"prompt_logprobs":', *await self._prompt_logprobs(at)]
+        return Choice(at, index, [*pieces, "}"])
 
-    def _prompt_text(self, at: int) -> str:
+    async def _echo(self, at: int) -> tuple[str, Lists]:
+        """A prompt's text as JSON, and its lists."""
+        if at in self._echoes:
+            for slices in self._echoes[at][1][:4]:
+                self.pace.count(*slices)
+            return self._echoes[at]
         prompt, tokenizer = self.prompts[at], self.text.tokenizer
-        if prompt.text is not None:
-            return prompt.text
-        return tokenizer.decode(prompt.ids, skip_special_tokens=False) if tokenizer is not None else ""
+        text = prompt.text
+        if text is None:
+            text = tokenizer.decode(prompt.ids, skip_special_tokens=False) if tokenizer is not None else ""
+        scored: list[Scored] = []
+        if self.request.logprobs is not None:
+            scored = [Scored(prompt.ids[0], None), *map(Scored, prompt.ids[1:], self._prompt_tops.get(at, ()))]
+        self._echoes[at] = json.dumps(text), await self._lists(scored, 0)
+        return self._echoes[at]
 
-    def _logprobs(self, index: int, scored: list[Scored]) -> Json:
+    async def _prompt_logprobs(self, at: int) -> Pieces:
+        k = self.request.prompt_logprobs
+        if k is None:
+            return ["null"]
+        if at in self._scores:
+            self.pace.count(*self._scores[at])
+        else:
+            self._scores[at] = await prompt_logprobs(self._prompt_tops.get(at, ()), k, self.words, self.pace)
+        return self._scores[at]
+
+    async def _lists(self, scored: list[Scored], offset: int) -> Lists:
         """The legacy format: four parallel lists."""
+        found = Lists([], [], [], [], offset)
+        for start in range(0, len(scored), SLICE):
+            some = scored[start : start + SLICE]
+            offsets = []
+            for item in some:
+                offsets.append(offset)
+                offset += self.words.length(item.token)
+            found.tokens.append(",".join(self.words.quoted(item.token) for item in some))
+            found.chosen.append(",".join("null" if item.top is None else finite(item.top.logprob) for item in some))
+            found.leaders.append(",".join(map(self._named, some)))
+            found.offsets.append(",".join(map(str, offsets)))
+            await self.pace(found.tokens[-1], found.chosen[-1], found.leaders[-1], found.offsets[-1])
+        return found._replace(end=offset)
+
+    def _named(self, item: Scored) -> str:
+        if item.top is None:
+            return "null"
         k = self.request.logprobs or 0
-        tokens = [self.text.decode_token(item.token) for item in scored]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
-        named = [
-            None
-            if item.top is None
-            else {self.text.decode_token(id): _finite(value) for id, value in _leaders(item.top, k).items()}
-            for item in scored
-        ]
-        chosen = [None if item.top is None else _finite(item.top.logprob) for item in scored]
-        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": named, "text_offset": offsets}
+        named = {self.words.quoted(id): finite(value) for id, value in _leaders(item.top, k).items()}
+        return "{" + ",".join(f"{name}:{value}" for name, value in named.items()) + "}"
 
 
-class ChatRenderer:
-    """/v1/chat/completions."""
+class ChatRenderer(Renderer):
+    """/v1/chat/completions. `before` is what `echo` puts before each output."""
 
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, id: str, model: str, request: ChatRequest, prompts: list[Prompt], text: Prompts) -> None:
-        self.id, self.model, self.request, self.text = id, model, request, text
-        self.created = int(time.time())
-        self.usage = Usage(prompts)
-        self.n = request.n or 1
+    def __init__(self, id: str, model: str, request: ChatRequest, prompts: list[Prompt], words: Words) -> None:
+        super().__init__(id, model, request, prompts, words)
+        self.request = request
+        self.before = last_said(request) if request.echo else ""
+        self._prompt_tops: tuple[Top, ...] = ()
 
-    def opening(self) -> list[Json]:
-        """The first chunk of each choice carries the role."""
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": i, "delta": dict(delta), "logprobs": None, "finish_reason": None} for i in range(self.n)]
+    async def opening(self) -> list[Choice]:
+        """The first chunk of each choice carries the role; with `echo` the next one the message that is continued."""
+        said = ['{"role":"assistant","content":""}']
+        if self.before:
+            said.append(f'{{"content":{json.dumps(self.before)}}}')
+        return [
+            Choice(0, index, [f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'])
+            for delta in said
+            for index in range(self.n)
+        ]
 
-    def choice(self, at: int, output: Output, whole: bool) -> Json | None:
+    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
         """What `output` adds to its choice; None when there is nothing to show."""
-        self.usage.add(at, len(output.tokens), output.cached_tokens)
-        wanted = bool(self.request.logprobs)
-        if not (output.text or (wanted and output.tops) or output.finish_reason):
+        index, scored = output.branch, bool(self.request.logprobs)
+        self._prompt_tops = output.prompt_tops or self._prompt_tops
+        self.usage.add(at, index, len(output.tokens), output.cached_tokens)
+        news = output.text or output.finish_reason or (output.tops and scored) or (output.tokens and self.with_ids)
+        if not news:
             return None
-        content = [self._entry(token, top) for token, top in zip(output.tokens, output.tops)] if wanted else []
-        said = {"role": "assistant", "content": output.text} if whole else {"content": output.text}
-        return {
-            "index": output.branch,
-            "message" if whole else "delta": said,
-            "logprobs": {"content": content, "refusal": None} if wanted else None,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+        text = json.dumps(self.before + output.text if whole else output.text)
+        said = f'"message":{{"role":"assistant","content":{text},"refusal":null}}'
+        if not whole:
+            said = f'"delta":{{"content":{text}}}'
+        await self.pace(text)
+        pieces = [f'{{"index":{index},{said},"logprobs":', *await self._content(output)]
+        ending = json.dumps(output.finish_reason), json.dumps(output.stop_reason)
+        pieces.append(',"finish_reason":{},"stop_reason":{}'.format(*ending))
+        if whole or self.with_ids:
+            pieces += await self._ids("token_ids", output.tokens)
+        return Choice(at, index, [*pieces, "}"])
 
-    def _entry(self, token: int, top: Top) -> Json:
+    async def tail(self, whole: bool) -> Pieces:
+        """The prompt's ids, and in a whole response its log-probabilities."""
+        pieces = await self._ids("prompt_token_ids", self.prompts[0].ids) if whole or self.with_ids else []
+        if not whole:
+            return pieces
+        k = self.request.prompt_logprobs
+        scores = ["null"] if k is None else await prompt_logprobs(self._prompt_tops, k, self.words, self.pace)
+        return [*pieces, ',"prompt_logprobs":', *scores]
+
+    async def _content(self, output: Output) -> Pieces:
+        """The log-probabilities of an output's tokens."""
+        if not self.request.logprobs:
+            return ["null"]
+        slices = []
+        for start in range(0, len(output.tops), SLICE):
+            some = zip(output.tokens[start : start + SLICE], output.tops[start : start + SLICE])
+            slices.append(",".join(self._entry(token, top) for token, top in some))
+            await self.pace(slices[-1])
+        return ['{"content":', *array(slices), ',"refusal":null}']
+
+    def _entry(self, token: int, top: Top) -> str:
         k = self.request.top_logprobs or 0
-        leaders = [self._named(id, logprob) for id, logprob in list(zip(top.ids, top.logprobs))[:k]]
-        return {**self._named(token, top.logprob), "top_logprobs": leaders}
+        leaders = ",".join(f"{{{self._named(id, value)}}}" for id, value in zip(top.ids[:k], top.logprobs[:k]))
+        return f'{{{self._named(token, top.logprob)},"top_logprobs":[{leaders}]}}'
 
-    def _named(self, token: int, logprob: float) -> Json:
-        tokenizer = self.text.tokenizer
-        raw = tokenizer.token_bytes(token) if tokenizer is not None else b""
-        return {"token": self.text.decode_token(token), "logprob": _finite(logprob), "bytes": list(raw)}
-
-
-Renderer = CompletionRenderer | ChatRenderer
+    def _named(self, token: int, logprob: float) -> str:
+        words = self.words
+        return f'"token":{words.quoted(token)},"logprob":{finite(logprob)},"bytes":{words.bytes(token)}'
 
 
-def prompt_logprobs(tops: Sequence[Top], decode: Callable[[int], str]) -> list[Json | None]:
-    """vLLM's prompt_logprobs: for each prompt token {id: {logprob, rank, decoded_token}}, None for the first."""
-    entries: list[Json | None] = [None]
-    for top in tops:
-        ranked = {id: (value, rank) for rank, (id, value) in enumerate(zip(top.ids, top.logprobs), 1)}
-        named = {top.token: (top.logprob, top.rank), **ranked}
-        entries.append(
-            {
-                str(id): {"logprob": _finite(value), "rank": rank, "decoded_token": decode(id)}
-                for id, (value, rank) in named.items()
-            }
-        )
-    return entries
-
-
-def envelope(renderer: Renderer, choices: list[Json], *, whole: bool) -> Json:
-    """A response, or a chunk of one, around its choices."""
-    return {
-        "id": renderer.id,
-        "object": renderer.objects[0 if whole else 1],
-        "created": renderer.created,
-        "model": renderer.model,
-        "choices": choices,
-    }
+def last_said(request: ChatRequest) -> str:
+    """The text of the last message, if the assistant said it. For messages that the template has taken."""
+    last = request.messages[-1]
+    content = last.get("content")
+    if last.get("role") != "assistant":
+        return ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,14 +18,18 @@ from starlette.types import Receive, Scope, Send
 from quire.async_llm import AsyncLLM
 from quire.control.outcomes import Output
 from quire.server.errors import failure
-from quire.server.render import Json, Renderer, envelope
+from quire.server.pieces import Pieces
+from quire.server.render import Choice, Renderer
+from quire.server.size import Held, Size
 from quire.text.prompts import Prompt
 from quire.text.streams import Delta, Stream
 from quire.vocabulary.params import SamplingParams
 
+PART = 1 << 16  # characters sent at once
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499
 T = TypeVar("T")
+Json = dict[str, Any]
 
 
 def event(payload: Json) -> bytes:
@@ -33,17 +37,38 @@ def event(payload: Json) -> bytes:
     return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
 
 
-class Call:
-    """The engine requests of one HTTP request, one a prompt: accepted all or none, and ended together."""
+async def send_pieces(send: Send, pieces: Iterable[str], more: bool) -> None:
+    """Send text as a body, or with `more` as a part of one: PART characters at once, at the client's pace."""
+    part: list[str] = []
+    size = 0
+    for piece in pieces:
+        part.append(piece)
+        size += len(piece)
+        if size >= PART:
+            await send({"type": "http.response.body", "body": "".join(part).encode(), "more_body": True})
+            part, size = [], 0
+            await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": "".join(part).encode(), "more_body": more})
 
-    def __init__(self, llm: AsyncLLM, id: str) -> None:
+
+class Call:
+    """The engine requests of one HTTP request, one a prompt: accepted all or none, and ended together. Until then its
+    answer's `size` counts in `held`."""
+
+    def __init__(self, llm: AsyncLLM, id: str, held: Held, size: Size) -> None:
         self.llm, self.id = llm, id
         self.streams: list[Stream] = []
+        self._held, self._size = held, size
 
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, patient: bool) -> None:
         """Queue all prompts, or none."""
+        self._held.add(self._size)
         named = [(f"{self.id}-{at}", prompt.ids) for at, prompt in enumerate(prompts)]
-        self.streams = await self.llm.submit_all(named, params, salt=salt, patient=patient)
+        try:
+            self.streams = await self.llm.submit_all(named, params, salt=salt, patient=patient)
+        except BaseException:
+            self._held.drop(self._size)
+            raise
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
         """(prompt index, Output) as they come. A prompt whose reader is slow is merged, not queued."""
@@ -76,9 +101,12 @@ class Call:
 
     def close(self) -> None:
         """Abort what hasn't ended."""
+        if self.streams:
+            self._held.drop(self._size)
         for stream in self.streams:
             if not stream.done:
                 self.llm.abort(stream.id)
+        self.streams = []
 
 
 async def _pump(at: int, stream: Stream, queue: asyncio.Queue[Any]) -> None:
@@ -115,28 +143,16 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
                 await task
 
 
-async def chunks(call: Call, renderer: Renderer, include_usage: bool) -> AsyncIterator[Json]:
-    """The payloads of a stream, without [DONE]. With `include_usage` all have a usage, null but for the last one's."""
-    usage: Json = {"usage": None} if include_usage else {}
-    for choice in renderer.opening():
-        yield {**envelope(renderer, [choice], whole=False), **usage}
-    async for at, output in call.outputs():
-        choice_or_none = renderer.choice(at, output, whole=False)
-        if choice_or_none is not None:
-            yield {**envelope(renderer, [choice_or_none], whole=False), **usage}
-    if include_usage:
-        yield {**envelope(renderer, [], whole=False), "usage": renderer.usage.json()}
-
-
 class EventStream(Response):
-    """Sends the chunks of a call; ends the call when it is over, whoever ended it."""
+    """Sends the chunks of a call; ends the call when it is over, whoever ended it. With `usage` every chunk has one:
+    null but for the last one's or, if it is `continuous`, what the choice has used so far."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, renderer: Renderer, include_usage: bool) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, call: Call, renderer: Renderer, headers: dict[str, str], usage: bool, continuous: bool) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
-        self._call, self._chunks = call, chunks(call, renderer, include_usage)
+        self._call, self._renderer, self._usage, self._continuous = call, renderer, usage, usage and continuous
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -148,21 +164,64 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         last = DONE
         try:
-            async for payload in self._chunks:
-                await send({"type": "http.response.body", "body": event(payload), "more_body": True})
+            async for pieces in self._chunks():
+                await send_pieces(send, pieces, more=True)
         except Exception as error:
             last = event(failure(error).body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
+    async def _chunks(self) -> AsyncIterator[Pieces]:
+        """The events of the stream, without [DONE]."""
+        renderer = self._renderer
+        head = f"data: {renderer.head(whole=False)}"
+        tail = await renderer.tail(whole=False)
+        for choice in await renderer.opening():
+            yield [head, *choice.pieces, "]", *tail, *self._end(choice)]
+            tail = []
+        async for at, output in self._call.outputs():
+            found = await renderer.choice(at, output, whole=False)
+            if found is not None:
+                yield [head, *found.pieces, "]", *self._end(found)]
+        if self._usage:
+            yield [head, f'],"usage":{renderer.usage.total()}}}\n\n']
 
-async def respond(call: Call, renderer: Renderer, receive: Receive) -> Response:
+    def _end(self, choice: Choice) -> Pieces:
+        if not self._usage:
+            return ["}\n\n"]
+        usage = self._renderer.usage.so_far(choice.at, choice.index) if self._continuous else "null"
+        return [f',"usage":{usage}}}\n\n']
+
+
+class WholeAnswer(Response):
+    """A response whose JSON was written in pieces."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Pieces, headers: dict[str, str]) -> None:
+        super().__init__(headers=headers)
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send_pieces(send, self._pieces, more=False)
+
+
+async def respond(call: Call, renderer: Renderer, headers: dict[str, str], receive: Receive) -> Response:
     """The whole response of a call; 499, which nobody reads, when the client left."""
     try:
-        found = await unless_left(receive, call.whole())
+        pieces = await unless_left(receive, _whole(call, renderer))
     finally:
         call.close()
-    if found is None:
-        return Response(status_code=CLIENT_LEFT)
-    choices = [renderer.choice(at, output, whole=True) for at, output in found]
-    body = {**envelope(renderer, [choice for choice in choices if choice], whole=True), "usage": renderer.usage.json()}
-    return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
+    return Response(status_code=CLIENT_LEFT) if pieces is None else WholeAnswer(pieces, headers)
+
+
+async def _whole(call: Call, renderer: Renderer) -> Pieces:
+    pieces = [renderer.head(whole=True)]
+    choices = 0
+    for at, output in await call.whole():
+        found = await renderer.choice(at, output, whole=True)
+        if found is not None:
+            pieces += ([","] if choices else []) + found.pieces
+            choices += 1
+    return [*pieces, "]", *await renderer.tail(whole=True), f',"usage":{renderer.usage.total()}}}']

@@ -6,22 +6,28 @@ The edge that LLM, AsyncLLM and the server share. Bad input ends here as InputEr
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
 from quire.errors import InputError, PromptTooLong
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     from quire.build import Built
 
 INLINE_CHARS = 4096  # text longer than this is worth another thread, where an event loop would wait
+LONG_CHARS = 100_000  # text longer than this waits for threads of its own, so that chats don't wait for it
+LONG_THREADS = 2
 CHARS_PER_TOKEN = 32  # text longer than so many characters for each token that fits is refused before tokenising
 PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
@@ -29,6 +35,19 @@ class Prompt(NamedTuple):
 
     text: str | None
     ids: list[int]
+
+
+class Cut(NamedTuple):
+    """How a prompt is cut: to its last `tokens`, or with `first` to its first ones."""
+
+    tokens: int
+    first: bool = False
+
+    def of(self, prompt: Prompt) -> Prompt:
+        """The prompt, cut. One that loses tokens has no text any more."""
+        if len(prompt.ids) <= self.tokens:
+            return prompt
+        return Prompt(None, prompt.ids[: self.tokens] if self.first else prompt.ids[-self.tokens :])
 
 
 def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfig:
@@ -42,25 +61,100 @@ class Prompts:
     def __init__(self, built: Built) -> None:
         self.tokenizer, self.chat_template = built.tokenizer, built.chat
         self._text = built.engine.text
-        self.max_len = built.engine.limits.max_len
+        self._limits = built.engine.limits
+        self.max_len = self._limits.max_len
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in built.defaults.items() if name in names}
+        self._long: ThreadPoolExecutor | None = None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. InputError without a tokenizer, PromptTooLong for text that can't fit."""
-        if self.tokenizer is None:
-            raise InputError("this model has no tokenizer: give prompts as token ids", "prompt")
+    async def apart(self, chars: int, work: Callable[[], T], inline: int = INLINE_CHARS) -> T:
+        """What `work` returns, which reads so many characters: done here if they are few (`inline` at most), else on
+        another thread, and if they are very many on one of a few of their own."""
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
+        if chars <= inline:
+            return work()
+        if chars > LONG_CHARS and self._long is None:
+            self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="quire-long-text")
+        pool = self._long if chars > LONG_CHARS else None
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def read(self, given: Sequence[Any], add_special_tokens: bool = True, cut: Cut | None = None) -> list[Prompt]:
+        """Several prompts, as `prompt` takes them, cut. One that is too long is found before others are tokenised: all
+        lengths are looked at first, and the longest text is the first to be tokenised."""
+        for item in given:
+            self._check_length(item, cut)
+
+        def encode() -> list[Prompt]:
+            found: dict[int, Prompt] = {}
+            for at in sorted(range(len(given)), key=lambda at: -len(given[at])):
+                prompt = self.prompt(given[at], add_special_tokens)
+                found[at] = prompt if cut is None else cut.of(prompt)
+                self._check_length(found[at].ids, None)
+            return [found[at] for at in range(len(given))]
+
+        return await self.apart(sum(len(item) for item in given if isinstance(item, str)), encode)
+
+    async def converse(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        *,
+        documents: Messages | None = None,
+        add_special_tokens: bool = False,
+        cut: Cut | None = None,
+        variables: Mapping[str, Any],
+    ) -> Prompt:
+        """A conversation, as `chat` takes it, cut. Templates are programs of unknown cost: always on another thread."""
+        work = partial(
+            self.chat, messages, add_generation_prompt, continue_final_message, documents, add_special_tokens,
+            **variables,
+        )  # fmt: skip
+        prompt = await self.apart(_characters(messages), work, inline=-1)
+        prompt = prompt if cut is None else cut.of(prompt)
+        self._check_length(prompt.ids, None)
+        return prompt
+
+    def cut(self, tokens: int, first: bool, output: int) -> Cut:
+        """vLLM's truncate_prompt_tokens: -1 leaves room for `output` tokens. InputError for what is no length."""
+        if tokens != -1 and not 1 <= tokens < 2**31:
+            raise InputError(
+                f"truncate_prompt_tokens must be -1, or between 1 and {2**31 - 1}, got {str(tokens)[:40]}",
+                "truncate_prompt_tokens",
+            )
+        return Cut(tokens if tokens != -1 else max(self.max_len - output, 1), first)
+
+    def _check_length(self, given: Any, cut: Cut | None) -> None:
+        """PromptTooLong for token ids that don't fit, unless they will be cut, and for a text that can't."""
+        if isinstance(given, str):
+            self._check_text(given)
+        elif cut is None and len(given) >= self.max_len:
+            self._limits.check_length(len(given))
+
+    def _check_text(self, text: str) -> None:
         if len(text) > CHARS_PER_TOKEN * self.max_len:
             raise PromptTooLong(
                 f"the prompt has {len(text)} characters, but at most {CHARS_PER_TOKEN * self.max_len} "
                 f"are read for {self.max_len} tokens",
                 "prompt",
             )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. InputError without a tokenizer, PromptTooLong for text that can't fit."""
+        if self.tokenizer is None:
+            raise InputError("this model has no tokenizer: give prompts as token ids", "prompt")
+        self._check_text(text)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode_token(self, token: int) -> str:
         """A token as text, for log-probabilities."""
         return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.convert_id(token)
+
+    def piece(self, token: int) -> str:
+        """A token as the vocabulary spells it; "" without a tokenizer or for an id without a token."""
+        return "" if self.tokenizer is None else self.tokenizer.piece(token)
 
     def prompt(self, given: Any, add_special_tokens: bool = True) -> Prompt:
         """A prompt given as a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
@@ -75,12 +169,25 @@ class Prompts:
             )
         return Prompt(None, list(given))
 
-    def chat(self, messages: Messages, add_generation_prompt: bool = True, **kwargs: Any) -> Prompt:
-        """A conversation, rendered by the model's chat template. The template adds the special tokens itself."""
+    def chat(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Messages | None = None,
+        add_special_tokens: bool = False,
+        **kwargs: Any,
+    ) -> Prompt:
+        """A conversation, rendered by the model's chat template, which adds the special tokens itself. `kwargs` are
+        variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
+        if continue_final_message:
+            kwargs["continue_final_message"] = True
+        if documents is not None:
+            kwargs["documents"] = documents
         text = self.chat_template.render(messages, add_generation_prompt, **kwargs)
-        return Prompt(text, self.encode(text, add_special_tokens=False))
+        return Prompt(text, self.encode(text, add_special_tokens))
 
     def prefix(self, name: str, given: Any) -> list[int]:
         """Token ids of a prefix to register as `name`: a string or token ids. InputError for a bad name too."""
@@ -98,3 +205,11 @@ class Prompts:
     def params(self, **given: Any) -> SamplingParams:
         """Parameters: what is `given`, else the model's defaults (generation_config.json), else SamplingParams'."""
         return SamplingParams(**{**self.defaults, **given})
+
+
+def _characters(messages: Any) -> int:
+    """About how long a conversation is; it isn't checked yet."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
+    return sum(len(text) for text in texts if isinstance(text, str))

@@ -102,6 +102,10 @@ class Tokenizer:
         """A token as text, for log-probabilities; U+FFFD where its bytes are no whole character."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
+    def piece(self, id: int) -> str:
+        """A token as the vocabulary spells it; "" for an id without a token."""
+        return self._piece(id) if self.has(id) else ""
+
     def _piece(self, id: int) -> str:
         piece = self._backend.id_to_token(id)
         assert piece is not None, f"no token {id}"

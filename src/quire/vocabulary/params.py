@@ -26,20 +26,25 @@ MAX_STOP_IDS = 1024
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
+    """`value`, checked; `name` may go on after the parameter's own name: "stop_token_ids[3]"."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{name} must be an integer, got {type(value).__name__}", name)
+        raise InputError(f"{name} must be an integer, got {type(value).__name__}", _parameter(name))
     if not low <= value <= high:
-        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", name)
+        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", _parameter(name))
     return value
+
+
+def _parameter(name: str) -> str:
+    return name.split("[")[0].split(" ")[0]
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name} must be a number, got {type(value).__name__}", name)
+        raise InputError(f"{name} must be a number, got {type(value).__name__}", _parameter(name))
     if isinstance(value, int) and abs(value) > 2**53:
-        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", name)
+        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", _parameter(name))
     if not math.isfinite(value) or not low <= value <= high:
-        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", name)
+        raise InputError(f"{name} must be between {low} and {high}, got {_shown(value)}", _parameter(name))
     return float(value)
 
 
@@ -207,9 +212,9 @@ class SamplingParams:
             raise InputError(f"logit_bias may have at most {MAX_BIASES} entries, got {len(value)}", "logit_bias")
         biases: dict[int, float] = {}
         for key, bias in value.items():
-            if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit():
-                key = int(key)
-            biases[_integer("logit_bias key", key, 0, MAX_TOKENS)] = _number("logit_bias value", bias, -100.0, 100.0)
+            token = int(key) if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit() else key
+            _integer(f"logit_bias key {_shown(key)}", token, 0, MAX_TOKENS)
+            biases[token] = _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
         return biases
 
     @property

@@ -1,0 +1,114 @@
+"""JSON written as pieces of text of a few kB each: no answer is built twice, and none is written in one go, since the
+event loop turns between two slices of a long list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from itertools import islice
+
+from quire.errors import InputError
+from quire.server.size import MAX_BYTES
+from quire.text.prompts import Prompts
+
+LOWEST = -9999.0  # what -inf becomes: JSON has no infinities
+SLICE = 32  # entries of a list between two looks at the clock
+TURN = 0.004  # seconds that a list is written for before the event loop turns
+Pieces = list[str]
+
+
+class Pace:
+    """Awaited between slices of work, it lets the event loop turn every few milliseconds, and refuses to write more
+    than MAX_BYTES for one answer."""
+
+    def __init__(self) -> None:
+        self._end = time.perf_counter() + TURN
+        self._left = MAX_BYTES
+
+    async def __call__(self, *written: str) -> None:
+        """`written` was written since the last call."""
+        self.count(*written)
+        if time.perf_counter() >= self._end:
+            await asyncio.sleep(0)
+            self._end = time.perf_counter() + TURN
+
+    def count(self, *written: str) -> None:
+        """As a call, without a turn. InputError when the answer becomes too long."""
+        self._left -= sum(map(len, written))
+        if self._left < 0:
+            raise InputError(f"the answer has more than {MAX_BYTES} bytes: ask for fewer log-probabilities or outputs")
+
+
+class Words:
+    """Tokens as JSON text, each written once: as they are, or as "token_id:N" where a client asks for that."""
+
+    def __init__(self, text: Prompts) -> None:
+        self._text = text
+        self._quoted: dict[int, str] = {}
+        self._bytes: dict[int, str] = {}
+
+    def length(self, token: int) -> int:
+        """Characters of a token's text."""
+        return len(self._text.decode_token(token))
+
+    def quoted(self, token: int) -> str:
+        """A token's text, as a JSON string."""
+        found = self._quoted.get(token)
+        if found is None:
+            found = self._quoted[token] = json.dumps(self._text.decode_token(token))
+        return found
+
+    def bytes(self, token: int) -> str:
+        """A token's bytes, as a JSON list."""
+        found = self._bytes.get(token)
+        if found is None:
+            tokenizer = self._text.tokenizer
+            raw = tokenizer.token_bytes(token) if tokenizer is not None else b""
+            found = self._bytes[token] = json.dumps(list(raw), separators=(",", ":"))
+        return found
+
+
+class Numbers(Words):
+    """As Words, for return_tokens_as_token_ids."""
+
+    def length(self, token: int) -> int:
+        """Characters of "token_id:N"."""
+        return len(self.quoted(token)) - 2
+
+    def quoted(self, token: int) -> str:
+        """ "token_id:N"."""
+        return f'"token_id:{token}"'
+
+
+def finite(logprob: float) -> str:
+    """A log-probability as JSON."""
+    return repr(max(logprob, LOWEST))
+
+
+def array(slices: Iterable[str]) -> Pieces:
+    """Slices of a list, without brackets, as a JSON list."""
+    pieces = ["["]
+    for at, part in enumerate(slices):
+        pieces += (",", part) if at else (part,)
+    return [*pieces, "]"]
+
+
+async def numbers(ids: Iterable[int], pace: Pace) -> Pieces:
+    """Token ids as a JSON list."""
+    slices, rest = [], iter(ids)
+    while part := ",".join(map(str, islice(rest, 64 * SLICE))):
+        slices.append(part)
+        await pace(part)
+    return array(slices)
+
+
+async def strings(texts: Iterable[str], pace: Pace) -> Pieces:
+    """Texts as a JSON list."""
+    slices, rest = [], iter(texts)
+    while part := ",".join(map(json.dumps, islice(rest, 8 * SLICE))):
+        slices.append(part)
+        await pace(part)
+    return array(slices)

@@ -1,0 +1,161 @@
+"""From what a request asks for to the engine's SamplingParams: defaults, clashes, and the names that clients know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from quire.errors import InputError
+from quire.server.protocol import (
+    MAX_PROMPTS,
+    REQUEST_ID,
+    ChatRequest,
+    CompletionRequest,
+    Fields,
+    Sampling,
+    check_supported,
+    unknown,
+)
+from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
+
+
+class Terms(NamedTuple):
+    """What holds for every request: the model's sampling `defaults`, whether there is text at all, the most
+    log-probabilities a token, and whether unknown fields are refused (`strict`)."""
+
+    defaults: Mapping[str, Any]
+    text: bool = True
+    max_logprobs: int = MAX_LOGPROBS
+    strict: bool = False
+
+
+def check_known(request: Fields, strict: bool) -> None:
+    """InputError for a field that is not supported or, if `strict`, not known."""
+    check_supported(request)
+    if strict and (names := unknown(request)):
+        raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
+
+
+def _check(request: Sampling, terms: Terms) -> None:
+    check_known(request, terms.strict)
+    if request.tool_choice not in (None, "none", "auto"):
+        raise InputError("tool_choice is not supported: there are no tools", "tool_choice")
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise InputError("response_format is not supported, except {'type': 'text'}", "response_format")
+    if request.modalities not in (None, ["text"]):
+        raise InputError('modalities may only be ["text"]', "modalities")
+    if request.spaces_between_special_tokens is False:
+        raise InputError("spaces_between_special_tokens can't be false", "spaces_between_special_tokens")
+    if request.stream_options is not None and not request.stream:
+        raise InputError("stream_options needs stream to be true", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InputError("prompt_logprobs can't be streamed", "prompt_logprobs")
+    if request.cache_salt == "":
+        raise InputError("cache_salt must not be empty", "cache_salt")
+    if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
+        raise InputError("request_id must have 1 to 128 visible ASCII characters", "request_id")
+
+
+_PASSED = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "max_tokens",
+    "min_tokens", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+
+
+def _given(request: Sampling, terms: Terms) -> dict[str, Any]:
+    _check(request, terms)
+    given = {name: getattr(request, name) for name in _PASSED if getattr(request, name) is not None}
+    if request.prompt_logprobs is not None:
+        _logprobs("prompt_logprobs", request.prompt_logprobs, terms)
+    return {**terms.defaults, "detokenize": terms.text, **given, **_branches(request)}
+
+
+def _branches(request: Sampling) -> dict[str, Any]:
+    """best_of, or beam search: asked for by `use_beam_search`, its width given by `beam_width`, else (as vLLM had it)
+    by `best_of`, else by `n`; or by `beam_width` alone. Beams are streamed as they settle; the samples of a best_of
+    can't be, since which of them are returned is known at the end."""
+    beams = request.use_beam_search
+    if beams is False or (beams is None and request.beam_width is None):
+        for name, plain in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(request, name) not in (None, plain):
+                raise InputError(f"{name} needs beam search: set use_beam_search to true", name)
+        if request.stream and request.best_of is not None and request.best_of > (request.n or 1):
+            raise InputError(
+                f"best_of can be streamed only if it is n ({request.n or 1}), got {str(request.best_of)[:30]}",
+                "best_of",
+            )
+        return {"best_of": request.best_of}
+    given = {name: getattr(request, name) for name in ("beam_width", "best_of", "n")}
+    name, width = next(((name, value) for name, value in given.items() if value is not None), ("n", 1))
+    if not 1 <= width <= MAX_BEAM_WIDTH:
+        raise InputError(
+            f"{name}, the width of the beam search, must be between 1 and {MAX_BEAM_WIDTH}, got {str(width)[:30]}", name
+        )
+    if request.best_of not in (None, width):
+        raise InputError(f"best_of is {str(request.best_of)[:30]}, but beam_width is {width}: give one", "best_of")
+    found: dict[str, Any] = {"beam_width": width}
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(request, name) is not None:
+            found[name] = getattr(request, name)
+    return found
+
+
+def _logprobs(name: str, value: int, terms: Terms) -> int:
+    if not 0 <= value <= terms.max_logprobs:
+        raise InputError(f"{name} must be between 0 and {terms.max_logprobs}, got {str(value)[:30]}", name)
+    return value
+
+
+def _built(given: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
+    """SamplingParams whose errors say what the client calls a parameter; `names` maps theirs to the client's."""
+    try:
+        return SamplingParams(**given)
+    except InputError as error:
+        name = names.get(error.param or "")
+        if name is None or error.param is None:
+            raise
+        raise InputError(str(error).replace(error.param, name, 1), name) from None
+
+
+def completion_params(request: CompletionRequest, terms: Terms) -> SamplingParams:
+    """Completions: 16 tokens unless asked; `echo` with `logprobs` scores the prompt. `max_tokens` 0 with `echo`, which
+    only scores, draws one token that the response leaves out."""
+    given = _given(request, terms)
+    if request.echo and request.max_tokens == 0:
+        given |= {"max_tokens": 1, "min_tokens": 0}
+    if request.logprobs is not None:
+        given["logprobs"] = _logprobs("logprobs", request.logprobs, terms)
+        if request.echo:
+            given["prompt_logprobs"] = max(request.logprobs, given.get("prompt_logprobs", 0))
+    if request.logprob_token_ids is not None:
+        if request.logprobs is None:
+            raise InputError("logprob_token_ids needs logprobs", "logprob_token_ids")
+        given["logprob_token_ids"] = request.logprob_token_ids
+    return _built(given, {})
+
+
+def chat_params(request: ChatRequest, terms: Terms) -> SamplingParams:
+    """Chat: as many tokens as fit unless asked; `top_logprobs` needs `logprobs`."""
+    given = _given(request, terms)
+    given["max_tokens"] = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if request.top_logprobs is not None:
+        _logprobs("top_logprobs", request.top_logprobs, terms)
+        if not request.logprobs and request.top_logprobs:
+            raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
+    if request.logprobs:
+        given["logprobs"] = request.top_logprobs or 0
+    if request.logprob_token_ids is not None:
+        if not request.logprobs:
+            raise InputError("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
+        given["logprob_token_ids"] = request.logprob_token_ids
+    return _built(given, {"max_tokens": "max_completion_tokens"} if request.max_completion_tokens is not None else {})
+
+
+def completion_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a completion request: one string, strings, one list of ids, or lists of ids."""
+    single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    prompts = [prompt] if single else prompt
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise InputError(f"prompt must have 1 to {MAX_PROMPTS} entries, got {len(prompts)}", "prompt")
+    return list(prompts)

@@ -1,0 +1,95 @@
+"""How much one answer may hold. Each of n, prompts, max_tokens and logprobs is bounded by itself; here their product
+is, before anything is queued.
+
+An answer's tokens take some 5 to 15 bytes of JSON each, its log-probabilities some 60 to 110, so these limits keep it
+below MAX_BYTES; tokens of unusual length can't break that either, since the answer's writer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.errors import InputError, Overloaded
+from quire.vocabulary.params import SamplingParams
+
+MAX_TOKENS = 1 << 22  # in one answer
+MAX_LOGPROBS = 1 << 19  # in one answer
+MAX_BYTES = 64_000_000  # of one answer
+MAX_HELD = 16 * MAX_LOGPROBS  # in the answers under way
+
+
+class Size(NamedTuple):
+    """What an answer holds at the most: tokens, and log-probabilities of tokens."""
+
+    tokens: int
+    logprobs: int
+
+
+class Shown(NamedTuple):
+    """What of a prompt an answer shows: in how many `copies`, its text or ids, and how many log-probabilities a token
+    (0: none)."""
+
+    copies: int = 0
+    text: bool = False
+    logprobs: int = 0
+
+
+def _each(params: SamplingParams) -> int:
+    return 0 if params.logprobs is None else params.logprobs + 1
+
+
+def size_of(params: SamplingParams, prompts: Sequence[int], max_len: int, shown: Shown) -> Size:
+    """The size of the answer to prompts of these lengths. Branches that aren't returned count too: they are held."""
+    most = max_len if params.max_tokens is None else params.max_tokens
+    output = params.width * sum(min(most, max(max_len - length, 0)) for length in prompts)
+    scored = shown.copies * sum(prompts)
+    return Size(output + scored * shown.text, output * _each(params) + scored * shown.logprobs)
+
+
+def bounded(params: SamplingParams, prompts: Sequence[int], max_len: int, shown: Shown) -> tuple[SamplingParams, Size]:
+    """`params` whose answer keeps the limits, and its size: where max_tokens isn't given it is what the limits leave.
+    InputError if they leave nothing."""
+    size = size_of(params, prompts, max_len, shown)
+    if params.max_tokens is None and (size.tokens > MAX_TOKENS or size.logprobs > MAX_LOGPROBS):
+        scored, branches = shown.copies * sum(prompts), params.width * len(prompts)
+        left = (MAX_TOKENS - scored * shown.text) // branches
+        if _each(params):
+            left = min(left, (MAX_LOGPROBS - scored * shown.logprobs) // (branches * _each(params)))
+        params = replace(params, max_tokens=max(left, params.min_tokens, 1))
+        size = size_of(params, prompts, max_len, shown)
+    asked = f"{params.width} x {len(prompts)} outputs of {params.max_tokens} tokens to {sum(prompts)} prompt tokens"
+    if size.logprobs > MAX_LOGPROBS:
+        raise InputError(
+            f"the answer would hold {size.logprobs} log-probabilities ({asked}, {max(_each(params), shown.logprobs)} "
+            f"a token), and the limit is {MAX_LOGPROBS}: ask for less of n, max_tokens, logprobs or prompts",
+            "prompt_logprobs" if params.logprobs is None else "logprobs",
+        )
+    if size.tokens > MAX_TOKENS:
+        raise InputError(
+            f"the answer would hold {size.tokens} tokens ({asked}), and the limit is {MAX_TOKENS}: "
+            "ask for less of n, max_tokens or prompts",
+            "n",
+        )
+    return params, size
+
+
+class Held:
+    """The log-probabilities that the answers under way may hold together."""
+
+    def __init__(self) -> None:
+        self.logprobs = 0
+
+    def add(self, size: Size) -> None:
+        """Count an answer in. Overloaded if there are too many."""
+        if self.logprobs + size.logprobs > MAX_HELD:
+            raise Overloaded(
+                f"answers under way hold up to {self.logprobs} log-probabilities; with the {size.logprobs} of this one "
+                f"they are more than {MAX_HELD}"
+            )
+        self.logprobs += size.logprobs
+
+    def drop(self, size: Size) -> None:
+        """Count it out."""
+        self.logprobs -= size.logprobs

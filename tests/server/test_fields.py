@@ -1,0 +1,381 @@
+"""No field is silent: each one acts, is on the list of those that are dropped, is refused, or is named in a header."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from echo_service import MAX_LEN, VOCAB, Running, tokenizer
+from openai import OpenAI
+
+from quire.server.protocol import (
+    IGNORED,
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PrefixRequest,
+    TokenizeRequest,
+)
+from quire.sim.echo import expected
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.seeds import branch_seed
+
+TALK = [{"role": "user", "content": "once upon a time"}]
+
+
+@pytest.fixture
+def http(echo: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=echo.url, timeout=20) as client:
+        yield client
+
+
+def tokens_of(prompt: list[int], seed: int, branch: int, count: int) -> list[int]:
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    return expected(prompt, params, branch_seed(seed, branch), vocab_size=VOCAB, max_len=MAX_LEN)
+
+
+def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def ids_of(http: httpx.Client, **given: Any) -> list[int]:
+    answer = http.post("/tokenize", json=given)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["tokens"]
+
+
+# Token ids and usage
+
+
+def test_token_ids_and_usage_are_exact(http: httpx.Client) -> None:
+    """200 requests of all kinds: the ids joined are what was drawn, and each chunk's usage counts those so far."""
+    chance = random.Random(7)
+    for number in range(200):
+        n, count, seed = chance.choice((1, 1, 2, 4)), chance.randrange(1, 20), chance.randrange(1 << 30)
+        chat, stream = chance.random() < 0.5, chance.random() < 0.7
+        common = {
+            "n": n, "max_tokens": count, "seed": seed, "ignore_eos": True, "return_token_ids": True, "stream": stream,
+            "skip_special_tokens": chance.random() < 0.5, "echo": chance.random() < 0.3,
+        }  # fmt: skip
+        if stream:
+            common["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if chat:
+            path, body = "/v1/chat/completions", {**common, "messages": TALK}
+            prompts = [ids_of(http, messages=TALK)]
+        else:
+            prompts = [
+                [chance.randrange(1, 400) for _ in range(chance.randrange(1, 40))] for _ in range(chance.choice((1, 3)))
+            ]
+            path, body = "/v1/completions", {**common, "prompt": prompts}
+        wanted = {at * n + i: tokens_of(prompt, seed, i, count) for at, prompt in enumerate(prompts) for i in range(n)}
+        found: dict[int, list[int]] = {index: [] for index in wanted}
+        if stream:
+            *chunks, last = events(http, path, body)
+            shown: dict[int, list[int]] = {}
+            for chunk in chunks:
+                [choice] = chunk["choices"]
+                index = choice["index"]
+                found[index] += choice.get("token_ids") or []
+                prompt = prompts[index // n]
+                usage = chunk["usage"]
+                assert usage["prompt_tokens"] == len(prompt), number
+                assert usage["completion_tokens"] == len(found[index]), number
+                assert usage["total_tokens"] == len(prompt) + len(found[index])
+                for given in (chunk.get("prompt_token_ids"), choice.get("prompt_token_ids")):
+                    if given is not None:
+                        assert index not in shown, number  # in the first chunk only
+                        shown[index] = given
+            assert shown == ({0: prompts[0]} if chat else {index: prompts[index // n] for index in wanted})
+            total = last["usage"]
+        else:
+            answer = http.post(path, json=body).json()
+            for choice in answer["choices"]:
+                found[choice["index"]] = choice["token_ids"]
+                assert (answer if chat else choice)["prompt_token_ids"] == prompts[choice["index"] // n]
+            total = answer["usage"]
+        assert found == wanted, number
+        assert total["prompt_tokens"] == sum(map(len, prompts))
+        assert total["completion_tokens"] == sum(map(len, wanted.values()))
+
+
+def test_usage_of_each_chunk_only_when_it_is_asked_for(http: httpx.Client) -> None:
+    asked = {"prompt": [5], "max_tokens": 3, "ignore_eos": True, "stream": True}
+    for options, inside in (
+        ({"include_usage": True}, {None}),
+        ({"continuous_usage_stats": True}, {"none"}),
+        (None, {"none"}),
+    ):
+        found = events(http, "/v1/completions", {**asked, "stream_options": options})
+        rest = found[:-1] if options == {"include_usage": True} else found
+        assert {chunk.get("usage", "none") for chunk in rest} == inside
+
+
+def test_tokens_as_ids(http: httpx.Client) -> None:
+    common = {"max_tokens": 4, "seed": 3, "ignore_eos": True, "return_tokens_as_token_ids": True}
+    wanted = [f"token_id:{id}" for id in tokens_of([5, 6], 3, 0, 4)]
+    answer = http.post("/v1/completions", json={**common, "prompt": [5, 6], "logprobs": 2, "echo": True}).json()
+    scores = answer["choices"][0]["logprobs"]
+    assert scores["tokens"] == ["token_id:5", "token_id:6", *wanted]
+    assert all(name.startswith("token_id:") for top in scores["top_logprobs"][1:] for name in top)
+    assert scores["text_offset"][:3] == [0, 10, 20]
+    chat = {**common, "messages": TALK, "logprobs": True, "top_logprobs": 2}
+    [choice] = http.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+        f"token_id:{id}" for id in tokens_of(ids_of(http, messages=TALK), 3, 0, 4)
+    ]
+    plain = http.post(
+        "/v1/completions", json={**common, "prompt": [5, 6], "logprobs": 0, "return_tokens_as_token_ids": False}
+    )
+    assert plain.json()["choices"][0]["logprobs"]["tokens"] != wanted
+
+
+# Chat
+
+
+def test_prompt_logprobs_of_a_chat(http: httpx.Client) -> None:
+    ids = ids_of(http, messages=TALK)
+    asked = {"messages": TALK, "max_tokens": 1, "prompt_logprobs": 2}
+    scores = http.post("/v1/chat/completions", json=asked).json()["prompt_logprobs"]
+    assert scores == http.post("/v1/completions", json={**asked, "prompt": ids}).json()["choices"][0]["prompt_logprobs"]
+    assert scores[0] is None
+    assert [next(iter(entry)) for entry in scores[1:]] == [str(id) for id in ids[1:]]
+    for path, given in (("chat/completions", {"messages": TALK}), ("completions", {"prompt": [5]})):
+        error = refusal(http, f"/v1/{path}", {**given, "prompt_logprobs": 1, "stream": True})
+        assert error["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_echo_in_a_chat_begins_with_what_the_assistant_said(http: httpx.Client, n: int) -> None:
+    said = [*TALK, {"role": "assistant", "content": "there was"}]
+    asked = {"messages": said, "max_tokens": 3, "seed": 1, "n": n, "ignore_eos": True}
+    plain = http.post("/v1/chat/completions", json=asked).json()["choices"]
+    echoed = http.post("/v1/chat/completions", json={**asked, "echo": True}).json()["choices"]
+    assert [choice["message"]["content"] for choice in echoed] == [
+        "there was" + choice["message"]["content"] for choice in plain
+    ]
+    streamed = [""] * n
+    for chunk in events(http, "/v1/chat/completions", {**asked, "echo": True, "stream": True}):
+        [choice] = chunk["choices"]
+        streamed[choice["index"]] += choice["delta"]["content"]
+    assert streamed == [choice["message"]["content"] for choice in echoed]
+    for messages in (
+        TALK,
+        [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+    ):
+        given = {**asked, "messages": messages, "echo": True, "n": 1}
+        text = http.post("/v1/chat/completions", json=given).json()["choices"][0]["message"]["content"]
+        assert text.startswith("a\nb") == (messages is not TALK)
+
+
+# Truncation
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_a_truncated_prompt_is_a_sliced_one(http: httpx.Client, side: str | None) -> None:
+    chance = random.Random(3)
+    given: dict[str, Any] = {} if side is None else {"truncation_side": side}
+    whole = ids_of(http, messages=TALK)
+    for _ in range(20):
+        ids = [chance.randrange(1, 400) for _ in range(chance.randrange(1, 60))]
+        keep = chance.randrange(1, 60)
+        cut = ids[:keep] if side == "right" else ids[-keep:]
+        asked = {"max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+        answer = http.post("/v1/completions", json={**asked, **given, "prompt": ids, "truncate_prompt_tokens": keep})
+        [choice] = answer.json()["choices"]
+        assert choice["prompt_token_ids"] == cut
+        assert choice["token_ids"] == tokens_of(cut, 1, 0, 3)
+        text = "once upon a time there was a quire " * 3
+        words = ids_of(http, prompt=text)
+        assert ids_of(http, prompt=text, truncate_prompt_tokens=keep, **given) == (
+            words[:keep] if side == "right" else words[-keep:]
+        )
+        chat = {**asked, **given, "messages": TALK, "truncate_prompt_tokens": keep}
+        found = http.post("/v1/chat/completions", json=chat).json()["prompt_token_ids"]
+        assert found == (whole[:keep] if side == "right" else whole[-keep:])
+        assert found == ids_of(http, messages=TALK, truncate_prompt_tokens=keep, **given)
+
+
+def test_truncating_to_what_fits(http: httpx.Client) -> None:
+    long = [1 + at % 300 for at in range(1000)]
+    asked = {"prompt": long, "truncate_prompt_tokens": -1, "return_token_ids": True, "ignore_eos": True}
+    for count in (1, 7):
+        [choice] = http.post("/v1/completions", json={**asked, "max_tokens": count}).json()["choices"]
+        assert choice["prompt_token_ids"] == long[-(MAX_LEN - count) :]
+        assert len(choice["token_ids"]) == count
+    echoed = http.post("/v1/completions", json={**asked, "truncate_prompt_tokens": 4, "echo": True, "max_tokens": 0})
+    assert echoed.json()["choices"][0]["text"] == tokenizer().decode(long[-4:])
+    for wrong in (0, -2, 2**31, 10**30):
+        error = refusal(http, "/v1/completions", {"prompt": [1], "truncate_prompt_tokens": wrong})
+        assert error["param"] == "truncate_prompt_tokens"
+        assert str(wrong)[:40] in error["message"]
+    assert refusal(http, "/v1/completions", {"prompt": [1], "truncation_side": "top"})["param"] == "truncation_side"
+    assert refusal(http, "/v1/completions", {"prompt": long, "truncate_prompt_tokens": 300})["param"] == "prompt"
+
+
+# Conversations
+
+
+def test_a_final_message_that_goes_on(http: httpx.Client) -> None:
+    said = [*TALK, {"role": "assistant", "content": "there was"}]
+    text = "<|im_start|>user\nonce upon a time<|im_end|>\n<|im_start|>assistant\nthere was"
+    wanted = tokenizer().encode(text)
+    assert ids_of(http, messages=said, continue_final_message=True) == wanted
+    asked = {"messages": said, "continue_final_message": True, "max_tokens": 2, "return_token_ids": True}
+    assert http.post("/v1/chat/completions", json=asked).json()["prompt_token_ids"] == wanted
+    for path in ("/tokenize", "/v1/chat/completions"):
+        error = refusal(http, path, {**asked, "add_generation_prompt": True})
+        assert error["param"] == "continue_final_message"
+
+
+def test_documents_and_effort_are_for_templates_that_read_them(http: httpx.Client) -> None:
+    for name, value in (("documents", [{"title": "a", "text": "b"}]), ("reasoning_effort", "high")):
+        for path in ("/tokenize", "/v1/chat/completions"):
+            error = refusal(http, path, {"messages": TALK, name: value})
+            assert name in error["message"]
+
+
+def test_special_tokens_of_a_chat_are_the_templates(http: httpx.Client) -> None:
+    """Unless they are asked for; this tokenizer adds none."""
+    assert ids_of(http, messages=TALK, add_special_tokens=True) == ids_of(http, messages=TALK)
+
+
+# Names and lists
+
+
+def test_unknown_fields_are_named(http: httpx.Client, client: OpenAI) -> None:
+    body = {"prompt": [5], "max_tokens": 1, "mirostat": 2, "top_a": 0.1, "user": "me", "metadata": {"a": "b"}}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.headers["warning"] == '299 quire "unknown fields were ignored: mirostat, top_a"'
+    assert "warning" not in http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1, "user": "me"}).headers
+    streamed = {"messages": TALK, "max_tokens": 1, "stream": True, "stream_options": {'x\n\u1234"': 1}}
+    assert (
+        http.post("/v1/chat/completions", json=streamed)
+        .headers["warning"]
+        .endswith('ignored: stream_options.x????"'.replace("????", "???"))
+    )
+    many = {"prompt": "a", **{f"field{at}" * 20: 1 for at in range(1000)}}
+    assert len(http.post("/tokenize", json=many).headers["warning"]) < 500
+    assert "and 992 more" in http.post("/tokenize", json=many).headers["warning"]
+    raw = client.completions.with_raw_response.create(
+        model="echo", prompt="a", max_tokens=1, extra_body={"typical_p": 1}
+    )
+    assert "typical_p" in raw.headers["warning"]
+
+
+def test_strict_refuses_unknown_fields() -> None:
+    with echo_service.serving(strict=True) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        for path, body in (
+            ("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": TALK}),
+            ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
+        ):  # fmt: skip
+            error = refusal(http, path, {**body, "mirostat": 1})
+            assert (error["param"], "mirostat" in error["message"]) == ("mirostat", True)
+            assert http.post(path, json={**body, "user": "me"}).status_code == 200
+
+
+def test_most_log_probabilities_are_the_operators() -> None:
+    with echo_service.serving(max_logprobs=3) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        for path, name, body in (
+            ("completions", "logprobs", {"prompt": [5]}),
+            ("completions", "prompt_logprobs", {"prompt": [5]}),
+            ("chat/completions", "top_logprobs", {"messages": TALK, "logprobs": True}),
+        ):
+            assert http.post(f"/v1/{path}", json={**body, name: 3, "max_tokens": 1}).status_code == 200
+            error = refusal(http, f"/v1/{path}", {**body, name: 4})
+            assert (error["param"], error["message"]) == (name, f"{name} must be between 0 and 3, got 4")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_changes_the_output_is_refused(http: httpx.Client, name: str) -> None:
+    for path, body in (("completions", {"prompt": [5]}), ("chat/completions", {"messages": TALK})):
+        assert refusal(http, f"/v1/{path}", {**body, name: {"a": 1}})["param"] == name
+        for nothing in (None, False, 0, "", [], {}):
+            assert http.post(f"/v1/{path}", json={**body, "max_tokens": 1, name: nothing}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("modalities", ["text", "audio"]),
+        ("spaces_between_special_tokens", False),
+        ("request_id", "a b"),
+        ("request_id", ""),
+    ],
+)
+def test_values_that_are_refused(http: httpx.Client, name: str, value: Any) -> None:
+    assert refusal(http, "/v1/completions", {"prompt": [5], name: value})["param"] == name
+
+
+def test_a_request_id_is_the_answers(http: httpx.Client) -> None:
+    asked = {"prompt": [[5], [6]], "max_tokens": 1, "request_id": "my/request.1"}
+    assert http.post("/v1/completions", json=asked).json()["id"] == "cmpl-my/request.1"
+    [event] = {chunk["id"] for chunk in events(http, "/v1/completions", {**asked, "stream": True})}
+    assert event == "cmpl-my/request.1"
+    chat = {"messages": TALK, "max_tokens": 1, "request_id": "7"}
+    assert http.post("/v1/chat/completions", json=chat).json()["id"] == "chatcmpl-7"
+
+
+def test_every_field_does_something() -> None:
+    """A field in a model that nothing reads would be silent."""
+    import quire.server.app
+    import quire.server.render
+    import quire.server.sampling
+
+    modules = (quire.server.app, quire.server.render, quire.server.sampling)
+    source = "".join(Path(str(module.__file__)).read_text() for module in modules)
+    for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest):
+        for name in model.model_fields:
+            assert f".{name}" in source or f'"{name}"' in source, (model, name)
+        assert not (IGNORED | REFUSED) & model.model_fields.keys()
+
+
+def test_params_are_named_as_the_client_knows_them(http: httpx.Client) -> None:
+    for body, param, said in (
+        ({"messages": TALK, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be"),
+        ({"messages": TALK, "logit_bias": {"the": 1}}, "logit_bias", "logit_bias key 'the'"),
+        ({"messages": TALK, "logit_bias": {"7": 101}}, "logit_bias", "logit_bias[7] must be between"),
+        ({"messages": TALK, "stop_token_ids": [5, -1]}, "stop_token_ids", "stop_token_ids[1] must be"),
+        ({"messages": TALK, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "got 21"),
+    ):
+        error = refusal(http, "/v1/chat/completions", body)
+        assert error["param"] == param
+        assert said in error["message"]
+
+
+def test_null_fields_that_typed_clients_read(http: httpx.Client, client: OpenAI) -> None:
+    whole = http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).json()
+    assert whole["system_fingerprint"] is None
+    for name in ("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids", "stop_reason"):
+        assert whole["choices"][0][name] is None
+    chat = http.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 1}).json()
+    for name in ("system_fingerprint", "prompt_logprobs", "prompt_token_ids"):
+        assert chat[name] is None
+    assert chat["choices"][0]["message"]["refusal"] is None
+    assert chat["choices"][0]["token_ids"] is None
+    typed = client.chat.completions.create(model="echo", messages=TALK, max_tokens=1, logprobs=True)  # type: ignore[arg-type]
+    assert typed.choices[0].logprobs is not None
+    assert typed.choices[0].logprobs.refusal is None
+
+
+def test_token_strings_are_the_vocabularys_pieces(http: httpx.Client) -> None:
+    found = http.post("/tokenize", json={"prompt": " pages<|im_end|>é", "return_token_strs": True}).json()
+    assert found["token_strs"] == [tokenizer().piece(id) for id in found["tokens"]]
+    assert "\u0120pages" in found["token_strs"]
+    assert "<|im_end|>" in found["token_strs"]
