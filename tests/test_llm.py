@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import echo_service
 import pytest
@@ -17,7 +18,7 @@ from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 import quire
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, StartupError
 from quire.llm import LLM, BeamSearchParams
-from quire.sim.echo import expected, expected_beams
+from quire.sim.echo import expected, expected_beams, fake_top, states
 from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.seeds import branch_seed
@@ -106,6 +107,31 @@ def test_branches_and_logprobs(llm: LLM) -> None:
     plain = llm.generate([[5]], PARAMS, use_tqdm=False)[0].outputs[0]
     assert plain.logprobs is None
     assert plain.cumulative_logprob is None
+
+
+def test_named_logprobs(llm: LLM) -> None:
+    ids = [3, 40, 7]
+    params = SamplingParams(max_tokens=5, seed=3, n=2, logprob_token_ids=ids, prompt_logprobs=1, ignore_eos=True)
+    kinds = [params, replace(params, logprobs=3), replace(params, best_of=4), PARAMS]
+    named, counted, best, plain = llm.generate([[5, 6, 7]] * 4, kinds, use_tqdm=False)
+    assert [output.logprobs for output in counted.outputs] == [output.logprobs for output in named.outputs]
+    assert plain.outputs[0].logprobs is None
+    for result in (named, best):
+        assert result.prompt_logprobs == counted.prompt_logprobs
+        for output in result.outputs:
+            assert output.logprobs is not None
+            known = states([5, 6, 7, *output.token_ids])[2:]
+            for token, state, entry in zip(output.token_ids, known, output.logprobs):
+                top = fake_top(state, token, 0, VOCAB, tuple(ids))
+                assert list(entry) == [token, *(id for id in ids if id != token)]
+                assert [one.logprob for one in entry.values()] == [
+                    top.logprob, *(value for id, value in zip(ids, top.logprobs) if id != token),
+                ]  # fmt: skip
+                assert [one.rank for one in entry.values()] == [top.rank] + [None] * (len(entry) - 1)
+                assert [one.decoded_token for one in entry.values()] == [tokenizer().convert_id(id) for id in entry]
+            assert output.cumulative_logprob == sum(e[t].logprob for e, t in zip(output.logprobs, output.token_ids))
+    tops = [top for output in llm.stream([5, 6, 7], params) for top in output.tops]
+    assert {top.ids for top in tops} == {tuple(ids)}
 
 
 def test_beam_search_and_best_of(llm: LLM) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memories import EVERY, RESERVED, VOCAB, Build
+from memories import EVERY, MAX_LEN, RESERVED, VOCAB, Build
 from traces import Asked, Told, Trace, run_trace
 
 from quire.sim.echo import EchoRunner
@@ -155,6 +156,20 @@ def test_scores_survive_preemption(depth: int) -> None:
         trace.add(Asked(str(i), prompt, SamplingParams(seed=i, max_tokens=12, prompt_logprobs=2, logprobs=1), ""))
     drain(trace)
     assert trace.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_named_log_probabilities_survive_preemption(way: str, depth: int) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"n": 3}, {"n": 1, "best_of": 2}, {"logprob_token_ids": None, "logprobs": 2}]
+    memory = EVERY["paged-4"](Build(72, 8, 8, MAX_LEN, 1000 if way == "swap" else 0, 0))
+    trace = Trace(memory, seed=0, depth=depth, budget=8, max_seqs=8, preemption=way)
+    for i, values in enumerate(kinds):
+        prompt = tuple((7 * i + j) % (VOCAB - 1) + 1 for j in range(14))
+        params = {"seed": i, "max_tokens": 12, "ignore_eos": True, "logprob_token_ids": [9, 2, 40 + i]} | values
+        trace.add(Asked(str(i), prompt, SamplingParams(**params), ""))
+    drain(trace)
+    assert trace.scheduler.preempted[way] > 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -410,16 +410,18 @@ class Trace:
             assert got == want.tokens, f"request {asked.id}, branch {branch}: {got} instead of {want.tokens}"
             assert [o.finish_reason for o in mine[:-1]] == [None] * (len(mine) - 1), "a branch went on after its end"
             assert (mine[-1].finish_reason, mine[-1].stop_reason) == (want.reason, want.stop_reason)
-            if asked.params.logprobs is not None or asked.params.beam_width or asked.params.ranked:
+            if asked.params.top >= 0 or asked.params.beam_width or asked.params.ranked:
                 assert mine[-1].cumulative_logprob == want.logprob
             self._compare_tops(asked, mine, want.tokens)
 
     def _compare_tops(self, asked: Asked, mine: list[Output], want: list[int]) -> None:
         params, prompt = asked.params, asked.prompt
         known = states([*prompt, *want], self.groups)
-        if params.logprobs is not None:
-            tops = [top for output in mine for top in output.tops]
-            assert tops == [fake_top(known[len(prompt) - 1 + i], t, params.logprobs, VOCAB) for i, t in enumerate(want)]
+        if params.top >= 0:
+            tops, named = [top for output in mine for top in output.tops], tuple(params.logprob_token_ids or ())
+            states_of = known[len(prompt) - 1 :]
+            assert tops == [fake_top(state, t, params.top, VOCAB, named) for state, t in zip(states_of, want)]
+            assert not named or {top.ids for top in tops} <= {named}
         if params.prompt_logprobs is not None and mine[0].branch == 0:
             assert mine[0].prompt_tops is not None
             assert list(mine[0].prompt_tops) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -38,6 +39,7 @@ LISTS: dict[str, list[Any]] = {
     "stop": [5, b"x", [5], [""], ["x" * 257], ["x"] * 17, {"a": 1}, [None], "", 0, True],
     "stop_token_ids": [5, "5", ["5"], [-1], [1.0], [True], [2**31], {1: 1}, 0, False, "", {}],
     "bad_words": [5, [b"x"], [""], ["x" * 257], ["x"] * 129, {"a": 1}],
+    "logprob_token_ids": [5, "5", ["5"], [-1], [1.0], [True], [2**31], {1: 1}, list(range(129)), [1] * 129, 0, "", {}],
     "allowed_token_ids": [[], 5, "5", [-1], [None], [2**40], {1: 1}, 0],
     "logit_bias": [
         [1],
@@ -154,10 +156,33 @@ def test_values_are_normalised() -> None:
     assert params.logit_bias == {7: 1.0}
     assert isinstance(params.temperature, float)
     assert SamplingParams(stop=None, bad_words=None, stop_token_ids=None).stop == ()
+    assert SamplingParams(logprob_token_ids=[7, 3, 7]).logprob_token_ids == (7, 3)
+    assert SamplingParams(logprob_token_ids=[], logprobs=5, beam_width=2).logprob_token_ids is None
+
+
+def test_named_log_probabilities_and_what_they_go_with() -> None:
+    assert [SamplingParams(logprobs=k).top for k in (None, 0, 20)] == [-1, 0, 20]
+    assert SamplingParams(logprob_token_ids=range(128)).top == 0  # type: ignore[arg-type]
+    params = SamplingParams(logprob_token_ids=[5, 6, 5], logprobs=2, prompt_logprobs=3, n=2, best_of=3)
+    assert (params.top, params.sampling().logprob_token_ids, params.sampling().prompt_logprobs) == (0, (5, 6), 3)
+    assert dataclasses.replace(params, n=1).logprob_token_ids == (5, 6)
+    for k in (0, 1, 3):
+        with pytest.raises(
+            InputError, match=rf"logprobs must be None or the number of .*_ids \(2\), got {k}"
+        ) as caught:
+            SamplingParams(logprob_token_ids=[5, 6], logprobs=k)
+        assert caught.value.param == "logprobs"
+    for values, what in (({"beam_width": 2}, "beam search"), ({"method": lambda: None}, "a method")):
+        with pytest.raises(InputError, match=f"logprob_token_ids can't be combined with {what}") as caught:
+            SamplingParams(logprob_token_ids=[5], **values)  # type: ignore[arg-type]
+        assert caught.value.param == "logprob_token_ids"
 
 
 def test_token_ids_beyond_the_vocabulary() -> None:
-    for field, value in (("stop_token_ids", [64]), ("allowed_token_ids", [1, 64]), ("logit_bias", {64: 1.0})):
+    for field, value in (
+        ("stop_token_ids", [64]), ("allowed_token_ids", [1, 64]), ("logit_bias", {64: 1.0}),
+        ("logprob_token_ids", [5, 64]),
+    ):  # fmt: skip
         with pytest.raises(InputError, match=f"{field} holds token 64, but the vocabulary has 64"):
             SamplingParams(**{field: value}).check_vocabulary(64)
         SamplingParams(**{field: value}).check_vocabulary(65)
@@ -187,6 +212,7 @@ REFUSALS: dict[str, tuple[Any, SamplingParams, type[QuireError], str]] = {
     "too long for the memory": ((1,) * 4, SamplingParams(n=3, max_tokens=40), PromptTooLong, "KV memory"),
     "more branches than sequences": ((1,), SamplingParams(n=9), InputError, "at most 8"),
     "stop token": ((1,), SamplingParams(stop_token_ids=[VOCAB]), InputError, "stop_token_ids"),
+    "token of a log-probability": ((1,), SamplingParams(logprob_token_ids=[1, VOCAB]), InputError, "logprob_token_ids"),
     "bias": ((1,), SamplingParams(logit_bias={VOCAB: 1.0}), InputError, "logit_bias"),
     "id in use": ((1,), OK, InputError, "in use"),
     "queue full": ((1,), OK, Overloaded, "queue is full"),

@@ -65,8 +65,9 @@ def test_a_reader_that_sleeps_finds_one_output() -> None:
     run(work)
 
 
-def test_results_are_those_of_the_offline_twin() -> None:
-    params = SamplingParams(n=2, max_tokens=12, seed=3, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"logprob_token_ids": [9, 4, 70]}], ids=str)
+def test_results_are_those_of_the_offline_twin(asked: dict[str, Any]) -> None:
+    params = SamplingParams(n=2, max_tokens=12, seed=3, prompt_logprobs=1, ignore_eos=True, **asked)
     talk = [{"role": "user", "content": "a quire of pages"}]
     with LLM.of(echo_service.built()) as offline:  # type: ignore[arg-type]
         wanted = [offline.generate(prompt, sampling_params=params, use_tqdm=False)[0] for prompt in PROMPTS]

@@ -27,6 +27,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"n": 3, "seed": -(2**63), "top_p": 0.9, "top_k": 20, "min_p": 0.05},
     {"n": 2, "best_of": 4, "logprobs": 2, "prompt_logprobs": 3, **PENALTIES},
     {"n": 2, "allowed_token_ids": list(range(500)), "logit_bias": {3: 1.5, 4: -2}, "bad_words": ["once", "upon a"]},
+    {"n": 3, "best_of": 4, "logprob_token_ids": range(9)},
     {"beam_width": 3, "n": 2, "early_stopping": "never", **PENALTIES},
 )
 
@@ -101,6 +102,7 @@ def test_what_the_device_must_know_of_parameters() -> None:
     assert params.sampling() == Sampling(
         0.5, 0.9, 0, 0.1, 0.1, 0.3, 1.2, 2, (7, 8), (3, 1), ((4, 2.0),), ((1,), (2, 3)), True, 0
     )
+    assert SamplingParams(logprob_token_ids=[9, 1, 9]).sampling() == Sampling(logprob_token_ids=(9, 1))
 
 
 @pytest.mark.parametrize(

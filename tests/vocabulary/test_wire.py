@@ -41,7 +41,7 @@ texts = st.one_of(st.just(""), st.text(st.characters(), max_size=5))  # halves o
 samplings = st.builds(
     Sampling, floats, floats, small, floats, floats, floats, floats, small, runs, st.none() | runs,
     st.lists(st.tuples(numbers, floats), max_size=3).map(tuple), st.lists(runs, max_size=3).map(tuple), st.booleans(),
-    small,
+    small, runs,
 )  # fmt: skip
 births = st.builds(Birth, small, large, small, st.none() | samplings, large, small, runs, small)
 rows = st.builds(Row, numbers, runs, numbers, numbers, runs, runs)
@@ -75,7 +75,7 @@ def same(a: object, b: object) -> bool:
 def a_plan(count: int = 12) -> StepPlan:
     """A step with a bit of everything."""
     sampling = Sampling(
-        0.7, 0.9, 40, 0.1, 0.5, -0.5, 1.1, 3, (2, 7), (5, 6, 7), ((9, -100.0),), ((1,), (2, 3)), False, 2
+        0.7, 0.9, 40, 0.1, 0.5, -0.5, 1.1, 3, (2, 7), (5, 6, 7), ((9, -100.0),), ((1,), (2, 3)), False, 2, (6, 5, 96)
     )
     return StepPlan(
         (Birth(3, 70, -1, sampling, 2**62 + 1, 4, (1, 2, 3, 4), 2), Birth(4, 71, 3, None, -5, 4)),

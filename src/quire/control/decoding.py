@@ -19,7 +19,7 @@ def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids
     seq.tokens.append(token)
     if sampled.tops:
         seq.cumulative_logprob += sampled.tops[draw].logprob
-        if request.params.ranked and request.params.logprobs is not None:
+        if request.params.ranked and request.params.top >= 0:
             seq.tops.append(sampled.tops[draw])
     if sampled.error:
         seq.finish, seq.stop_reason = "error", sampled.error

@@ -268,7 +268,7 @@ class Scheduler:
 
     def _top(self, request: Request) -> int:
         """How many most likely tokens a row returns with its sample; -1: no log-probabilities at all."""
-        top = -1 if request.params.logprobs is None else request.params.logprobs
+        top = request.params.top
         if request.method is not None:
             return max(top, request.method.top(context_of(request.params, request.max_tokens, self.eos_ids)))
         return max(top, 0) if request.params.ranked else top

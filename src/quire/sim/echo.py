@@ -52,14 +52,15 @@ def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int) -> i
     return digest(struct.pack("<qq", state, seed) + past) % vocab_size
 
 
-def fake_top(state: int, token: int, k: int, vocab_size: int) -> Top:
-    """Made-up log-probabilities after `state`, below zero: that of `token`, its rank, and the `k` best of all tokens.
-    They are multiples of 1/1024, so that sums are exact in any order."""
+def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, ...] = ()) -> Top:
+    """Made-up log-probabilities after `state`, below zero: that of `token`, its rank, and the `k` best of all tokens,
+    or the `named` if there are any. They are multiples of 1/1024, so that sums are exact in any order."""
     digest = hashlib.shake_128(struct.pack("<q", state)).digest(2 * vocab_size)
     scores = np.frombuffer(digest, dtype="<u2")
     order = [int(i) for i in np.argsort(scores, kind="stable")]
-    logprobs = [-(int(scores[i]) + 1) / 1024 for i in (token, *order[:k])]
-    return Top(token, logprobs[0], order.index(token) + 1, tuple(order[:k]), tuple(logprobs[1:]))
+    ids = named or tuple(order[:k])
+    logprobs = [-(int(scores[i]) + 1) / 1024 for i in (token, *ids)]
+    return Top(token, logprobs[0], order.index(token) + 1, ids, tuple(logprobs[1:]))
 
 
 def states(tokens: Seq[int], groups: Seq[Group] = (FULL,), known: Seq[int] = ()) -> list[int]:
@@ -249,8 +250,10 @@ class EchoRunner:
             slot.last = tokens[0]
             if slot.history is not None:
                 slot.history.append(tokens[0])
-        k = slot.top
-        tops = tuple(fake_top(state, token, k, self.vocab_size) for token in tokens) if k >= 0 else ()
+        tops: tuple[Top, ...] = ()
+        if slot.top >= 0:
+            named = slot.sampling.logprob_token_ids
+            tops = tuple(fake_top(state, token, slot.top, self.vocab_size, named) for token in tokens)
         return Sampled(tokens, tops, tuple(scores))
 
     def close(self) -> None:

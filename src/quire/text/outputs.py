@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import count, repeat
 from typing import NamedTuple
 
 from quire.control.outcomes import Output
@@ -16,8 +17,8 @@ Decode = Callable[[int], str | None] | None
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability, its rank in the vocabulary (1: most likely), and the token as text (None without a
-    tokenizer)."""
+    """A token's log-probability, its rank in the vocabulary (1: most likely; None if it wasn't counted, as of
+    logprob_token_ids), and the token as text (None without a tokenizer)."""
 
     logprob: float
     rank: int | None = None
@@ -35,7 +36,8 @@ class RequestMetrics(NamedTuple):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation. `logprobs[i]` maps the i-th token, and the most likely alternatives, to their Logprob.
+    """One continuation. `logprobs[i]` maps the i-th token, and the most likely alternatives or the logprob_token_ids,
+    to their Logprob.
 
     `finish_reason`: "stop", "length", "abort", "error". `stop_reason`: the stop string or stop token that ended it, or
     what the error was; None at an end token."""
@@ -88,10 +90,10 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def alternatives(top: Top, decode: Decode) -> dict[int, Logprob]:
-    """A Top as a mapping: the token itself first, then the most likely ones."""
+def alternatives(top: Top, decode: Decode, named: bool = False) -> dict[int, Logprob]:
+    """A Top as a mapping: the token itself first, then the most likely ones; or, without ranks, those `named`."""
     text = decode if decode is not None else _no_text
-    ranked = zip(top.ids, top.logprobs, range(1, len(top.ids) + 1))
+    ranked = zip(top.ids, top.logprobs, repeat(None) if named else count(1))
     return {
         top.token: Logprob(top.logprob, top.rank, text(top.token)),
         **{token: Logprob(value, rank, text(token)) for token, value, rank in ranked if token != top.token},
@@ -107,7 +109,7 @@ class Assembly:
 
     def __init__(self, id: str, prompt: str | None, ids: list[int], params: SamplingParams, decode: Decode) -> None:
         self.result = RequestOutput(id, prompt, ids)
-        self._wanted = params.logprobs is not None
+        self._wanted, self._named = params.top >= 0, bool(params.logprob_token_ids)
         self._decode = decode
         self._texts: list[list[str]] = [[] for _ in range(params.n)]
         self.result.outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -127,7 +129,7 @@ class Assembly:
         if completion.cumulative_logprob is not None:
             completion.cumulative_logprob = output.cumulative_logprob
         if completion.logprobs is not None:
-            completion.logprobs += [alternatives(top, self._decode) for top in output.tops]
+            completion.logprobs += [alternatives(top, self._decode, self._named) for top in output.tops]
         completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
         if output.prompt_tops is not None and output.branch == 0:  # the prompt was scored once, before its branches
             scored = [alternatives(top, self._decode) for top in output.prompt_tops]

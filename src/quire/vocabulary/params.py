@@ -17,6 +17,7 @@ MAX_BEAM_WIDTH = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_IDS = 1024  # in all of them together
@@ -97,9 +98,11 @@ class SamplingParams:
     """How to choose tokens and when to stop; vLLM's names. Every value is checked here: InputError names the limit.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps all tokens. `max_tokens` None means as many as the model's length
-    allows. `logprobs` k returns the chosen token's log-probability and those of the k most likely. `seed` makes the
-    result a function of (seed, prompt) whatever else is in the batch. `bad_word_ids` and `stop_automaton` are filled
-    from `bad_words` and `stop` by the engine's tokenizer, before the request is queued.
+    allows. `logprobs` k returns the chosen token's log-probability and those of the k most likely; with
+    `logprob_token_ids` those of exactly these tokens come in place of the most likely ones, and `logprobs` is None or
+    as many (an empty list is None). `seed` makes the result a function of (seed, prompt) whatever else is in the batch.
+    `bad_word_ids` and `stop_automaton` are filled from `bad_words` and `stop` by the engine's tokenizer, before the
+    request is queued.
     """
 
     n: int = 1
@@ -126,6 +129,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | list[int] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -172,9 +176,7 @@ class SamplingParams:
             raise InputError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_logprobs()
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
             _flag(name, getattr(self, name))
         if self.stop and not self.detokenize:
@@ -204,6 +206,23 @@ class SamplingParams:
                 hint = "; stop_token_ids works" if name == "stop" else ""
                 raise InputError(f"{name} can't be combined with beam search{hint}", name)
 
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.logprob_token_ids is None:
+            return
+        ids = _ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS) or None
+        object.__setattr__(self, "logprob_token_ids", ids)
+        if ids is None:
+            return
+        if self.logprobs not in (None, len(ids)):
+            limit = f"None or the number of logprob_token_ids ({len(ids)})"
+            raise InputError(f"logprobs must be {limit}, got {self.logprobs}", "logprobs")
+        for name, what in (("beam_width", "beam search"), ("method", "a method")):
+            if getattr(self, name) is not None:
+                raise InputError(f"logprob_token_ids can't be combined with {what}", "logprob_token_ids")
+
     @staticmethod
     def _biases(value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping):
@@ -228,6 +247,14 @@ class SamplingParams:
         return self.beam_width is None and self.best_of is not None and self.best_of > self.n
 
     @property
+    def top(self) -> int:
+        """The most likely tokens whose log-probabilities come beside that of each chosen one; those of
+        `logprob_token_ids` come in their place. -1: none come, not even its own."""
+        if self.logprob_token_ids:
+            return 0
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
     def needs_history(self) -> bool:
         """The sampler must know the tokens so far."""
         return self.sampling().needs_history
@@ -249,6 +276,7 @@ class SamplingParams:
             bad_word_ids=tuple(map(tuple, self.bad_word_ids)),
             chosen=self.beam_width is not None or self.method is not None,
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -258,6 +286,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("logit_bias", tuple(self.logit_bias or ())),
+            ("logprob_token_ids", self.logprob_token_ids or ()),
         ):
             for token in ids:
                 if token >= vocab_size:

@@ -30,6 +30,7 @@ class Sampling(NamedTuple):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     chosen: bool = False  # a method chooses among the likeliest tokens: none is drawn
     prompt_logprobs: int = -1  # most likely tokens to return with each token to score; -1: none is scored
+    logprob_token_ids: tuple[int, ...] = ()  # to return with each sample, in place of the most likely ones
 
     @property
     def greedy(self) -> bool:
@@ -139,7 +140,8 @@ class StepPlan(NamedTuple):
 
 
 class Top(NamedTuple):
-    """The log-probability of one token, its rank (1 is the most likely), and the k most likely alternatives."""
+    """The log-probability of one token, its rank (1 is the most likely), and the k most likely alternatives; or, beside
+    a sample whose `Sampling` has logprob_token_ids, these and no others, in their order."""
 
     token: int
     logprob: float

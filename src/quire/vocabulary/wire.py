@@ -29,7 +29,7 @@ from quire.vocabulary.plan import (
     Top,
 )  # fmt: skip
 
-VERSION = 1
+VERSION = 2
 PLAN, RESULT = 1, 2
 MOST_BYTES, MOST_ROWS = 2**28, 2**16  # of a frame; of a step, more than a launch takes
 
@@ -62,8 +62,8 @@ RESULT_HEAD = struct.Struct("<Id")  # samples, seconds
 COUNT = struct.Struct("<I")
 BIRTH = struct.Struct("<iqiqiiIB")  # slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling
 # temperature, top_p, min_p, the penalties; top_k, min_tokens, prompt_logprobs; counts of stop tokens, allowed ones,
-# biases, bad words; flags
-SAMPLING = struct.Struct("<6d3i4IB")
+# biases, bad words, named tokens; flags
+SAMPLING = struct.Struct("<6d3i5IB")
 CHOSEN, RESTRICTED = 1, 2  # flags of sampling: a method chooses; allowed_token_ids is not None
 WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code before a column
 ZEROS, ONES = 0, 1  # codes in place of a column of counts
@@ -142,7 +142,7 @@ def _sampling(asked: Sampling) -> Iterator[bytes]:
     yield _pack(
         SAMPLING, "sampling", asked.temperature, asked.top_p, asked.min_p, asked.presence_penalty,
         asked.frequency_penalty, asked.repetition_penalty, asked.top_k, asked.min_tokens, asked.prompt_logprobs,
-        len(asked.stop_token_ids), len(allowed or ()), len(bias), len(words),
+        len(asked.stop_token_ids), len(allowed or ()), len(bias), len(words), len(asked.logprob_token_ids),
         CHOSEN * asked.chosen | RESTRICTED * (allowed is not None),
     )  # fmt: skip
     yield _ints(asked.stop_token_ids, "stop tokens")
@@ -151,6 +151,7 @@ def _sampling(asked: Sampling) -> Iterator[bytes]:
     yield _floats([by for _, by in bias], "biases")
     yield _ints(list(map(len, words)), "bad word lengths")
     yield _ints(list(chain.from_iterable(words)), "bad words")
+    yield _ints(asked.logprob_token_ids, "named tokens")
 
 
 def _journal(journal: Journal) -> Iterator[bytes]:
@@ -333,9 +334,7 @@ def _read_text(reader: _Reader, length: int) -> str:
 def _read_tops(reader: _Reader, samples: int) -> Iterable[tuple[Top, ...]]:
     """The tops of so many samples. There must be other proof of that number."""
     numbers = reader.counts(samples, "numbers of tops")
-    if numbers == ZEROS:
-        return repeat((), samples)
-    count = samples if isinstance(numbers, int) else sum(numbers)
+    count = numbers * samples if isinstance(numbers, int) else sum(numbers)
     if not count:
         return repeat((), samples)
     tokens = reader.ints(count, "top tokens")
@@ -359,7 +358,7 @@ def _read_birth(reader: _Reader) -> Birth:
 
 
 def _read_sampling(reader: _Reader) -> Sampling:
-    *factors, top_k, min_tokens, scored, stops, some, biased, barred, flags = reader.take(SAMPLING, "sampling")
+    *factors, top_k, min_tokens, scored, stops, some, biased, barred, named, flags = reader.take(SAMPLING, "sampling")
     temperature, top_p, min_p, presence, frequency, repetition = factors
     if flags & ~(CHOSEN | RESTRICTED) or (some and not flags & RESTRICTED):
         raise reader.error("sampling", f"its flags are {flags}")
@@ -371,6 +370,7 @@ def _read_sampling(reader: _Reader) -> Sampling:
     return Sampling(
         temperature, top_p, top_k, min_p, presence, frequency, repetition, min_tokens, stop,
         allowed if flags & RESTRICTED else None, bias, words, bool(flags & CHOSEN), scored,
+        reader.ints(named, "named tokens"),
     )  # fmt: skip
 
 

@@ -68,9 +68,7 @@ def a_sampler(slots: int = 40, vocab: int = VOCAB) -> OnDevice:
 def born(
     sampler: OnDevice, slot: int, params: SamplingParams, history: tuple[int, ...], prompt: int, seed: int
 ) -> None:
-    top = -1 if params.logprobs is None else params.logprobs
-    if params.beam_width is not None:
-        top = 30 * params.beam_width
+    top = params.top if params.beam_width is None else 30 * params.beam_width
     sampler.birth(Birth(slot, slot, -1, params.sampling(), seed, prompt, history, top))
 
 
@@ -215,13 +213,13 @@ def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
     sampler = a_sampler()
     kinds: list[dict[str, Any]] = [
         {}, {"top_k": 3}, {"min_tokens": 4}, {"ignore_eos": True, "max_tokens": 9}, {"logprobs": 1},
-        {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [4]}, {"bad_word_ids": ((4,),)}, {"bad_word_ids": ((4, 5),)},
-        {"presence_penalty": 0.1}, {"beam_width": 2}, {"temperature": 1.0}, {"n": 2},
+        {"logprob_token_ids": [4]}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [4]}, {"bad_word_ids": ((4,),)},
+        {"bad_word_ids": ((4, 5),)}, {"presence_penalty": 0.1}, {"beam_width": 2}, {"temperature": 1.0}, {"n": 2},
     ]  # fmt: skip
     for slot, values in enumerate(kinds):
         born(sampler, slot, SamplingParams(**({"temperature": 0.0} | values)), (1, 2, 3), 3, slot)
     plain = [sampler.tail_of([Row(slot, (7,), 6, kinds[slot].get("n", 1))]) == "greedy" for slot in range(len(kinds))]
-    assert plain == [True, True, True, True] + [False] * 9
+    assert plain == [True, True, True, True] + [False] * 10
     assert sampler.tail_of([Row(2, (7,), 5, 1)]) != "greedy", "its end tokens are masked still"
     assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)]) == "greedy"
     assert sampler.tail_of([Row(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)]) != "greedy"
@@ -371,6 +369,9 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"beam_width": 2},
     {"beam_width": 2, "logit_bias": {5: 4.0, 17: -100.0}, "allowed_token_ids": [1, 2, 5, 17]},
     {"beam_width": 20, "repetition_penalty": 1.4, "logprobs": 3},
+    {"logprob_token_ids": [9]},
+    {"n": 3, "logprob_token_ids": [17, 3, 5], "logit_bias": {17: -100.0}, "repetition_penalty": 1.4},
+    {"logprob_token_ids": list(range(128)), "temperature": 0.0},
 )
 
 
@@ -589,6 +590,43 @@ def test_a_row_returns_as_many_alternatives_as_its_birth_says(top: int) -> None:
     assert samples[1].tops == ()
 
 
+def test_named_tokens_come_in_their_order_from_the_unchanged_logits() -> None:
+    logits, sampler = some_logits(4, seed=25), a_sampler()
+    logits[0, 9] = -torch.inf
+    order = logits[0].argsort(descending=True).tolist()
+    kinds: list[dict[str, Any]] = [
+        {"logprob_token_ids": [VOCAB - 1, 9, order[0], 0, order[-2]], "n": 2},
+        {"logprob_token_ids": [7], "allowed_token_ids": [3, 4], "logit_bias": {7: 5.0}, "frequency_penalty": 1.0},
+        {"logprob_token_ids": list(range(128)), "logprobs": None, "temperature": 0.3},
+        {"logprobs": 3},
+    ]
+    for slot, values in enumerate(kinds):
+        born(sampler, slot, SamplingParams(**values), (7, 7, 1), 1, slot)
+    samples = sampler.finish(sampler.sample(logits, [(slot, 3, kinds[slot].get("n", 1)) for slot in range(4)]))
+    for row in range(3):
+        exact, ids = logits[row].double().log_softmax(-1), kinds[row]["logprob_token_ids"]
+        assert len(samples[row].tops) == len(samples[row].tokens) == kinds[row].get("n", 1)
+        for token, top in zip(samples[row].tokens, samples[row].tops):
+            assert (top.token, list(top.ids)) == (token, ids)
+            assert top.rank == 1 + sum(float(other) > float(exact[token]) for other in exact)
+            assert [top.logprob, *top.logprobs] == pytest.approx(exact[[token, *ids]].tolist(), abs=1e-5)
+    assert samples[0].tops[0].logprobs[1] == -torch.inf, "a token that can't be is not left out"
+    assert list(samples[3].tops[0].ids) == logits[3].argsort(descending=True).tolist()[:3]
+
+
+def test_named_tokens_of_a_fork_and_of_a_slot_that_is_taken_again() -> None:
+    """What was asked at the draw is what comes, though the slot has another sequence when it is read."""
+    logits, sampler = some_logits(2, seed=26), a_sampler()
+    born(sampler, 0, SamplingParams(logprob_token_ids=[5, 6]), (1,), 1, 0)
+    sampler.birth(Birth(1, 1, 0, None, 3, 1, (), 0))
+    drawn = sampler.sample(logits, [(0, 1, 1), (1, 1, 1)])
+    born(sampler, 0, SamplingParams(logprob_token_ids=[9]), (1,), 1, 0)
+    born(sampler, 1, SamplingParams(), (1,), 1, 0)
+    assert [sampled.tops[0].ids for sampled in sampler.finish(drawn)] == [(5, 6), (5, 6)]
+    one, other = sampler.finish(sampler.sample(logits, [(0, 1, 1), (1, 1, 1)]))
+    assert (one.tops[0].ids, other.tops) == ((9,), ())
+
+
 def test_what_a_method_chooses_from_obeys_masks_and_biases() -> None:
     logits, sampler = some_logits(2, seed=23), a_sampler()
     rules: dict[str, Any] = {
@@ -605,6 +643,18 @@ def test_what_a_method_chooses_from_obeys_masks_and_biases() -> None:
     assert dict(zip(method.tops[0].ids, method.tops[0].logprobs)) == pytest.approx(scores, abs=1e-5)
     assert list(method.tops[0].logprobs) == sorted(method.tops[0].logprobs, reverse=True)
     assert list(plain.tops[0].ids) == exact[1].argsort(descending=True).tolist()[:20]
+
+
+def test_nobody_sorts_for_named_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the likeliest tokens were looked for")
+
+    monkeypatch.setattr(torch.Tensor, "topk", refuse)
+    sampler = a_sampler()
+    born(sampler, 0, SamplingParams(logprob_token_ids=[5, 6]), (1,), 1, 0)
+    born(sampler, 1, SamplingParams(logprobs=0), (1,), 1, 0)
+    samples = sampler.finish(sampler.sample(some_logits(2), [(0, 1, 1), (1, 1, 1)]))
+    assert [len(sampled.tops[0].ids) for sampled in samples] == [2, 0]
 
 
 def test_nothing_is_looked_up_unless_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

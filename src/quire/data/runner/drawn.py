@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
     details: Tensor | None  # float64: the details of each width in rising order, draw by draw
     ready: torch.cuda.Event | None  # after which `host` and `details` are there
     draws: np.ndarray  # of each row
-    tops: np.ndarray  # of each row: Birth.top
+    tops: np.ndarray  # of each row: how many alternatives it returns; -1: no log-probabilities at all
     widths: tuple[Width | None, ...] | None  # of each row; None if nobody asked for log-probabilities
 
     def details_by_width(self) -> dict[Width, Iterator[list[float]]]:

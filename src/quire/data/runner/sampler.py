@@ -44,7 +44,7 @@ class Sampler:
         # Parameters and seeds live on the host: a step gathers its rows' and sends them in one small copy.
         self._prompt_len = np.zeros(slots, dtype=np.int64)
         self._seeds = np.zeros(slots, dtype=np.uint64)
-        self._tops = np.full(slots, -1, dtype=np.int64)
+        self._tops = np.full(slots, -1, dtype=np.int64)  # alternatives of each sample; -1: no log-probabilities at all
         self._shape = np.zeros((slots, 4))  # temperature (0: greedy), min_p, top_k, top_p
         self._penalties = np.zeros((slots, 3))  # repetition, frequency, presence
         self._ruled = np.zeros(slots, dtype=np.bool_)  # logits change before they are drawn from, or a method chooses
@@ -79,7 +79,7 @@ class Sampler:
         else:
             self._statistics.fork(birth.parent, slot)
         self._rules[slot], self._prompt_len[slot], self._seeds[slot] = rules, birth.prompt_len, birth.seed % 2**63
-        self._tops[slot] = birth.top
+        self._tops[slot] = len(sampling.logprob_token_ids) or birth.top if birth.top >= 0 else -1
         top_k = sampling.top_k if sampling.top_k < self.vocab_size else 0
         temperature = 0.0 if sampling.greedy else sampling.temperature
         self._shape[slot] = (temperature, sampling.min_p, top_k, sampling.top_p)
@@ -128,9 +128,10 @@ class Sampler:
         penalty; greedy rows take the most likely token, of equals the lowest id; the others temperature, min_p, top_k,
         top_p, and a draw. Tokens that are equally likely are kept or cut together by min_p, top_k and top_p. Draw i of
         a row uses the seed branch_seed(seed, i). A row with a fault gets token 0 and leaves the others as they were.
-        The slot's Birth.top says which log-probabilities come along. Those of a row whose request has a method are what
-        the method chooses from, so they are of the masked, biased and penalised logits, normalised as the unchanged
-        ones are (transformers' order); its token is the most likely one, whatever its temperature.
+        The slot's Birth.top and logprob_token_ids say which log-probabilities come along. Those of a row whose request
+        has a method are what the method chooses from, so they are of the masked, biased and penalised logits,
+        normalised as the unchanged ones are (transformers' order); its token is the most likely one, whatever its
+        temperature.
         With `last` [slots], the first draw of each row is written there too.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
@@ -198,7 +199,7 @@ class Sampler:
             start += draws
             tops: tuple[Top, ...] = ()
             if width is not None:
-                tops = tuple(top_of(token, next(details[width]), top) for token in own)
+                tops = tuple(top_of(token, next(details[width]), top, width.named) for token in own)
             samples.append(Sampled(own, () if fault else tops, error=FAULTS[fault]))
         return samples
 
@@ -302,7 +303,18 @@ class Sampler:
         top = int(self._tops[slot])
         if top < 0:
             return None
-        return Width(self._rules[slot].sampling.chosen, min(max(top, MAX_LOGPROBS), self.vocab_size) if top else 0)
+        sampling = self._rules[slot].sampling
+        if sampling.logprob_token_ids:
+            return Width.of_named(sampling.logprob_token_ids)
+        return Width(sampling.chosen, min(max(top, MAX_LOGPROBS), self.vocab_size) if top else 0)
+
+    def _named(self, slots: np.ndarray, width: int) -> Tensor:
+        """The tokens that the requests of `slots` name, [N, width]; what is left of a row is padding."""
+        ids = np.zeros((len(slots), width), dtype=np.int64)
+        for row, slot in zip(ids, slots.tolist()):
+            wanted = self._rules[slot].sampling.logprob_token_ids
+            row[: len(wanted)] = wanted
+        return to_device(ids, self.device)
 
     def _packed(self, logits: Tensor, changed: Tensor | None, tokens: Tensor, faults: Tensor, asked: Asked) -> Drawn:
         """Everything that the host will want, on its way there. `changed` are the logits of all rows or, by kernels,
@@ -314,12 +326,14 @@ class Sampler:
             parts = []
             for width in sorted({width for width in widths if width is not None}):
                 places = np.array([i for i, row in enumerate(asked.owner) if widths[row] == width], dtype=np.int64)
-                rows, total = asked.owner[places], None
+                rows, total, named = asked.owner[places], None, None
                 own, some = self._take(tokens, places), self._take(logits, rows).float()
                 if width.candidates:
                     assert changed is not None, "what a method chooses from is processed"
                     total, some = total_of(some), self._take(changed, place[rows])
-                parts.append(details_of(some, own, width.alternatives, total).flatten())
+                if width.named:
+                    named = self._named(asked.slots[rows], width.alternatives)
+                parts.append(details_of(some, own, width.alternatives, total, named).flatten())
             details = torch.cat(parts)
             if self.device.type == "cuda":
                 details = torch.empty(details.shape, dtype=details.dtype, pin_memory=True).copy_(

@@ -232,6 +232,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"n": 2, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 1, "repetition_penalty": 1.1},
     {"beam_width": 2, "logit_bias": {5: 4.0, 17: -100.0}, "allowed_token_ids": [1, 2, 5, 17]},
     {"beam_width": 3},
+    {"logprob_token_ids": [17, 3, 5], "n": 2},
+    {"logprob_token_ids": [9], "logit_bias": {9: 4.0}, "temperature": 0.0},
 )
 
 
@@ -239,9 +241,8 @@ def run(sampler: Sampler, logits: Tensor, kinds: list[int], last: Tensor) -> lis
     """Two steps of rows of the given kinds; the slot of a kind is its number + 1."""
     for kind in kinds:
         params = SamplingParams(**KINDS[kind])
-        top = -1 if params.logprobs is None else params.logprobs
         history = tuple(range(20 + kind))
-        top = 30 if params.beam_width is not None else top
+        top = 30 if params.beam_width is not None else params.top
         sampler.birth(Birth(kind + 1, kind, -1, params.sampling(), kind * 99, 10 + kind, history, top))
     samples = []
     for step in range(2):
