@@ -146,6 +146,33 @@ def test_tokens_as_ids(http: httpx.Client) -> None:
     assert plain.json()["choices"][0]["logprobs"]["tokens"] != wanted
 
 
+def test_logprobs_of_named_tokens(http: httpx.Client) -> None:
+    """They come in place of the likeliest, in their order; the chosen token's own is there too."""
+    named = [9, 300, 7]
+    common = {
+        "max_tokens": 3,
+        "seed": 3,
+        "ignore_eos": True,
+        "logprob_token_ids": named,
+        "return_tokens_as_token_ids": True,
+    }
+    drawn = tokens_of([5, 6], 3, 0, 3)
+    for given in ({}, {"logprobs": 3}, {"echo": True}):
+        answer = http.post("/v1/completions", json={**common, **given, "prompt": [5, 6]}).json()
+        scores = answer["choices"][0]["logprobs"]["top_logprobs"][-3:]
+        assert [list(top) for top in scores] == [
+            [f"token_id:{id}" for id in dict.fromkeys([token, *named])] for token in drawn
+        ]
+    for given in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}):
+        chat = {**common, **given, "messages": TALK}
+        [choice] = http.post("/v1/chat/completions", json=chat).json()["choices"]
+        for entry in choice["logprobs"]["content"]:
+            assert [top["token"] for top in entry["top_logprobs"]] == [f"token_id:{id}" for id in named]
+    for wrong, param in (({"logprob_token_ids": [VOCAB]}, "logprob_token_ids"), ({"logprobs": 1}, "logprobs"),
+                         ({"beam_width": 2}, "logprob_token_ids")):  # fmt: skip
+        assert refusal(http, "/v1/completions", {**common, "prompt": [5], **wrong})["param"] == param
+
+
 # Chat
 
 

@@ -57,7 +57,7 @@ class Service:
         params = completion_params(body, self.terms)
         cut = self._cut(body, params.max_tokens)
         prompts = await self.prompts.read(completion_prompts(body.prompt), body.add_special_tokens, cut)
-        scored = (body.logprobs or 0) + 1 if body.echo and body.logprobs is not None else 0
+        scored = (body.logprobs or 0) + 1 if body.echo and params.top >= 0 else 0
         scored += 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         shown = Shown(params.n, bool(body.echo or body.return_token_ids), scored)
         call, params = self._call("cmpl", body, prompts, params, shown)

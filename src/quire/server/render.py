@@ -152,6 +152,8 @@ class CompletionRenderer(Renderer):
     ) -> None:
         super().__init__(id, model, request, prompts, words)
         self.request, self.text = request, text
+        self.named = len(request.logprob_token_ids or ())
+        self.scored = request.logprobs is not None or self.named > 0
         self.silent = bool(request.echo) and request.max_tokens == 0
         self._offsets: dict[int, int] = {}  # where the next token's text begins, a choice
         self._prompt_tops: dict[int, tuple[Top, ...]] = {}  # a prompt is scored once, before its branches
@@ -167,7 +169,7 @@ class CompletionRenderer(Renderer):
         if self.silent:
             output = output._replace(tokens=(), text="", tops=(), finish_reason="length")
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
-        echoed, scored = first and bool(self.request.echo), self.request.logprobs is not None
+        echoed, scored = first and bool(self.request.echo), self.scored
         offset = self._offsets.setdefault(index, 0)
         news = output.text or output.finish_reason or (output.tops and scored) or (output.tokens and self.with_ids)
         if not (news or echoed):
@@ -177,7 +179,8 @@ class CompletionRenderer(Renderer):
             before, lists = await self._echo(at)
             text = before[:-1] + text[1:]
         if scored:
-            more = await self._lists(list(map(Scored, output.tokens, output.tops)), lists.end)
+            pairs = list(map(Scored, output.tokens, output.tops))
+            more = await self._lists(pairs, self.named or self.request.logprobs or 0, lists.end)
             lists = lists.then(more)
             self._offsets[index] = lists.end
         await self.pace(text)
@@ -203,9 +206,9 @@ class CompletionRenderer(Renderer):
         if text is None:
             text = tokenizer.decode(prompt.ids, skip_special_tokens=False) if tokenizer is not None else ""
         scored: list[Scored] = []
-        if self.request.logprobs is not None:
+        if self.scored:
             scored = [Scored(prompt.ids[0], None), *map(Scored, prompt.ids[1:], self._prompt_tops.get(at, ()))]
-        self._echoes[at] = json.dumps(text), await self._lists(scored, 0)
+        self._echoes[at] = json.dumps(text), await self._lists(scored, self.request.logprobs or 0, 0)
         return self._echoes[at]
 
     async def _prompt_logprobs(self, at: int) -> Pieces:
@@ -218,8 +221,8 @@ class CompletionRenderer(Renderer):
             self._scores[at] = await prompt_logprobs(self._prompt_tops.get(at, ()), k, self.words, self.pace)
         return self._scores[at]
 
-    async def _lists(self, scored: list[Scored], offset: int) -> Lists:
-        """The legacy format: four parallel lists."""
+    async def _lists(self, scored: list[Scored], k: int, offset: int) -> Lists:
+        """The legacy format: four parallel lists, with up to `k` alternatives a token."""
         found = Lists([], [], [], [], offset)
         for start in range(0, len(scored), SLICE):
             some = scored[start : start + SLICE]
@@ -229,15 +232,14 @@ class CompletionRenderer(Renderer):
                 offset += self.words.length(item.token)
             found.tokens.append(",".join(self.words.quoted(item.token) for item in some))
             found.chosen.append(",".join("null" if item.top is None else finite(item.top.logprob) for item in some))
-            found.leaders.append(",".join(map(self._named, some)))
+            found.leaders.append(",".join(self._alternatives(item, k) for item in some))
             found.offsets.append(",".join(map(str, offsets)))
             await self.pace(found.tokens[-1], found.chosen[-1], found.leaders[-1], found.offsets[-1])
         return found._replace(end=offset)
 
-    def _named(self, item: Scored) -> str:
+    def _alternatives(self, item: Scored, k: int) -> str:
         if item.top is None:
             return "null"
-        k = self.request.logprobs or 0
         named = {self.words.quoted(id): finite(value) for id, value in _leaders(item.top, k).items()}
         return "{" + ",".join(f"{name}:{value}" for name, value in named.items()) + "}"
 
@@ -251,6 +253,8 @@ class ChatRenderer(Renderer):
         super().__init__(id, model, request, prompts, words)
         self.request = request
         self.before = last_said(request) if request.echo else ""
+        self.named = len(request.logprob_token_ids or ())
+        self.scored = bool(request.logprobs) or self.named > 0
         self._prompt_tops: tuple[Top, ...] = ()
 
     async def opening(self) -> list[Choice]:
@@ -266,10 +270,10 @@ class ChatRenderer(Renderer):
 
     async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
         """What `output` adds to its choice; None when there is nothing to show."""
-        index, scored = output.branch, bool(self.request.logprobs)
+        index = output.branch
         self._prompt_tops = output.prompt_tops or self._prompt_tops
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
-        news = output.text or output.finish_reason or (output.tops and scored) or (output.tokens and self.with_ids)
+        news = output.text or output.finish_reason or (output.tops and self.scored) or (output.tokens and self.with_ids)
         if not news:
             return None
         text = json.dumps(self.before + output.text if whole else output.text)
@@ -295,7 +299,7 @@ class ChatRenderer(Renderer):
 
     async def _content(self, output: Output) -> Pieces:
         """The log-probabilities of an output's tokens."""
-        if not self.request.logprobs:
+        if not self.scored:
             return ["null"]
         slices = []
         for start in range(0, len(output.tops), SLICE):
@@ -305,7 +309,7 @@ class ChatRenderer(Renderer):
         return ['{"content":', *array(slices), ',"refusal":null}']
 
     def _entry(self, token: int, top: Top) -> str:
-        k = self.request.top_logprobs or 0
+        k = self.named or self.request.top_logprobs or 0
         leaders = ",".join(f"{{{self._named(id, value)}}}" for id, value in zip(top.ids[:k], top.logprobs[:k]))
         return f'{{{self._named(token, top.logprob)},"top_logprobs":[{leaders}]}}'
 

@@ -59,7 +59,7 @@ def _check(request: Sampling, terms: Terms) -> None:
 _PASSED = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "max_tokens",
-    "min_tokens", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
+    "min_tokens", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
 
 
@@ -126,12 +126,8 @@ def completion_params(request: CompletionRequest, terms: Terms) -> SamplingParam
         given |= {"max_tokens": 1, "min_tokens": 0}
     if request.logprobs is not None:
         given["logprobs"] = _logprobs("logprobs", request.logprobs, terms)
-        if request.echo:
-            given["prompt_logprobs"] = max(request.logprobs, given.get("prompt_logprobs", 0))
-    if request.logprob_token_ids is not None:
-        if request.logprobs is None:
-            raise InputError("logprob_token_ids needs logprobs", "logprob_token_ids")
-        given["logprob_token_ids"] = request.logprob_token_ids
+    if request.echo and (request.logprobs is not None or request.logprob_token_ids):
+        given["prompt_logprobs"] = max(request.logprobs or 0, given.get("prompt_logprobs", 0))
     return _built(given, {})
 
 
@@ -144,12 +140,11 @@ def chat_params(request: ChatRequest, terms: Terms) -> SamplingParams:
         if not request.logprobs and request.top_logprobs:
             raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
     if request.logprobs:
-        given["logprobs"] = request.top_logprobs or 0
-    if request.logprob_token_ids is not None:
-        if not request.logprobs:
-            raise InputError("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
-        given["logprob_token_ids"] = request.logprob_token_ids
-    return _built(given, {"max_tokens": "max_completion_tokens"} if request.max_completion_tokens is not None else {})
+        given["logprobs"] = request.top_logprobs if request.logprob_token_ids else request.top_logprobs or 0
+    names = {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return _built(given, names)
 
 
 def completion_prompts(prompt: Any) -> list[str | list[int]]:

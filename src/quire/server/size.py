@@ -37,7 +37,7 @@ class Shown(NamedTuple):
 
 
 def _each(params: SamplingParams) -> int:
-    return 0 if params.logprobs is None else params.logprobs + 1
+    return 0 if params.top < 0 else 1 + (len(params.logprob_token_ids or ()) or params.top)
 
 
 def size_of(params: SamplingParams, prompts: Sequence[int], max_len: int, shown: Shown) -> Size:
@@ -64,7 +64,7 @@ def bounded(params: SamplingParams, prompts: Sequence[int], max_len: int, shown:
         raise InputError(
             f"the answer would hold {size.logprobs} log-probabilities ({asked}, {max(_each(params), shown.logprobs)} "
             f"a token), and the limit is {MAX_LOGPROBS}: ask for less of n, max_tokens, logprobs or prompts",
-            "prompt_logprobs" if params.logprobs is None else "logprobs",
+            "logprobs" if _each(params) else "prompt_logprobs",
         )
     if size.tokens > MAX_TOKENS:
         raise InputError(
