@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 import quire
 from quire.async_llm import AsyncLLM
+from quire.config import EngineConfig
 from quire.errors import InputError
 from quire.server.errors import UnknownModel, add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
@@ -29,17 +32,31 @@ from quire.server.protocol import (
     completion_params,
     completion_prompts,
 )
+from quire.server.proxy import front
 from quire.server.render import ChatRenderer, CompletionRenderer, Json, Renderer
+from quire.server.request_log import log_request
 from quire.server.stream import Call, EventStream, respond
 from quire.text.prompts import INLINE_CHARS, Prompt
-from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.params import MAX_LOGPROBS, SamplingParams
+
+WITH_HEAD = ("/health", "/ping", "/metrics", "/version", "/v1/models")
 
 
 class Service:
     """What the routes do. `names` are the model's names; the first is the one shown."""
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        names: Sequence[str],
+        metrics: Metrics,
+        *,
+        strict: bool = False,
+        max_logprobs: int = MAX_LOGPROBS,
+        log_requests: bool = False,
+    ) -> None:
         self.llm, self.prompts, self.names, self.metrics = llm, llm.prompts, list(names), metrics
+        self.strict, self.max_logprobs, self.log_requests = strict, max_logprobs, log_requests
         self.started = int(time.time())
 
     # Generation
@@ -73,6 +90,8 @@ class Service:
         http: Request,
     ) -> Response:
         await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+        if self.log_requests:
+            log_request(call.id, prompts, params, http.scope)
         if not body.stream:
             return await respond(call, renderer, http.receive)
         options = body.stream_options
@@ -185,6 +204,17 @@ class Service:
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
+class App(FastAPI):
+    """FastAPI behind `front`, which is around its answers to failures too."""
+
+    def __init__(self, front: Callable[[ASGIApp], ASGIApp], **options: Any) -> None:
+        self.front = front
+        super().__init__(**options)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self.front(super().build_middleware_stack())
+
+
 def create_app(
     llm: AsyncLLM,
     names: Sequence[str],
@@ -192,13 +222,32 @@ def create_app(
     keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     max_body: int = MAX_BODY,
+    root_path: str = "",
+    allowed_origins: Sequence[str] = (),
+    metrics_prefix: str = "quire",
+    config: EngineConfig | None = None,
+    strict: bool = False,
+    max_logprobs: int = MAX_LOGPROBS,
+    log_requests: bool = False,
 ) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
-    `admin_keys` open the admin routes; none shuts them."""
-    metrics = Metrics()
+    `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
+    whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
+    `max_logprobs` is the most that a request may ask for; `log_requests` logs each."""
+    metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
-    service = Service(llm, names, metrics)
-    app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
+    service = Service(llm, names, metrics, strict=strict, max_logprobs=max_logprobs, log_requests=log_requests)
+    before = partial(front, root_path=root_path, allowed_origins=tuple(allowed_origins))
+    app = App(before, title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
+    add_routes(app, service)
+    add_handlers(app, metrics)
+    app.add_middleware(BoundBody, max_body=max_body)
+    app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # around the other: added last
+    return app
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
@@ -214,6 +263,8 @@ def create_app(
         ("GET", "/metrics", service.scrape),
     ):
         app.add_api_route(path, route, methods=[method], response_model=None)
+        if method == "GET" and path in WITH_HEAD:
+            app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
     for method, path, admin_route in (
         ("GET", "/v1/prefixes", service.prefixes),
         ("POST", "/v1/prefixes", service.add_prefix),
@@ -222,7 +273,3 @@ def create_app(
         app.add_api_route(
             path, admin_route, methods=[method], response_model=None, dependencies=[Depends(require_admin)]
         )
-    add_handlers(app, metrics)
-    app.add_middleware(BoundBody, max_body=max_body)
-    app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # the outermost: added last
-    return app
