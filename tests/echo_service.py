@@ -120,9 +120,10 @@ class Running(NamedTuple):
     app: Any
 
     def metric(self, name: str) -> float:
-        """The value of one sample of /metrics."""
+        """The value of one sample of /metrics, of those that have no labels of their own."""
         text = httpx.get(f"{self.url}/metrics").text
-        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " "))
+        start = name + '{engine="0",model_name="echo"} '
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(start))
 
     def idle(self, seconds: float = 5.0) -> bool:
         """Waits until no request is left and every page is free or cached."""
@@ -143,10 +144,10 @@ def serving(model: Any = None, *, stall_after: float = 60.0, root_path: str = ""
     from quire.server.run import ServeOptions, bind, make_server
 
     llm = AsyncLLM.of(model or built(), stall_after=stall_after)
-    app = create_app(llm, ["echo", "parrot"], **options)
+    app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
-    server = make_server(app, ServeOptions(root_path=root_path), ready.set)
+    server = make_server(app, ServeOptions(), ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

@@ -361,11 +361,11 @@ def test_a_request_id_is_the_answers(http: httpx.Client) -> None:
 
 def test_every_field_does_something() -> None:
     """A field in a model that nothing reads would be silent."""
-    import quire.server.app
     import quire.server.render
     import quire.server.sampling
+    import quire.server.service
 
-    modules = (quire.server.app, quire.server.render, quire.server.sampling)
+    modules = (quire.server.service, quire.server.render, quire.server.sampling)
     source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest):
         for name in model.model_fields:

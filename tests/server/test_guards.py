@@ -86,12 +86,35 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
         read_keys(str(tmp_path / "none"))
 
 
-def test_root_path_opens_nothing_else() -> None:
+@pytest.mark.parametrize("prefix", ["", "/api"])
+def test_a_root_path_is_stripped_or_not_and_opens_nothing_else(prefix: str) -> None:
     with echo_service.serving(keys=[KEY], root_path="/api") as running:
-        assert httpx.get(f"{running.url}/health").status_code == 200
-        assert httpx.get(f"{running.url}/api/health").status_code == 401
-        assert httpx.get(f"{running.url}/v1/models").status_code == 401
-        assert httpx.get(f"{running.url}/v1/models", headers=headers()).json()["data"][0]["id"] == "echo"
+        url = running.url + prefix
+        assert httpx.get(f"{url}/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/v1/models/echo", "/api/health", "/health/api", "/apihealth"):
+            assert httpx.get(url + path).status_code == 401 or (prefix, path) == ("", "/api/health"), path
+        assert httpx.get(f"{url}/v1/models", headers=headers()).json()["data"][0]["id"] == "echo"
+        assert httpx.get(f"{url}/v1/models/parrot", headers=headers()).json()["id"] == "parrot"
+        body = {"prompt": "a", "max_tokens": 1}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers())
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        document = httpx.get(f"{url}/openapi.json", headers=headers()).json()
+        assert document["servers"] == [{"url": "/api"}]
+        assert httpx.get(f"{url}/apiv1/models", headers=headers()).status_code == 404
+
+
+def test_a_key_in_the_query_opens_nothing_and_is_not_logged(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with httpx.Client(base_url=locked.url) as client:
+        for query in (f"api_key={KEY}", f"key={KEY}", f"Authorization=Bearer%20{KEY}", f"access_token={KEY}"):
+            for path in ("/v1/models", "/metrics", "/nothing"):
+                assert client.get(f"{path}?{query}").status_code == 401
+        answer = client.get(f"/nothing?key={KEY}", headers=headers())
+    assert answer.status_code == 404
+    assert KEY not in answer.text
+    others = ("httpx", "httpcore", "uvicorn.access")  # what the client sends; the access log, which is off
+    logged = [record.getMessage() for record in caplog.records if not record.name.startswith(others)]
+    assert not [line for line in logged if KEY in line]
 
 
 def headers() -> dict[str, str]:

@@ -8,21 +8,27 @@ import time
 
 import echo_service
 import httpx
+import pytest
 from echo_service import Echo
 from memories import host_total
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.async_llm import AsyncLLM
+from quire.config import EngineConfig
+from quire.server.metrics import LABELS, Metrics, gauges
 from quire.server.run import status_line
 from quire.vocabulary.params import SamplingParams
 
 
 def samples(url: str) -> dict[str, float]:
+    """Values by name, and by the value of the one label that a series has of its own."""
     found = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
         for sample in family.samples:
+            own = [value for name, value in sample.labels.items() if name not in LABELS]
             if "le" not in sample.labels:
-                label = next(iter(sample.labels.values()), "") if len(sample.labels) == 1 else ""
-                found[f"{sample.name}:{label}" if label else sample.name] = sample.value
+                found[f"{sample.name}:{own[0]}" if len(own) == 1 else sample.name] = sample.value
     return found
 
 
@@ -55,6 +61,68 @@ def test_counts_after_three_requests() -> None:
         categories = [value for name, value in found.items() if name.startswith("quire_kv_bytes:")]
         assert sum(categories) == running.llm.engine.scheduler.memory.account().usage.total
         assert found["quire_cache_config_info"] == 1
+        assert found["quire_prompt_tokens_by_source_total:local_compute"] == 40 - 8
+        assert found["quire_prompt_tokens_by_source_total:local_cache_hit"] == 8
+        assert found["quire_prompt_tokens_cached_total"] == 8
+        assert found["quire_request_prefill_kv_computed_tokens_sum"] == 40 - 8
+        assert found["quire_request_max_num_generation_tokens_sum"] == 3 * 8 + 4
+        assert found["quire_request_num_preemptions_count"] == 4
+        assert found["quire_request_num_preemptions_sum"] == 0
+
+
+def families(url: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text)}
+
+
+@pytest.mark.parametrize(("prefix", "start"), [("quire", "quire_"), ("vllm", "vllm:")])
+def test_every_series_names_model_and_engine(prefix: str, start: str) -> None:
+    with echo_service.serving(metrics_prefix=prefix) as running:
+        body = {"prompt": [10] * 10, "max_tokens": 2, "n": 2}
+        assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
+        found = families(running.url)
+    assert len(found) > 40
+    for name, family in found.items():
+        assert name.startswith(start)
+        for sample in family.samples:
+            assert (sample.labels["model_name"], sample.labels["engine"]) == ("echo", "0"), sample
+
+
+def test_cache_info() -> None:
+    config = EngineConfig(gpu_memory_utilization=0.5)
+    with echo_service.serving(echo_service.built(kv_tokens=640), config=config) as running:
+        info = families(running.url)["quire_cache_config_info"].samples[0].labels
+        total = running.llm.account.usage.total
+    assert int(info["num_gpu_blocks"]) * int(info["block_size"]) == int(info["kv_cache_size_tokens"]) == 640
+    assert float(info["kv_cache_max_concurrency"]) == 640 / echo_service.MAX_LEN
+    assert int(info["kv_cache_memory_bytes"]) == total
+    assert (info["gpu_memory_utilization"], info["enable_prefix_caching"]) == ("0.5", "True")
+
+
+def test_who_waits_for_a_prefix_is_deferred() -> None:
+    """Of two alike prompts the second waits for what the first computes; a third waits for a place in the batch."""
+    model = echo_service.built(Echo(pause=0.05), kv_tokens=2048, max_num_batched_tokens=16, max_num_seqs=2)
+    engine = model.engine
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm = AsyncLLM.of(model)
+    try:
+        metrics = Metrics("echo")
+        metrics.watch(llm)
+        seen = set()
+
+        async def ask() -> None:
+            prompt = [*range(10, 110)]
+            await llm.submit_all([(str(i), prompt) for i in range(3)], params)
+            while llm.active:
+                found = {name: samples for name, _, _, samples in gauges(llm, None)}
+                reasons = {key: value for (key,), value in found["num_requests_waiting_by_reason"]}
+                seen.add((reasons["capacity"], reasons["deferred"]))
+                await asyncio.sleep(0.005)
+
+        asyncio.run(ask())
+    finally:
+        llm.close()
+    assert (1, 1) in seen, seen
+    assert engine.scheduler.deferred == 0
 
 
 def test_memory_swaps_and_sharing_are_live() -> None:
@@ -95,6 +163,7 @@ def test_memory_swaps_and_sharing_are_live() -> None:
         ways = [found["quire_preemptions_total:swap"], found["quire_preemptions_total:recompute"]]
         assert sum(ways) == found["quire_num_preemptions_total"]
         assert ways[0] > 0
+        assert found["quire_request_num_preemptions_sum"] == found["quire_num_preemptions_total"]
         assert found["quire_swapped_out_bytes_total"] == memory.swap.out_bytes > 0
         assert memory.swap.out_bytes % page == memory.swap.in_bytes % page == 0
         assert found["quire_swapped_in_bytes_total"] == memory.swap.in_bytes > 0

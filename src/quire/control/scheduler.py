@@ -58,6 +58,7 @@ class Scheduler:
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = self.added = 0
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
+        self.deferred = 0  # waiting requests that the last look at the queue told to come later
         hands = Hands(self.new_id, self._fork, self._leave, self._born_of, self.finish)
         self.branching = Branching(hands, self.eos_ids)
 
@@ -197,6 +198,7 @@ class Scheduler:
         """Bring requests in, oldest first, while the budget, the slots and the memory allow: nobody new is admitted
         before older ones that were preempted are back (§4.5). Who is told to come later keeps its place and its slots,
         as the memory keeps room for it, and the next one is tried."""
+        self.deferred = 0
         if (self.static and self.running) or not (self.swapped or self.waiting):
             return
         budget = self.budget - sum(len(row.tokens) for row in rows)
@@ -225,6 +227,7 @@ class Scheduler:
             rows.extend(joined)
             budget -= sum(len(row.tokens) for row in joined)
         self.waiting.extendleft(reversed(later))
+        self.deferred = len(later)
 
     def _swap_in(self, request: Request, budget: int) -> list[Row] | None:
         """Bring all live sequences of a swapped request back, or none."""

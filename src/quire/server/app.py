@@ -1,223 +1,37 @@
-"""The routes: OpenAI's API and vLLM's additions over one AsyncLLM."""
+"""The routes of the server, and what is around them."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import Depends, FastAPI
+from starlette.types import ASGIApp
 
 import quire
 from quire.async_llm import AsyncLLM
-from quire.errors import InputError
-from quire.server.errors import UnknownModel, add_handlers
+from quire.config import EngineConfig
+from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
-from quire.server.pieces import Numbers, Pace, Words, numbers, strings
-from quire.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    PrefixRequest,
-    Sampling,
-    StreamOptions,
-    TokenizeRequest,
-    Truncation,
-    warnings,
-)
-from quire.server.render import ChatRenderer, CompletionRenderer, Renderer
-from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
-from quire.server.size import Held, Shown, bounded
-from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
-from quire.text.prompts import Cut, Prompt
-from quire.vocabulary.params import MAX_LOGPROBS, SamplingParams
+from quire.server.proxy import front
+from quire.server.sampling import Terms
+from quire.server.service import Service
+from quire.vocabulary.params import MAX_LOGPROBS
 
-RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",
-                      "self"})  # fmt: skip
+WITH_HEAD = ("/health", "/ping", "/metrics", "/version", "/v1/models")
 
 
-class Service:
-    """What the routes do. `names` are the model's names; the first is the one shown."""
+class App(FastAPI):
+    """FastAPI behind `front`, which is around its answers to failures too."""
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str], metrics: Metrics, terms: Terms) -> None:
-        self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
-        self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
-        self.held = Held()
-        self.started = int(time.time())
+    def __init__(self, front: Callable[[ASGIApp], ASGIApp], **options: Any) -> None:
+        self.front = front
+        super().__init__(**options)
 
-    # Generation
-
-    async def completions(self, body: CompletionRequest, http: Request) -> Response:
-        """Continue prompts."""
-        self._check_model(body.model)
-        params = completion_params(body, self.terms)
-        cut = self._cut(body, params.max_tokens)
-        prompts = await self.prompts.read(completion_prompts(body.prompt), body.add_special_tokens, cut)
-        scored = (body.logprobs or 0) + 1 if body.echo and params.top >= 0 else 0
-        scored += 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
-        shown = Shown(params.n, bool(body.echo or body.return_token_ids), scored)
-        call, params = self._call("cmpl", body, prompts, params, shown)
-        renderer = CompletionRenderer(call.id, self.names[0], body, prompts, self._words(body), self.prompts)
-        return await self._answer(call, renderer, body, prompts, params, http)
-
-    async def chat(self, body: ChatRequest, http: Request) -> Response:
-        """Answer a conversation."""
-        self._check_model(body.model)
-        params = chat_params(body, self.terms)
-        max_tokens = params.max_tokens if params.max_tokens is not None else 1
-        prompt = await self._render(body, self._cut(body, max_tokens))
-        scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
-        call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
-        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body))
-        return await self._answer(call, renderer, body, [prompt], params, http)
-
-    def _call(
-        self, kind: str, body: Sampling, prompts: list[Prompt], params: SamplingParams, shown: Shown
-    ) -> tuple[Call, SamplingParams]:
-        """The engine requests to come, and their parameters with an answer within its limits."""
-        params, size = bounded(params, [len(prompt.ids) for prompt in prompts], self.prompts.max_len, shown)
-        return Call(self.llm, f"{kind}-{body.request_id or uuid.uuid4().hex}", self.held, size), params
-
-    def _words(self, body: Sampling) -> Words:
-        return self.numbers if body.return_tokens_as_token_ids else self.words
-
-    async def _answer(
-        self,
-        call: Call,
-        renderer: Renderer,
-        body: Sampling,
-        prompts: list[Prompt],
-        params: SamplingParams,
-        http: Request,
-    ) -> Response:
-        await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
-        headers = warnings(body)
-        if not body.stream:
-            return await respond(call, renderer, headers, http.receive)
-        options = body.stream_options or StreamOptions()
-        return EventStream(call, renderer, headers, bool(options.include_usage), bool(options.continuous_usage_stats))
-
-    def _cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
-        """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""
-        if body.truncate_prompt_tokens is None:
-            return None
-        return self.prompts.cut(body.truncate_prompt_tokens, body.truncation_side == "right", max_tokens or 1)
-
-    async def _render(self, body: ChatRequest | TokenizeRequest, cut: Cut | None) -> Prompt:
-        """A conversation as a prompt. Templates are programs of unknown cost, so always on another thread."""
-        if body.chat_template is not None:
-            raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
-        given = dict(body.chat_template_kwargs or {})
-        if taken := RESERVED & given.keys():
-            raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
-        if body.reasoning_effort is not None:
-            given.setdefault("reasoning_effort", body.reasoning_effort)
-        return await self.prompts.converse(
-            body.messages or [],
-            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
-            bool(body.continue_final_message),
-            documents=body.documents,
-            add_special_tokens=bool(body.add_special_tokens),
-            cut=cut,
-            variables=given,
-        )
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model not in self.names:
-            raise UnknownModel(f"the model {model[:60]!r} does not exist; this server has {self.names[0]!r}", "model")
-
-    # Text
-
-    async def tokenize(self, body: TokenizeRequest) -> Response:
-        """Token ids of a prompt or of a conversation."""
-        self._check_model(body.model)
-        check_known(body, self.terms.strict)
-        if (body.prompt is None) == (body.messages is None):
-            raise InputError("give either prompt or messages", "prompt")
-        cut = self._cut(body, 1)
-        if body.messages is not None:
-            prompt = await self._render(body, cut)
-        else:
-            [prompt] = await self.prompts.read([body.prompt], body.add_special_tokens is not False, cut)
-        pieces = [f'{{"count":{len(prompt.ids)},"max_model_len":{self.prompts.max_len},"tokens":']
-        pace = Pace()
-        pieces += [*await numbers(prompt.ids, pace), ',"token_strs":']
-        pieces += await strings(map(self.prompts.piece, prompt.ids), pace) if body.return_token_strs else ["null"]
-        return WholeAnswer([*pieces, "}"], warnings(body))
-
-    async def detokenize(self, body: DetokenizeRequest) -> Response:
-        """The text of token ids."""
-        self._check_model(body.model)
-        check_known(body, self.terms.strict)
-        tokenizer, vocab = self.prompts.tokenizer, self.llm.engine.limits.vocab_size
-        if tokenizer is None:
-            raise InputError("this model has no tokenizer", "tokens")
-        if bad := next((token for token in body.tokens if not 0 <= token < vocab), None):
-            raise InputError(f"token ids are integers from 0 to {vocab - 1}, got {str(bad)[:40]}", "tokens")
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text}, headers=warnings(body))
-
-    # Registered prefixes (admin routes)
-
-    async def prefixes(self) -> Response:
-        """All of them. `computing` ones are found by no request yet."""
-        found, ready = await self.llm.prefixes()
-        data = [
-            {"id": name, "object": "prefix", "tokens": length, "status": "ready" if name in ready else "computing"}
-            for name, length in found.items()
-        ]
-        capacity = self.llm.account.sharing.prefix_capacity
-        return JSONResponse({"object": "list", "data": data, "capacity_tokens": capacity})
-
-    async def add_prefix(self, body: PrefixRequest) -> Response:
-        """Register a text or token ids; answers once requests find it."""
-        if (body.text is None) == (body.token_ids is None):
-            raise InputError("give either text or token_ids", "text")
-        given = body.text if body.text is not None else body.token_ids
-        assert given is not None, "one of the two is given"
-        tokens = await self.llm.register_prefix(body.name, given)
-        return JSONResponse({"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"})
-
-    async def drop_prefix(self, name: str) -> Response:
-        """Let go of one."""
-        await self.llm.release_prefix(name)
-        return JSONResponse({"id": name, "object": "prefix", "deleted": True})
-
-    # Facts
-
-    async def models(self) -> Response:
-        """The names that this server answers to."""
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.names]})
-
-    async def model(self, name: str) -> Response:
-        """One of them."""
-        self._check_model(name)
-        return JSONResponse(self._card(name))
-
-    def _card(self, name: str) -> Json:
-        card = {"id": name, "object": "model", "created": self.started, "owned_by": "quire", "root": self.names[0]}
-        return {**card, "parent": None, "max_model_len": self.prompts.max_len}
-
-    async def health(self) -> Response:
-        """200 while the engine's loop turns and requests are accepted, else 503; the body is empty."""
-        state = self.llm.heartbeat()
-        return Response(status_code=200 if state.alive and not state.stalled and self.llm.accepting else 503)
-
-    async def version(self) -> Response:
-        """quire's version."""
-        return JSONResponse({"version": quire.__version__})
-
-    async def load(self) -> Response:
-        """Requests in the server."""
-        return JSONResponse({"server_load": self.llm.active})
-
-    async def scrape(self) -> Response:
-        """Prometheus' text format."""
-        return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    def build_middleware_stack(self) -> ASGIApp:
+        return self.front(super().build_middleware_stack())
 
 
 def create_app(
@@ -227,17 +41,33 @@ def create_app(
     keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     max_body: int = MAX_BODY,
+    root_path: str = "",
+    allowed_origins: Sequence[str] = (),
+    metrics_prefix: str = "quire",
+    config: EngineConfig | None = None,
     strict: bool = False,
     max_logprobs: int = MAX_LOGPROBS,
+    log_requests: bool = False,
 ) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
-    `admin_keys` open the admin routes; none shuts them. `strict` refuses unknown fields; `max_logprobs` is the most
-    that a request may ask for."""
-    metrics = Metrics()
+    `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
+    whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
+    `max_logprobs` is the most that a request may ask for; `log_requests` logs each."""
+    metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, names, metrics, terms)
-    app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
+    service = Service(llm, names, metrics, terms, log_requests)
+    before = partial(front, root_path=root_path, allowed_origins=tuple(allowed_origins))
+    app = App(before, title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
+    add_routes(app, service)
+    add_handlers(app, metrics)
+    app.add_middleware(BoundBody, max_body=max_body)
+    app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # around the other: added last
+    return app
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
@@ -253,6 +83,8 @@ def create_app(
         ("GET", "/metrics", service.scrape),
     ):
         app.add_api_route(path, route, methods=[method], response_model=None)
+        if method == "GET" and path in WITH_HEAD:
+            app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
     for method, path, admin_route in (
         ("GET", "/v1/prefixes", service.prefixes),
         ("POST", "/v1/prefixes", service.add_prefix),
@@ -261,7 +93,3 @@ def create_app(
         app.add_api_route(
             path, admin_route, methods=[method], response_model=None, dependencies=[Depends(require_admin)]
         )
-    add_handlers(app, metrics)
-    app.add_middleware(BoundBody, max_body=max_body)
-    app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # the outermost: added last
-    return app

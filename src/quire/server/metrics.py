@@ -1,5 +1,5 @@
-"""Prometheus metrics with vLLM's names under quire_. Engine facts are read at scrape time; only latencies are counted
-as they happen, a step at a time."""
+"""Prometheus metrics with vLLM's names, under quire_ or vLLM's own vllm: prefix. Engine facts are read at scrape time;
+only latencies and what a request came to are counted as they happen, a step at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,24 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from quire.async_llm import AsyncLLM
+from quire.config import EngineConfig
 from quire.control.outcomes import Output
 from quire.control.request import Request
 
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
+LABELS = ("model_name", "engine")
+ENGINE = "0"  # there is one
+
+Samples = Sequence[tuple[tuple[str, ...], float]]  # the values of labels, and of the sample
+Family = tuple[str, str, tuple[str, ...], Samples]  # a name, its help, the labels beside LABELS
+
+# vLLM's bounds are among ours: its dashboards ask for some of them by value.
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.025, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5,
+         0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+LONG = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+        480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token", SHORT),
@@ -27,9 +39,12 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": ("From the first step to the first token", LONG),
     "request_decode_time_seconds": ("From the first token to the end", LONG),
     "request_inference_time_seconds": ("From the first step to the end", LONG),
-    "iteration_tokens_total": ("Prompt and output tokens computed in a step", COUNTS),
+    "iteration_tokens_total": ("Prompt and output tokens computed in a step", STEPS),
     "request_prompt_tokens": ("Prompt tokens of a request", COUNTS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were computed, not found cached", COUNTS),
     "request_generation_tokens": ("Output tokens of a request", COUNTS),
+    "request_max_num_generation_tokens": ("Output tokens of a request's longest output", COUNTS),
+    "request_num_preemptions": ("How often a request was preempted", (0, 1, 2, 3, 5, 10, 20, 50)),
     "request_params_n": ("n of a request", (1, 2, 5, 10, 20, 50, 100)),
     "request_params_max_tokens": ("Tokens that a request may generate", COUNTS),
 }
@@ -58,15 +73,18 @@ class Histogram:
 
 
 class Metrics:
-    """An Observer of an AsyncLLM (attach one with `watch`), and the collector of its own registry."""
+    """An Observer of an AsyncLLM (attach one with `watch`), and the collector of its own registry. Every series has the
+    labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str = "", prefix: str = "quire", config: EngineConfig | None = None) -> None:
+        self.prefix, self.labels, self.config = PREFIXES[prefix], [model_name, ENGINE], config
         self.llm: AsyncLLM | None = None
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.finished: Counter[str] = Counter()
+        self.sources = {"local_compute": 0, "local_cache_hit": 0}  # where prompt tokens came from
         self.invalid = 0
         self._last: dict[tuple[str, int], float] = {}
-        self._generated: Counter[str] = Counter()
+        self._generated: dict[str, Counter[int]] = {}  # tokens of each branch, by request
         self._tokens = 0
         self.registry = CollectorRegistry()
 
@@ -88,7 +106,7 @@ class Metrics:
                 elif output.branch == 0 and request.first_token is not None:
                     self._observe("time_to_first_token_seconds", request.first_token - request.arrival)
                 self._last[key] = now
-                self._generated[request.id] += len(output.tokens)
+                self._branches(request)[output.branch] += len(output.tokens)
             if output.finish_reason is not None:
                 self._last.pop(key, None)
             if output.done:
@@ -104,16 +122,31 @@ class Metrics:
     def _observe(self, name: str, value: float, times: int = 1) -> None:
         self.histograms[name].observe(value, times)
 
+    def _branches(self, request: Request) -> Counter[int]:
+        """Tokens that each branch has. At the first look its prompt is counted: all of it was computed, or found."""
+        found = self._generated.get(request.id)
+        if found is None:
+            found = self._generated[request.id] = Counter()
+            if request.scheduled is not None:
+                self.sources["local_compute"] += request.prompt_len - request.cached_tokens
+                self.sources["local_cache_hit"] += request.cached_tokens
+        return found
+
     def _ended(self, output: Output, request: Request, now: float) -> None:
         self.finished[output.finish_reason or ""] += 1
-        tokens = self._generated.pop(request.id, 0)
+        branches = self._branches(request)
+        del self._generated[request.id]
+        tokens = branches.total()
         self._observe("e2e_request_latency_seconds", now - request.arrival)
         self._observe("request_prompt_tokens", request.prompt_len)
         self._observe("request_generation_tokens", tokens)
+        self._observe("request_max_num_generation_tokens", max(branches.values(), default=0))
+        self._observe("request_num_preemptions", request.preemptions)
         self._observe("request_params_n", request.params.n)
         self._observe("request_params_max_tokens", request.max_tokens)
         if request.scheduled is None:
             return
+        self._observe("request_prefill_kv_computed_tokens", request.prompt_len - request.cached_tokens)
         self._observe("request_queue_time_seconds", request.scheduled - request.arrival)
         self._observe("request_inference_time_seconds", now - request.scheduled)
         if request.first_token is not None:
@@ -128,79 +161,100 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """All families."""
         assert self.llm is not None, "scraped before watching"
-        yield from self._gauges(self.llm)
-        yield from self._counters(self.llm)
+        for name, text, labels, samples in gauges(self.llm, self.config):
+            yield self._filled(GaugeMetricFamily(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
+        for name, text, labels, samples in counters(self.llm, self):
+            yield self._filled(CounterMetricFamily(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
         for name, (text, _) in HISTOGRAMS.items():
-            histogram = self.histograms[name]
-            yield HistogramMetricFamily(f"quire_{name}", text, histogram.cumulative(), histogram.total)
+            histogram, family = self.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
+            family.add_metric(self.labels, histogram.cumulative(), histogram.total)
+            yield family
 
-    def _gauges(self, llm: AsyncLLM) -> Iterator[Metric]:
-        usage, sharing = llm.account
-        held = usage.total - usage.free - usage.cached
-        yield GaugeMetricFamily("quire_num_requests_running", "Requests in memory", llm.running)
-        yield GaugeMetricFamily("quire_num_requests_waiting", "Requests in the queue", llm.queued)
-        yield GaugeMetricFamily("quire_num_requests_swapped", "Requests in host memory", llm.swapped)
-        yield GaugeMetricFamily(
-            "quire_kv_cache_usage_perc",
-            "KV memory in use by requests and registered prefixes; 1 is all of it",
-            held / max(usage.total, 1),
-        )
-        sizes = GaugeMetricFamily("quire_kv_bytes", "KV memory by category", labels=["category"])
-        for category, size in usage._asdict().items():
-            sizes.add_metric([category], size)
-        yield sizes
-        for name, text, value in (
-            ("kv_unshared_bytes", "KV memory that requests would hold if none shared a page", sharing.tables),
-            ("kv_sharing_saved_bytes", "KV memory that they hold less than that", sharing.saved),
-            ("host_pages", "Host pages for swapped requests", sharing.host_pages),
-            ("host_pages_used", "Host pages in use", sharing.host_pages_used),
-            ("registered_prefixes", "Prefixes that the operator registered", sharing.prefixes),
-            ("registered_prefix_tokens", "Tokens in them", sharing.prefix_tokens),
-            ("registered_prefix_capacity_tokens", "Tokens that may be in them", sharing.prefix_capacity),
-        ):
-            yield GaugeMetricFamily(f"quire_{name}", text, value)
-        geometry = llm.engine.scheduler.memory.geometry
-        pools = {group.ids: group for group in geometry.groups}  # unlike pages have one each
-        shape = {
-            "block_size": [group.run_tokens for group in pools.values()],
-            "num_blocks": [len(ids) for ids in pools],
-            "page_bytes": [group.page_bytes for group in pools.values()],
-        }
-        info = {
-            **{name: ",".join(map(str, dict.fromkeys(sizes))) for name, sizes in shape.items()},
-            "layout": geometry.layout.value,
-        }
-        facts = GaugeMetricFamily("quire_cache_config_info", "The KV memory's shape", labels=list(info))
-        facts.add_metric([str(value) for value in info.values()], 1)
-        yield facts
+    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+        for labels, value in samples:
+            family.add_metric([*self.labels, *labels], value)
+        return family
 
-    def _counters(self, llm: AsyncLLM) -> Iterator[Metric]:
-        engine, sharing = llm.engine, llm.account.sharing
-        for name, text, value in (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache", sharing.queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache", sharing.hits),
-            ("num_preemptions", "Requests preempted", engine.scheduler.preemptions),
-            ("kv_pages_copied", "Pages copied on write", sharing.copies),
-            ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
-            ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
-            ("prompt_tokens", "Prompt tokens of scheduled requests", engine.stats.prompt_tokens),
-            ("generation_tokens", "Tokens generated", engine.stats.generated_tokens),
-            ("engine_steps", "Steps of the engine", engine.stats.steps),
-            (
-                "engine_step_seconds",
-                "Seconds of steps, overlap counted once",
-                engine.stats.step_seconds,
-            ),
-            ("aborted_requests", "Requests that ended before their end: clients that left, drains", llm.aborted),
-            ("invalid_requests", "Requests refused with a 4xx status", self.invalid),
-            ("admission_rejections", "Requests refused for a full queue", llm.rejected),
-        ):
-            yield CounterMetricFamily(f"quire_{name}", text, value)
-        ways = CounterMetricFamily("quire_preemptions", "Requests preempted, by the way it was done", labels=["way"])
-        for way, count in engine.scheduler.preempted.items():
-            ways.add_metric([way], count)
-        yield ways
-        ended = CounterMetricFamily("quire_request_success", "Requests that ended", labels=["finished_reason"])
-        for reason in sorted({"stop", "length", "abort", "error", *self.finished}):
-            ended.add_metric([reason], self.finished[reason])
-        yield ended
+
+def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
+    """What is so now."""
+    usage, sharing = llm.account
+    deferred = min(llm.engine.scheduler.deferred, llm.queued)
+    reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
+    text = "Those: until memory and a place in the batch are free, or until another request has computed their prefix"
+    yield "num_requests_waiting_by_reason", text, ("reason",), reasons
+    sizes = [((category,), size) for category, size in usage._asdict().items()]
+    yield "kv_bytes", "KV memory by category", ("category",), sizes
+    held = (usage.total - usage.free - usage.cached) / max(usage.total, 1)
+    for name, text, value in (
+        ("num_requests_running", "Requests in memory", llm.running),
+        ("num_requests_waiting", "Requests in the queue", llm.queued),
+        ("num_requests_swapped", "Requests in host memory", llm.swapped),
+        ("kv_cache_usage_perc", "KV memory in use by requests and registered prefixes; 1 is all of it", held),
+        ("kv_unshared_bytes", "KV memory that requests would hold if none shared a page", sharing.tables),
+        ("kv_sharing_saved_bytes", "KV memory that they hold less than that", sharing.saved),
+        ("host_pages", "Host pages for swapped requests", sharing.host_pages),
+        ("host_pages_used", "Host pages in use", sharing.host_pages_used),
+        ("registered_prefixes", "Prefixes that the operator registered", sharing.prefixes),
+        ("registered_prefix_tokens", "Tokens in them", sharing.prefix_tokens),
+        ("registered_prefix_capacity_tokens", "Tokens that may be in them", sharing.prefix_capacity),
+    ):
+        yield name, text, (), [((), value)]
+    info = cache_info(llm, config)
+    yield "cache_config_info", "The KV memory's shape", tuple(info), [(tuple(map(str, info.values())), 1)]
+
+
+def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
+    """Facts of the KV memory by vLLM's names, and by ours: `num_blocks` and `page_bytes` of each pool of pages.
+    `num_gpu_blocks` times `block_size` is the size in tokens, of which every layer takes a place."""
+    geometry = llm.engine.scheduler.memory.geometry
+    pools = {group.ids: group for group in geometry.groups}  # unlike pages have one each
+    users = Counter(group.ids for group in geometry.groups)
+    shape = {
+        "block_size": [group.run_tokens for group in pools.values()],
+        "num_blocks": [len(ids) for ids in pools],
+        "page_bytes": [group.page_bytes for group in pools.values()],
+    }
+    tokens = min(len(ids) // users[ids] // group.run_pages * group.run_tokens for ids, group in pools.items())
+    info: dict[str, object] = {name: ",".join(map(str, dict.fromkeys(sizes))) for name, sizes in shape.items()}
+    info |= {
+        "layout": geometry.layout.value,
+        "num_gpu_blocks": tokens // min(shape["block_size"]),
+        "num_cpu_blocks": llm.account.sharing.host_pages,
+        "kv_cache_size_tokens": tokens,
+        "kv_cache_max_concurrency": f"{tokens / llm.engine.limits.max_len:.2f}",
+        "kv_cache_memory_bytes": llm.account.usage.total,
+    }
+    if config is not None:
+        info["gpu_memory_utilization"] = config.gpu_memory_utilization
+        info["enable_prefix_caching"] = config.enable_prefix_caching
+    return info
+
+
+def counters(llm: AsyncLLM, metrics: Metrics) -> Iterator[Family]:
+    """What was counted since the start."""
+    engine, sharing = llm.engine, llm.account.sharing
+    for name, text, value in (
+        ("prefix_cache_queries", "Tokens looked up in the prefix cache", sharing.queries),
+        ("prefix_cache_hits", "Tokens found in the prefix cache", sharing.hits),
+        ("num_preemptions", "Requests preempted", engine.scheduler.preemptions),
+        ("kv_pages_copied", "Pages copied on write", sharing.copies),
+        ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
+        ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
+        ("prompt_tokens", "Prompt tokens of scheduled requests", engine.stats.prompt_tokens),
+        ("prompt_tokens_cached", "Those that were found cached", metrics.sources["local_cache_hit"]),
+        ("generation_tokens", "Tokens generated", engine.stats.generated_tokens),
+        ("engine_steps", "Steps of the engine", engine.stats.steps),
+        ("engine_step_seconds", "Seconds of steps, overlap counted once", engine.stats.step_seconds),
+        ("aborted_requests", "Requests that ended before their end: clients that left, drains", llm.aborted),
+        ("invalid_requests", "Requests refused with a 4xx status", metrics.invalid),
+        ("admission_rejections", "Requests refused for a full queue", llm.rejected),
+    ):
+        yield name, text, (), [((), value)]
+    reasons = sorted({"stop", "length", "abort", "error", *metrics.finished})
+    for name, text, label, counts in (
+        ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", metrics.sources),
+        ("preemptions", "Requests preempted, by the way it was done", "way", engine.scheduler.preempted),
+        ("request_success", "Requests that ended", "finished_reason", {why: metrics.finished[why] for why in reasons}),
+    ):
+        yield name, text, (label,), [((key,), count) for key, count in counts.items()]

@@ -20,6 +20,8 @@ from quire.errors import StartupError
 from quire.server.collector import spare_the_loaded
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
+from quire.server.tls import check_certificate
+from quire.vocabulary.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
@@ -44,6 +46,14 @@ class ServeOptions(NamedTuple):
     root_path: str = ""
     shutdown_timeout: float = 30.0
     access_log: bool = False
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may ask from a browser
+    metrics_prefix: str = "quire"
+    strict: bool = False  # refuse unknown fields of requests
+    max_logprobs: int = MAX_LOGPROBS
+    log_requests: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    max_connections: int | None = None
 
 
 def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
@@ -54,6 +64,7 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
+    check_certificate(options.ssl_keyfile, options.ssl_certfile)
     listener = bind(options.host, options.port)
     # The web libraries load while the model does: both wait for files, and torch's import leaves the interpreter free.
     libraries = threading.Thread(target=_import_libraries, name="quire-imports")
@@ -76,8 +87,12 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
         say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
     llm = AsyncLLM.of(built)
     try:
-        app = create_app(llm, names, keys=keys, admin_keys=admin_keys)
-        url = address(options.host, listener.getsockname()[1])
+        app = create_app(
+            llm, names, keys=keys, admin_keys=admin_keys, root_path=options.root_path, config=config,
+            allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix, strict=options.strict,
+            max_logprobs=options.max_logprobs, log_requests=options.log_requests,
+        )  # fmt: skip
+        url = address(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
 
         def ready() -> None:
             say(f"quire serves {names[0]} at {url} (ready in {time.perf_counter() - began:.1f} s)")
@@ -113,19 +128,21 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def address(host: str, port: int) -> str:
+def address(host: str, port: int, *, tls: bool = False) -> str:
     """The URL that a client on this machine uses."""
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{name}:{port}"
+    return f"{'https' if tls else 'http'}://{name}:{port}"
 
 
 def curl_line(url: str, *, chat: bool, key: bool) -> str:
-    """A request to paste into a shell."""
+    """A request to paste into a shell. Over TLS curl is told to trust whoever answers at this machine's own address,
+    for which few certificates are made."""
     path, body = "/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 40}'
     if chat:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
     secret = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if key else ""
-    return f"curl {url}{path} -H 'Content-Type: application/json'{secret} -d '{body}'"
+    curl = "curl --insecure" if url.startswith("https") else "curl"
+    return f"{curl} {url}{path} -H 'Content-Type: application/json'{secret} -d '{body}'"
 
 
 def read_template(file: str | None) -> ChatTemplate | None:
@@ -215,7 +232,8 @@ def make_server(app: Any, options: ServeOptions, ready: Callable[[], None]) -> A
             access_log=options.access_log,
             http="h11",
             ws="none",
-            root_path=options.root_path,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
             h11_max_incomplete_event_size=64 << 10,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=5,

@@ -1,0 +1,26 @@
+"""One log line for each request that the engine took, by --enable-log-requests: sizes and parameters, no text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import fields
+
+from starlette.types import Scope
+
+from quire.server.proxy import REQUEST_ID
+from quire.text.prompts import Prompt
+from quire.vocabulary.params import SamplingParams
+
+MOST = 500  # characters of parameters
+log = logging.getLogger("quire.server")
+
+
+def log_request(id: str, prompts: Sequence[Prompt], params: SamplingParams, scope: Scope) -> None:
+    """Log a request that was queued. What the client chose is shown as repr, so it can't forge a line."""
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    given = {field.name: values[field.name] for field in fields(params) if values[field.name] != field.default}
+    shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    tokens = sum(len(prompt.ids) for prompt in prompts)
+    text = "request %s (X-Request-Id %s): %d prompts, %d tokens; %s"
+    log.info(text, id, scope.get(REQUEST_ID, "-"), len(prompts), tokens, shown[:MOST] or "no parameters")

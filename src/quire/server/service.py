@@ -1,0 +1,224 @@
+"""What the routes do: OpenAI's API and vLLM's additions over one AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+
+from fastapi import Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+import quire
+from quire.async_llm import AsyncLLM
+from quire.errors import InputError
+from quire.server.errors import UnknownModel
+from quire.server.metrics import Metrics
+from quire.server.pieces import Numbers, Pace, Words, numbers, strings
+from quire.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PrefixRequest,
+    Sampling,
+    StreamOptions,
+    TokenizeRequest,
+    Truncation,
+    warnings,
+)
+from quire.server.render import ChatRenderer, CompletionRenderer, Renderer
+from quire.server.request_log import log_request
+from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
+from quire.server.size import Held, Shown, bounded
+from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
+from quire.text.prompts import Cut, Prompt
+from quire.vocabulary.params import SamplingParams
+
+RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",
+                      "self"})  # fmt: skip
+
+
+class Service:
+    """`names` are the model's names; the first is the one shown. `log_requests` logs each."""
+
+    def __init__(
+        self, llm: AsyncLLM, names: Sequence[str], metrics: Metrics, terms: Terms, log_requests: bool = False
+    ) -> None:
+        self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
+        self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
+        self.held, self.log_requests = Held(), log_requests
+        self.started = int(time.time())
+
+    # Generation
+
+    async def completions(self, body: CompletionRequest, http: Request) -> Response:
+        """Continue prompts."""
+        self._check_model(body.model)
+        params = completion_params(body, self.terms)
+        cut = self._cut(body, params.max_tokens)
+        prompts = await self.prompts.read(completion_prompts(body.prompt), body.add_special_tokens, cut)
+        scored = (body.logprobs or 0) + 1 if body.echo and params.top >= 0 else 0
+        scored += 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
+        shown = Shown(params.n, bool(body.echo or body.return_token_ids), scored)
+        call, params = self._call("cmpl", body, prompts, params, shown)
+        renderer = CompletionRenderer(call.id, self.names[0], body, prompts, self._words(body), self.prompts)
+        return await self._answer(call, renderer, body, prompts, params, http)
+
+    async def chat(self, body: ChatRequest, http: Request) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
+        params = chat_params(body, self.terms)
+        max_tokens = params.max_tokens if params.max_tokens is not None else 1
+        prompt = await self._render(body, self._cut(body, max_tokens))
+        scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
+        call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
+        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body))
+        return await self._answer(call, renderer, body, [prompt], params, http)
+
+    def _call(
+        self, kind: str, body: Sampling, prompts: list[Prompt], params: SamplingParams, shown: Shown
+    ) -> tuple[Call, SamplingParams]:
+        """The engine requests to come, and their parameters with an answer within its limits."""
+        params, size = bounded(params, [len(prompt.ids) for prompt in prompts], self.prompts.max_len, shown)
+        return Call(self.llm, f"{kind}-{body.request_id or uuid.uuid4().hex}", self.held, size), params
+
+    def _words(self, body: Sampling) -> Words:
+        return self.numbers if body.return_tokens_as_token_ids else self.words
+
+    async def _answer(
+        self,
+        call: Call,
+        renderer: Renderer,
+        body: Sampling,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        http: Request,
+    ) -> Response:
+        await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+        if self.log_requests:
+            log_request(call.id, prompts, params, http.scope)
+        headers = warnings(body)
+        if not body.stream:
+            return await respond(call, renderer, headers, http.receive)
+        options = body.stream_options or StreamOptions()
+        return EventStream(call, renderer, headers, bool(options.include_usage), bool(options.continuous_usage_stats))
+
+    def _cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
+        """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""
+        if body.truncate_prompt_tokens is None:
+            return None
+        return self.prompts.cut(body.truncate_prompt_tokens, body.truncation_side == "right", max_tokens or 1)
+
+    async def _render(self, body: ChatRequest | TokenizeRequest, cut: Cut | None) -> Prompt:
+        """A conversation as a prompt. Templates are programs of unknown cost, so always on another thread."""
+        if body.chat_template is not None:
+            raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
+        given = dict(body.chat_template_kwargs or {})
+        if taken := RESERVED & given.keys():
+            raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
+        if body.reasoning_effort is not None:
+            given.setdefault("reasoning_effort", body.reasoning_effort)
+        return await self.prompts.converse(
+            body.messages or [],
+            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
+            bool(body.continue_final_message),
+            documents=body.documents,
+            add_special_tokens=bool(body.add_special_tokens),
+            cut=cut,
+            variables=given,
+        )
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.names:
+            raise UnknownModel(f"the model {model[:60]!r} does not exist; this server has {self.names[0]!r}", "model")
+
+    # Text
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """Token ids of a prompt or of a conversation."""
+        self._check_model(body.model)
+        check_known(body, self.terms.strict)
+        if (body.prompt is None) == (body.messages is None):
+            raise InputError("give either prompt or messages", "prompt")
+        cut = self._cut(body, 1)
+        if body.messages is not None:
+            prompt = await self._render(body, cut)
+        else:
+            [prompt] = await self.prompts.read([body.prompt], body.add_special_tokens is not False, cut)
+        pieces = [f'{{"count":{len(prompt.ids)},"max_model_len":{self.prompts.max_len},"tokens":']
+        pace = Pace()
+        pieces += [*await numbers(prompt.ids, pace), ',"token_strs":']
+        pieces += await strings(map(self.prompts.piece, prompt.ids), pace) if body.return_token_strs else ["null"]
+        return WholeAnswer([*pieces, "}"], warnings(body))
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        self._check_model(body.model)
+        check_known(body, self.terms.strict)
+        tokenizer, vocab = self.prompts.tokenizer, self.llm.engine.limits.vocab_size
+        if tokenizer is None:
+            raise InputError("this model has no tokenizer", "tokens")
+        if bad := next((token for token in body.tokens if not 0 <= token < vocab), None):
+            raise InputError(f"token ids are integers from 0 to {vocab - 1}, got {str(bad)[:40]}", "tokens")
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text}, headers=warnings(body))
+
+    # Registered prefixes (admin routes)
+
+    async def prefixes(self) -> Response:
+        """All of them. `computing` ones are found by no request yet."""
+        found, ready = await self.llm.prefixes()
+        data = [
+            {"id": name, "object": "prefix", "tokens": length, "status": "ready" if name in ready else "computing"}
+            for name, length in found.items()
+        ]
+        capacity = self.llm.account.sharing.prefix_capacity
+        return JSONResponse({"object": "list", "data": data, "capacity_tokens": capacity})
+
+    async def add_prefix(self, body: PrefixRequest) -> Response:
+        """Register a text or token ids; answers once requests find it."""
+        if (body.text is None) == (body.token_ids is None):
+            raise InputError("give either text or token_ids", "text")
+        given = body.text if body.text is not None else body.token_ids
+        assert given is not None, "one of the two is given"
+        tokens = await self.llm.register_prefix(body.name, given)
+        return JSONResponse({"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"})
+
+    async def drop_prefix(self, name: str) -> Response:
+        """Let go of one."""
+        await self.llm.release_prefix(name)
+        return JSONResponse({"id": name, "object": "prefix", "deleted": True})
+
+    # Facts
+
+    async def models(self) -> Response:
+        """The names that this server answers to."""
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.names]})
+
+    async def model(self, name: str) -> Response:
+        """One of them."""
+        self._check_model(name)
+        return JSONResponse(self._card(name))
+
+    def _card(self, name: str) -> Json:
+        card = {"id": name, "object": "model", "created": self.started, "owned_by": "quire", "root": self.names[0]}
+        return {**card, "parent": None, "max_model_len": self.prompts.max_len}
+
+    async def health(self) -> Response:
+        """200 while the engine's loop turns and requests are accepted, else 503; the body is empty."""
+        state = self.llm.heartbeat()
+        return Response(status_code=200 if state.alive and not state.stalled and self.llm.accepting else 503)
+
+    async def version(self) -> Response:
+        """quire's version."""
+        return JSONResponse({"version": quire.__version__})
+
+    async def load(self) -> Response:
+        """Requests in the server."""
+        return JSONResponse({"server_load": self.llm.active})
+
+    async def scrape(self) -> Response:
+        """Prometheus' text format."""
+        return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)

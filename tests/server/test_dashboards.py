@@ -1,0 +1,137 @@
+"""What dashboards ask for is there: our own, and the names that vLLM's ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+BOARD = Path(__file__).parents[2] / "examples" / "grafana" / "quire.json"
+OF_PROMETHEUS = {"instance", "job"}  # labels that it adds to what it scrapes
+
+# What the Grafana dashboards among vLLM's examples ask for.
+OF_VLLM = """
+e2e_request_latency_seconds_bucket e2e_request_latency_seconds_count e2e_request_latency_seconds_sum
+generation_tokens_total inter_token_latency_seconds_bucket inter_token_latency_seconds_count
+inter_token_latency_seconds_sum iteration_tokens_total_bucket iteration_tokens_total_count iteration_tokens_total_sum
+kv_cache_usage_perc num_preemptions_total num_requests_running num_requests_waiting num_requests_waiting_by_reason
+prefix_cache_hits_total prefix_cache_queries_total prompt_tokens_by_source_total prompt_tokens_cached_total
+prompt_tokens_total request_decode_time_seconds_count request_decode_time_seconds_sum request_generation_tokens_bucket
+request_generation_tokens_count request_generation_tokens_sum request_max_num_generation_tokens_sum
+request_prefill_kv_computed_tokens_count request_prefill_kv_computed_tokens_sum request_prefill_time_seconds_count
+request_prefill_time_seconds_sum request_prompt_tokens_bucket request_prompt_tokens_count request_prompt_tokens_sum
+request_queue_time_seconds_bucket request_queue_time_seconds_count request_queue_time_seconds_sum request_success_total
+request_time_per_output_token_seconds_bucket request_time_per_output_token_seconds_count
+request_time_per_output_token_seconds_sum time_to_first_token_seconds_bucket time_to_first_token_seconds_count
+time_to_first_token_seconds_sum
+""".split()
+BESIDE = "request_num_preemptions_sum request_params_n_count request_params_max_tokens_count cache_config_info".split()
+
+Series = dict[str, list[dict[str, str]]]
+
+
+def scrape(prefix: str) -> Series:
+    """The labels of every sample by its name, after a request."""
+    with echo_service.serving(metrics_prefix=prefix) as running:
+        body = {"prompt": "once upon", "max_tokens": 3, "n": 2}
+        assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
+        text = httpx.get(f"{running.url}/metrics").text
+    found: Series = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+@pytest.fixture(scope="module")
+def series() -> Series:
+    return scrape("quire")
+
+
+def board() -> Any:
+    return json.loads(BOARD.read_text())
+
+
+def expressions() -> Iterator[str]:
+    for panel in board()["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", ()))
+    yield from (found["query"]["query"] for found in board()["templating"]["list"] if found["type"] == "query")
+
+
+def asked(expression: str) -> Iterator[tuple[str, set[str]]]:
+    """The metrics of a PromQL expression with the labels that are asked of each, those to group by included."""
+    groups = {label.strip() for found in re.findall(r"\bby \(([^)]*)\)", expression) for label in found.split(",")}
+    for name, matchers in re.findall(r"\b(quire_\w+)(\{[^}]*\})?", expression):
+        yield name, groups | set(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", matchers))
+
+
+def test_every_query_finds_its_series(series: Series) -> None:
+    seen = 0
+    for expression in expressions():
+        for name, labels in asked(expression):
+            assert name in series, f"{expression} asks for {name}"
+            for label in labels - OF_PROMETHEUS:
+                assert all(label in sample for sample in series[name]), f"{expression} asks {name} for {label}"
+            seen += 1
+    assert seen > 50
+
+
+def test_a_query_of_something_else_is_noticed(series: Series) -> None:
+    [(name, labels)] = asked('sum by (le, colour) (rate(quire_kv_bites{model_name=~"$m", size!="x"}[5m]))')
+    assert name not in series
+    assert labels == {"le", "colour", "model_name", "size"}
+
+
+def test_matchers_of_values_are_among_those_that_are_there(series: Series) -> None:
+    said = {"kv_bytes": "category", "preemptions_total": "way", "prompt_tokens_by_source_total": "source",
+            "num_requests_waiting_by_reason": "reason", "request_success_total": "finished_reason"}  # fmt: skip
+    values = {name: {sample[label] for sample in series[f"quire_{name}"]} for name, label in said.items()}
+    assert values["num_requests_waiting_by_reason"] == {"capacity", "deferred"}
+    assert values["prompt_tokens_by_source_total"] == {"local_compute", "local_cache_hit"}
+    assert values["request_success_total"] >= {"stop", "length", "abort", "error"}
+    assert values["preemptions_total"] == {"swap", "recompute"}
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    found = board()
+    panels = found["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert found["schemaVersion"] >= 39
+    assert "id" not in found, "an id of somebody's own database"
+    assert [variable["name"] for variable in found["templating"]["list"]] == ["datasource", "model_name", "instance"]
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["title"]
+        assert panel["targets"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells)), "panels overlap"
+
+
+def test_vllm_has_its_own_names() -> None:
+    found = scrape("vllm")
+    missing = {name for name in OF_VLLM + BESIDE if f"vllm:{name}" not in found}
+    assert not missing
+    assert not [name for name in found if not name.startswith("vllm:")]
+    for name, bounds in (
+        ("time_to_first_token_seconds", "0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0"),
+        ("request_time_per_output_token_seconds", "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0"),
+        ("e2e_request_latency_seconds", "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0"),
+    ):  # which its dashboards and service levels ask for by value
+        assert set(bounds.split()) <= {sample["le"] for sample in found[f"vllm:{name}_bucket"]}

@@ -1,0 +1,148 @@
+"""Request ids, HEAD, pages of other origins: what stands around the application."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Running
+
+from quire.config import EngineConfig
+
+KEY = {"Authorization": "Bearer sk-test"}
+PAGE = "https://app.example"
+PREFLIGHT = {
+    "Origin": PAGE, "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browsers() -> Iterator[Running]:
+    with echo_service.serving(keys=["sk-test"], allowed_origins=[PAGE, "http://localhost:3000"]) as running:
+        yield running
+
+
+def body(**more: object) -> dict[str, object]:
+    return {"prompt": "a", "max_tokens": 2, **more}
+
+
+@pytest.mark.parametrize("id", ["a", "7f9-Z_!~", "x" * 128])
+def test_a_sane_request_id_comes_back(echo: Running, id: str) -> None:
+    headers = {"X-Request-Id": id}
+    for answer in (
+        httpx.get(f"{echo.url}/health", headers=headers),
+        httpx.get(f"{echo.url}/nothing", headers=headers),
+        httpx.post(f"{echo.url}/v1/completions", json=body(), headers=headers),
+        httpx.post(f"{echo.url}/v1/completions", json=body(stream=True), headers=headers),
+        httpx.post(f"{echo.url}/v1/completions", json=body(n="x"), headers=headers),
+        httpx.post(f"{echo.url}/v1/completions", content=b"x" * (9 << 20), headers=headers),
+        httpx.put(f"{echo.url}/v1/models", headers=headers),
+    ):
+        assert answer.headers.get_list("x-request-id") == [id], answer
+
+
+@pytest.mark.parametrize("id", [b"", b"x" * 129, b"a b", b"a\tb", "é".encode(), b"\x7f"])
+def test_any_other_is_replaced(echo: Running, id: bytes) -> None:
+    made = [httpx.get(f"{echo.url}/health", headers={b"X-Request-Id": id}).headers["x-request-id"] for _ in range(2)]
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
+    assert made[0] != made[1]
+
+
+def test_two_request_ids_are_none(echo: Running) -> None:
+    answer = httpx.get(f"{echo.url}/health", headers=[("X-Request-Id", "a"), ("X-Request-Id", "b")])
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+def test_refusals_and_defects_have_ids_too(
+    browsers: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"X-Request-Id": "mine", "Origin": PAGE}
+    refused = httpx.get(f"{browsers.url}/v1/models", headers=headers)
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
+
+    def broken() -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(browsers.llm, "heartbeat", broken)
+    defect = httpx.get(f"{browsers.url}/health", headers=headers)
+    assert (defect.status_code, defect.headers["x-request-id"]) == (500, "mine")
+    for answer in (refused, defect):
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/metrics", "/version", "/v1/models"])
+def test_head(echo: Running, path: str) -> None:
+    head, get = httpx.head(echo.url + path), httpx.get(echo.url + path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers.get("content-type") == get.headers.get("content-type")
+    assert head.headers["x-request-id"]
+    assert httpx.head(f"{echo.url}/v1/completions").status_code == 405
+
+
+def test_head_asks_for_the_key_and_is_in_no_document(browsers: Running) -> None:
+    assert httpx.head(f"{browsers.url}/health").status_code == 200
+    assert httpx.head(f"{browsers.url}/metrics").status_code == 401
+    assert httpx.head(f"{browsers.url}/metrics", headers=KEY).status_code == 200
+    paths = httpx.get(f"{browsers.url}/openapi.json", headers=KEY).json()["paths"]
+    assert not any("head" in methods for methods in paths.values())
+
+
+def test_a_preflight_carries_no_key(browsers: Running) -> None:
+    answer = httpx.options(f"{browsers.url}/v1/chat/completions", headers=PREFLIGHT)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert "access-control-allow-credentials" not in answer.headers
+    asked = httpx.post(f"{browsers.url}/v1/completions", json=body(), headers={**KEY, "Origin": PAGE})
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == PAGE
+    without = httpx.post(f"{browsers.url}/v1/completions", json=body(), headers={"Origin": PAGE})
+    assert without.status_code == 401
+
+
+def test_another_origin_is_told_nothing(browsers: Running) -> None:
+    other = {**PREFLIGHT, "Origin": "https://evil.example"}
+    assert httpx.options(f"{browsers.url}/v1/completions", headers=other).status_code == 400
+    answer = httpx.get(f"{browsers.url}/v1/models", headers={**KEY, "Origin": other["Origin"]})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_without_the_flag_there_is_no_cors(echo: Running) -> None:
+    assert httpx.options(f"{echo.url}/v1/completions", headers=PREFLIGHT).status_code == 405
+    answer = httpx.get(f"{echo.url}/v1/models", headers={"Origin": PAGE})
+    assert not any("access-control" in name for name in answer.headers)
+    with echo_service.serving(keys=["sk-test"]) as locked:
+        assert httpx.options(f"{locked.url}/v1/completions", headers=PREFLIGHT).status_code == 401
+
+
+def test_every_origin() -> None:
+    with echo_service.serving(allowed_origins=["*"]) as running:
+        answer = httpx.get(f"{running.url}/v1/models", headers={"Origin": PAGE})
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.server")
+    with echo_service.serving(log_requests=True, config=EngineConfig()) as running:
+        asked = body(prompt="secret words", stop=["a\nb"], seed=7)
+        answer = httpx.post(f"{running.url}/v1/completions", json=asked, headers={"X-Request-Id": "mine"})
+        httpx.post(f"{running.url}/v1/completions", json=body(n=0))
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+    assert line.startswith(f"request {answer.json()['id']} (X-Request-Id mine): 1 prompts, ")
+    assert "max_tokens=2" in line
+    assert "seed=7" in line
+    assert "secret" not in line
+    assert "\n" not in line
+
+
+def test_requests_are_not_logged_unasked(echo: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.server")
+    httpx.post(f"{echo.url}/v1/completions", json=body())
+    assert not [record for record in caplog.records if record.name == "quire.server"]
