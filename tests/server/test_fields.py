@@ -157,7 +157,7 @@ def test_logprobs_of_named_tokens(http: httpx.Client) -> None:
         "return_tokens_as_token_ids": True,
     }
     drawn = tokens_of([5, 6], 3, 0, 3)
-    for given in ({}, {"logprobs": 3}, {"echo": True}):
+    for given in ({}, {"logprobs": 1}, {"echo": True}):
         answer = http.post("/v1/completions", json={**common, **given, "prompt": [5, 6]}).json()
         scores = answer["choices"][0]["logprobs"]["top_logprobs"][-3:]
         assert [list(top) for top in scores] == [
@@ -168,7 +168,7 @@ def test_logprobs_of_named_tokens(http: httpx.Client) -> None:
         [choice] = http.post("/v1/chat/completions", json=chat).json()["choices"]
         for entry in choice["logprobs"]["content"]:
             assert [top["token"] for top in entry["top_logprobs"]] == [f"token_id:{id}" for id in named]
-    for wrong, param in (({"logprob_token_ids": [VOCAB]}, "logprob_token_ids"), ({"logprobs": 1}, "logprobs"),
+    for wrong, param in (({"logprob_token_ids": [VOCAB]}, "logprob_token_ids"), ({"echo": True, "max_tokens": 0}, "logprob_token_ids"),
                          ({"beam_width": 2}, "logprob_token_ids")):  # fmt: skip
         assert refusal(http, "/v1/completions", {**common, "prompt": [5], **wrong})["param"] == param
 

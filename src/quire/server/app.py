@@ -17,6 +17,7 @@ from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
 from quire.server.proxy import front
 from quire.server.sampling import Terms
+from quire.server.schemas import describe, responses
 from quire.server.service import Service
 from quire.vocabulary.params import MAX_LOGPROBS
 
@@ -24,11 +25,17 @@ WITH_HEAD = ("/health", "/ping", "/metrics", "/version", "/v1/models")
 
 
 class App(FastAPI):
-    """FastAPI behind `front`, which is around its answers to failures too."""
+    """FastAPI behind `front`, which is around its answers to failures too, and with a document of its own."""
 
-    def __init__(self, front: Callable[[ASGIApp], ASGIApp], **options: Any) -> None:
-        self.front = front
+    def __init__(self, front: Callable[[ASGIApp], ASGIApp], asks_for_keys: bool, **options: Any) -> None:
+        self.front, self.asks_for_keys = front, asks_for_keys
         super().__init__(**options)
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document, made once."""
+        if self.openapi_schema is None:
+            self.openapi_schema = describe(super().openapi(), self.asks_for_keys)
+        return self.openapi_schema
 
     def build_middleware_stack(self) -> ASGIApp:
         return self.front(super().build_middleware_stack())
@@ -58,7 +65,7 @@ def create_app(
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
     service = Service(llm, names, metrics, terms, log_requests)
     before = partial(front, root_path=root_path, allowed_origins=tuple(allowed_origins))
-    app = App(before, title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
+    app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
     add_handlers(app, metrics)
     app.add_middleware(BoundBody, max_body=max_body)
@@ -82,7 +89,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         ("GET", "/load", service.load),
         ("GET", "/metrics", service.scrape),
     ):
-        app.add_api_route(path, route, methods=[method], response_model=None)
+        app.add_api_route(path, route, methods=[method], response_model=None, responses=responses(method, path))
         if method == "GET" and path in WITH_HEAD:
             app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
     for method, path, admin_route in (
@@ -91,5 +98,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
         ("DELETE", "/v1/prefixes/{name}", service.drop_prefix),
     ):
         app.add_api_route(
-            path, admin_route, methods=[method], response_model=None, dependencies=[Depends(require_admin)]
+            path,
+            admin_route,
+            methods=[method],
+            response_model=None,
+            responses=responses(method, path),
+            dependencies=[Depends(require_admin)],
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from quire.errors import InputError
-from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
+from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
 
 MAX_PROMPTS = 256
 REQUEST_ID = re.compile(r"[!-~]{1,128}", re.ASCII)
@@ -25,10 +25,48 @@ class First(FailFast):
     __hash__ = object.__hash__
 
 
+# What the OpenAPI document says of values that are checked elsewhere.
+TOKEN = {"type": "integer", "minimum": 0}
+PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "additionalProperties": False,
+    "properties": {
+        "role": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART, "minItems": 1, "maxItems": 1024}]},
+        **{name: {"type": ["string", "null"]} for name in ("name", "reasoning_content", "tool_call_id")},
+    },
+}
+TEXT_ONLY = {
+    "anyOf": [{"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}, {"type": "null"}]
+}
+BIASES = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,12}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        },
+        {"type": "null"},
+    ]
+}
+
 Strings = Annotated[list[str], First()]
-Ids = Annotated[list[int], First()]
+Ids = Annotated[list[Annotated[int, WithJsonSchema(TOKEN)]], First()]
 Objects = Annotated[list[dict[str, Any]], First()]
+Messages = Annotated[
+    list[dict[str, Any]],
+    First(),
+    WithJsonSchema({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}),
+]
 PromptField = str | Ids | Strings | Annotated[list[Ids], First(), Field(max_length=MAX_PROMPTS)]
+NoTemplate = Annotated[Any, WithJsonSchema({"type": "null"})]
 
 # They don't change the output, so they are taken and dropped.
 IGNORED = frozenset({
@@ -97,7 +135,7 @@ class Sampling(Truncation):
     stop_token_ids: Ids | None = None
     bad_words: Strings | None = None
     allowed_token_ids: Ids | None = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(BIASES)] = None
     ignore_eos: bool | None = None
     max_tokens: int | None = ranged(0)
     min_tokens: int | None = ranged(0)
@@ -114,8 +152,8 @@ class Sampling(Truncation):
     beam_width: int | None = ranged(1, MAX_BEAM_WIDTH)
     length_penalty: float | None = ranged(-10, 10)
     early_stopping: bool | Literal["never"] | None = None
-    response_format: dict[str, Any] | None = None
-    tool_choice: Any = None
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(TEXT_ONLY)] = None
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
     modalities: Strings | None = None
 
 
@@ -132,13 +170,13 @@ class Conversation(Fields):
     """Messages, and how the model's template is to write them. `continue_final_message` leaves the last one open, for
     the output to go on with; `documents` and `reasoning_effort` are for templates that read them."""
 
-    messages: Objects
+    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     documents: Objects | None = None
     reasoning_effort: str | None = None
-    chat_template: Any = None
+    chat_template: NoTemplate = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -164,14 +202,14 @@ class TokenizeRequest(Truncation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Objects | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: Objects | None = None
     reasoning_effort: str | None = None
     return_token_strs: bool | None = None
-    chat_template: Any = None
+    chat_template: NoTemplate = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -108,7 +108,10 @@ def _logprobs(name: str, value: int, terms: Terms) -> int:
 
 
 def _built(given: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """SamplingParams whose errors say what the client calls a parameter; `names` maps theirs to the client's."""
+    """SamplingParams whose errors say what the client calls a parameter; `names` maps theirs to the client's. Beside
+    logprob_token_ids the number of logprobs says nothing (vLLM's rule)."""
+    if given.get("logprob_token_ids"):
+        given.pop("logprobs", None)
     try:
         return SamplingParams(**given)
     except InputError as error:
@@ -123,6 +126,8 @@ def completion_params(request: CompletionRequest, terms: Terms) -> SamplingParam
     only scores, draws one token that the response leaves out."""
     given = _given(request, terms)
     if request.echo and request.max_tokens == 0:
+        if request.logprob_token_ids:
+            raise InputError("logprob_token_ids are of generated tokens, and max_tokens is 0", "logprob_token_ids")
         given |= {"max_tokens": 1, "min_tokens": 0}
     if request.logprobs is not None:
         given["logprobs"] = _logprobs("logprobs", request.logprobs, terms)
@@ -140,7 +145,7 @@ def chat_params(request: ChatRequest, terms: Terms) -> SamplingParams:
         if not request.logprobs and request.top_logprobs:
             raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
     if request.logprobs:
-        given["logprobs"] = request.top_logprobs if request.logprob_token_ids else request.top_logprobs or 0
+        given["logprobs"] = request.top_logprobs or 0
     names = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"

@@ -1,0 +1,81 @@
+"""The OpenAPI document is true: schemathesis sends what it allows and what it doesn't, and compares every answer with
+it; the list of routes and the answers of clients' own requests are compared here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Running
+
+from quire.server.schemas import ANSWERS, REASONS, Chunk
+
+SETTINGS = Path(__file__).with_name("schemathesis.toml")
+
+
+def explored(running: Running, examples: int, folder: Path) -> None:
+    """Run all checks of schemathesis; its report is the message of a failure."""
+    command = [
+        sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS), "run", f"{running.url}/openapi.json",
+        "--checks", "all", "--max-examples", str(examples), "--seed", "1", "--continue-on-failure", "--no-color",
+        "--request-timeout", "20", "--header", "Authorization: Bearer admin",
+    ]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3000)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    assert "15 selected / 15 total" in found.stdout, "the document has other operations than this test knows"
+    running.idle()
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
+def test_schemathesis_finds_nothing(examples: int, tmp_path: Path) -> None:
+    model = echo_service.built(kv_tokens=4096, prefix_tokens=256)
+    with echo_service.serving(model, keys=["user"], admin_keys=["admin"]) as running:
+        explored(running, examples, tmp_path)
+        assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def document(running: Running) -> dict[str, Any]:
+    return httpx.get(f"{running.url}/openapi.json").json()
+
+
+def test_every_route_is_there_with_its_statuses(echo: Running) -> None:
+    found = document(echo)
+    operations = {
+        f"{method.upper()} {path}": operation
+        for path, methods in found["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert operations.keys() == {name.replace("{name:path}", "{name}") for name in ANSWERS}
+    for operation in operations.values():
+        codes = set(operation["responses"])
+        assert "422" not in codes
+        assert codes <= {"200", *map(str, REASONS)}
+    assert "HTTPValidationError" not in found["components"]["schemas"]
+    assert "securitySchemes" not in found["components"]  # this server asks for no key
+
+
+def test_requests_name_their_ranges(echo: Running) -> None:
+    fields = document(echo)["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert (fields["n"]["minimum"], fields["n"]["maximum"]) == (1, 128)
+    assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0, 100)
+    assert fields["logprobs"]["maximum"] == 20
+
+
+def test_chunks_are_as_described(echo: Running) -> None:
+    chat = {"messages": [{"role": "user", "content": "once"}], "logprobs": True, "top_logprobs": 2}
+    completion = {"prompt": [5, 6], "logprobs": 2, "echo": True}
+    seen = 0
+    for path, body in (("completions", completion), ("chat/completions", chat)):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        given = {**body, "max_tokens": 5, "n": 2, "stream": True, "stream_options": options, "return_token_ids": True}
+        for line in httpx.post(f"{echo.url}/v1/{path}", json=given).text.split("\n\n"):
+            if line and line != "data: [DONE]":
+                Chunk.model_validate(json.loads(line.removeprefix("data: ")), strict=True)
+                seen += 1
+    assert seen > 10
