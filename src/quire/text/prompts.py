@@ -75,11 +75,18 @@ class Prompts:
             )
         return Prompt(None, list(given))
 
-    def chat(self, messages: Messages, add_generation_prompt: bool = True, **kwargs: Any) -> Prompt:
+    def chat(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        **kwargs: Any,
+    ) -> Prompt:
         """A conversation, rendered by the model's chat template. The template adds the special tokens itself."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
-        text = self.chat_template.render(messages, add_generation_prompt, **kwargs)
+        text = self.chat_template.render(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
         return Prompt(text, self.encode(text, add_special_tokens=False))
 
     def prefix(self, name: str, given: Any) -> list[int]:
