@@ -22,11 +22,12 @@ KERNELS, LAYERS_OF, MODELS, WEIGHTS = "data.kernels", "data.layers", "data.model
 CONTROL = SAID | {"control"}
 DATA = {KERNELS, LAYERS_OF, MODELS, WEIGHTS, "data.runner"}
 JOINS = {"budget", "build", "llm", "async_llm", "plan_log", "plan_replay"}
-BELOW = CONTROL | DATA | {"sim", "text", *JOINS}
+BELOW = CONTROL | DATA | {"files", "sim", "text", *JOINS}
 TOP = {"server", "cli", "bench", "reproduce", "__main__"}
 LAYERS: dict[str, set[str]] = {  # what each part of the package may import, itself aside; the longest name counts
     "errors": set(),
     "config": GROUND,
+    "files": {"errors"},
     "vocabulary": SAID,
     "control.request": SAID,
     "control.costs": SAID,
@@ -37,10 +38,10 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     KERNELS: WORDS,
     LAYERS_OF: WORDS | {KERNELS},
     MODELS: WORDS | {KERNELS, LAYERS_OF},
-    WEIGHTS: WORDS | {KERNELS, LAYERS_OF, MODELS},
+    WEIGHTS: WORDS | {"files", KERNELS, LAYERS_OF, MODELS},
     "data.runner": WORDS | DATA,  # nothing of the control plane
     "data": set(),
-    "text": CONTROL | {"build"},
+    "text": CONTROL | {"build", "files"},
     **dict.fromkeys(JOINS, BELOW),
     **dict.fromkeys(TOP, BELOW | TOP),
 }

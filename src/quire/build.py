@@ -5,7 +5,6 @@ The one place where the planes are joined. Every failure is a StartupError with 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -24,8 +23,9 @@ from quire.control.memory import Size, build_memory
 from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import CONFIGS
-from quire.data.weights.checkpoint import locate, read_config, read_generation_config
+from quire.data.weights.checkpoint import check_size, locate, read_config, read_generation_config
 from quire.errors import InputError, StartupError
+from quire.files import LIMITS, read_object
 from quire.plan_log import Logged
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.text.chat import ChatTemplate
+    from quire.text.renderer import Renderer
     from quire.text.tokenizer import Tokenizer
 
 BUNDLED = "tiny"
@@ -98,6 +99,9 @@ def plan(config: EngineConfig) -> list[str]:
 
 def build(config: EngineConfig, progress: bool = False) -> Built:
     """Load the model and assemble the engine."""
+    from quire.text.renderer import Renderer
+
+    renderer = None if config.skip_tokenizer_init else Renderer()  # its process comes up while torch is imported
     import torch
 
     if config.threads is not None:
@@ -107,7 +111,7 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     config = config.sized(device)
     dtype = _dtype(config, source.config, device)
     plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
-    tokenizer, chat = _text(config, source)
+    tokenizer, chat = _text(config, source, renderer)
     eos_ids = _eos_ids(source, tokenizer)
     with _enough_memory(device):
         runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
@@ -167,8 +171,11 @@ def _runner(
     from quire.data.weights.dummy import fill_dummy
     from quire.data.weights.loader import load
 
+    dummy = config.dummy_weights or source.folder is None
+    if not dummy:
+        check_size(source.folder, source.spec.parameters)
     model = resolve(source.config)(source.config, dtype, device)
-    if config.dummy_weights or source.folder is None:
+    if dummy:
         fill_dummy(model, config.seed)
     else:
         load(model, source.folder, progress)
@@ -202,14 +209,16 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
     return chosen
 
 
-def _text(config: EngineConfig, source: Source) -> tuple[Tokenizer | None, ChatTemplate | None]:
+def _text(
+    config: EngineConfig, source: Source, renderer: Renderer | None
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
     folder = locate(config.tokenizer, weights=False) if config.tokenizer is not None else source.folder
-    if config.skip_tokenizer_init or folder is None:
+    if renderer is None or folder is None:
         return None, None
     from quire.text.chat import ChatTemplate
     from quire.text.tokenizer import Tokenizer
 
-    return Tokenizer.load(folder), ChatTemplate.find(folder)
+    return Tokenizer.load(folder), ChatTemplate.find(folder, renderer=renderer)
 
 
 def _eos_ids(source: Source, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -244,7 +253,7 @@ def _dtype(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     if config.dtype != "auto":
         return config.dtype
     said = model.get("dtype") or model.get("torch_dtype") or "float32"
-    said = said if said in ITEMSIZE else "float32"
+    said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
     if device == "cpu" and said != "float32":
         return "bfloat16" if _fast_bfloat16() else "float32"
     return str(said)
@@ -292,10 +301,10 @@ def _notices(
 def _read_costs(path: str) -> Costs:
     """The numbers in a file that `quire bench preemption` wrote. StartupError if it can't be read as such."""
     remedy = "Write one with `quire bench preemption --out FILE`"
+    numbers = read_object(path, LIMITS["calibration"], f"--calibration {path}", remedy).get("costs")
     try:
-        numbers = json.loads(Path(path).read_text(encoding="utf-8"))["costs"]
-        costs = Costs(**{name: float(numbers[name]) for name in Costs._fields})
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        costs = Costs(**{name: float(numbers[name]) for name in Costs._fields})  # type: ignore[index]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise StartupError(f"--calibration {path} can't be used: {type(error).__name__} {error}", remedy) from error
     if not all(math.isfinite(number) and number >= 0 for number in costs):
         raise StartupError(f"--calibration {path} has a number that is negative or not finite", remedy)

@@ -16,6 +16,10 @@ Shortage of memory is never an exception: it is a return value of the memory. A 
 
 from __future__ import annotations
 
+import reprlib
+
+MAX_SHOWN = 80  # characters of a value in an error
+
 
 class QuireError(Exception):
     """Anything that quire reports on purpose."""
@@ -71,3 +75,11 @@ class Overloaded(QuireError):
 
 class EngineDead(QuireError):
     """The engine's loop ended; requests in flight fail with this."""
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: as Python writes it, in one printable line of at most 80 characters."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = MAX_SHOWN
+    text = brief.repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from pathlib import Path
+from contextlib import suppress
 
 from quire.errors import StartupError
+from quire.files import LIMITS, read_text
 
 KEY_VARIABLE = "QUIRE_API_KEY"
 ADMIN_KEY_VARIABLE = "QUIRE_ADMIN_KEY"
 
 
 def read_keys(file: str | None, flag: str = "--api-key-file", variable: str = KEY_VARIABLE) -> tuple[str, ...]:
-    """Keys: lines of `file`, which `flag` named, else what the environment's `variable` holds, else none."""
+    """Keys: lines of `file`, which `flag` named, else what the environment's `variable` holds, else none.
+
+    The variable is gone afterwards: no child inherits it, and nothing that reads this process's environment finds it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if variable in os.environ:
+        _blank(variable)
+        del os.environ[variable]
     if file is None:
-        key = os.environ.get(variable, "").strip()
         return (key,) if key else ()
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"{flag} {file} can't be read", "Give a text file with one key a line") from error
+    remedy = "Give a text file with one key a line"
+    lines = read_text(file, LIMITS["keys"], f"{flag} {file}", remedy).split()
     if not lines:
-        raise StartupError(f"{flag} {file} holds no key", "Give a text file with one key a line")
+        raise StartupError(f"{flag} {file} holds no key", remedy)
     return tuple(lines)
+
+
+def _blank(variable: str) -> None:
+    """Overwrite a variable where the system keeps it: /proc shows a process's first environment, whatever was unset."""
+    with suppress(AttributeError, OSError):  # no C library to ask: unsetting it must do
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype = ctypes.c_void_p
+        if at := getenv(os.fsencode(variable)):
+            ctypes.memset(at, 0, len(ctypes.string_at(at)))

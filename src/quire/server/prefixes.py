@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import EngineDead, QuireError, StartupError
+from quire.errors import EngineDead, QuireError, StartupError, shown
+from quire.files import LIMITS, read
 from quire.text.prompts import PREFIX_NAME
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
-MAX_FILE = 8 << 20  # bytes
 REMEDY = 'It holds {"NAME": {"text": "..."}, "NAME": {"token_ids": [...]}}'
 Prefix = str | list[int]
 
@@ -21,27 +20,22 @@ def read_prefixes(file: str | None) -> dict[str, Prefix]:
     """The prefixes in `file`, a text or token ids each. StartupError names the entry that is wrong."""
     if file is None:
         return {}
-    try:
-        with Path(file).open("rb") as stream:
-            data = stream.read(MAX_FILE + 1)
-    except OSError as error:
-        raise StartupError(f"--prefixes {file} can't be read", REMEDY) from error
-    if len(data) > MAX_FILE:
-        raise StartupError(f"--prefixes {file} has more than {MAX_FILE} bytes", "Register fewer or shorter prefixes")
+    data = read(file, LIMITS["prefixes"], f"--prefixes {file}", REMEDY)
     try:
         entries = json.loads(data, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise StartupError(f"--prefixes {file} is not JSON: {str(error)[:200]}", REMEDY) from error
     if not isinstance(entries, dict):
         raise StartupError(f"--prefixes {file} holds a {type(entries).__name__}", REMEDY)
-    return {name: _entry(f"--prefixes {file}, entry {name[:60]!r}", name, given) for name, given in entries.items()}
+    return {name: _entry(f"--prefixes {file}, entry {shown(name)}", name, given) for name, given in entries.items()}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)[:60]!r} is there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} is there twice")
+        found[name] = value
     return found
 
 

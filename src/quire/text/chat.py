@@ -1,119 +1,157 @@
 """Chat templates: messages in, one prompt string out.
 
-Rendering is sandboxed and bounded (sandbox.py); bad messages and a template's own complaints are InputErrors.
+Templates run in a process of their own (renderer.py), sandboxed and bounded; bad messages and a template's own
+complaints are InputErrors.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import re
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, meta
-
-from quire.errors import InputError, StartupError
+from quire.errors import InputError, StartupError, shown
+from quire.files import LIMITS, find, read_text
 from quire.text.folder import special_tokens, tokenizer_config
-from quire.text.sandbox import Budget, Sandbox
+from quire.text.renderer import Renderer, RenderError
 
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024
-MAX_SOURCE = 1 << 20
+MAX_DOCUMENTS = 1024
+MAX_ENTRIES = 64  # of a document
 MAX_VALUES = 4096
 FIELDS = ("role", "content", "name", "reasoning_content", "tool_call_id")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to go on with, as in transformers
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ChatTemplate:
     """A compiled template. `special` are variables it may use ("bos_token", ...). StartupError when it can't compile.
 
-    `max_bytes` bounds the prompt's UTF-8 length, `max_seconds` a render's wall clock. One render runs at a time.
+    `max_bytes` bounds the prompt's UTF-8 length, `max_seconds` a render's wall clock. One render runs at a time, in
+    `renderer`'s process, which may be coming up already.
     """
 
     def __init__(
-        self, source: str, special: Mapping[str, str], *, max_bytes: int = 1 << 20, max_seconds: float = 1.0
+        self,
+        source: str,
+        special: Mapping[str, str],
+        *,
+        max_bytes: int = 1 << 20,
+        max_seconds: float = 1.0,
+        renderer: Renderer | None = None,
     ) -> None:
-        if len(source) > MAX_SOURCE:
-            raise StartupError(f"The chat template has {len(source)} characters", f"The limit is {MAX_SOURCE}")
+        size, most = len(source.encode("utf-8", "surrogatepass")), LIMITS["chat template"]
+        if size > most:
+            raise StartupError(f"The chat template has {size} bytes", f"The limit is {most}. Give one: --chat-template")
         self.source = source
         self.special = dict(special)
         self.max_bytes = max_bytes
         self.max_seconds = max_seconds
-        self._sandbox = Sandbox()
-        self._lock = threading.Lock()
+        self._renderer = renderer or Renderer()
         try:
-            self._template: Template = self._sandbox.from_string(source)
-            read = meta.find_undeclared_variables(self._sandbox.parse(source))
-        except (TemplateError, SyntaxError, RecursionError, ValueError) as error:
-            reason = str(error)[:200]
-            raise StartupError(f"The chat template can't be compiled: {reason}", "Give one: --chat-template") from error
-        self.variables = frozenset(read) - {*RESERVED, *self._sandbox.globals, *self.special}
+            self._read = frozenset(self._renderer.compile(source))
+        except RenderError as error:
+            self.close()
+            raise StartupError(f"The chat template can't be compiled: {error}", "Give one: --chat-template") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+    @property
+    def variables(self) -> frozenset[str]:
+        """What a request may set."""
+        return self._read - {*RESERVED, *self.special}
+
+    def with_special(self, special: Mapping[str, str]) -> ChatTemplate:
+        """The same template, in the same process, with other special tokens."""
+        other = copy.copy(self)
+        other.special = dict(special)
+        return other
+
+    def close(self) -> None:
+        """End the template's process. It ends by itself with the last ChatTemplate that uses it."""
+        self._renderer.close()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        **kwargs: Any,
+    ) -> str:
         """The prompt. `kwargs` may set the variables that the template itself reads (`variables`): plain JSON values.
 
-        Text parts of one message are joined by newlines. InputError says what is wrong with messages or kwargs, what
-        the template raised, or which bound was met."""
+        Text parts of one message are joined by newlines. With `continue_final_message`, which excludes
+        `add_generation_prompt`, the prompt ends within the last message. InputError says what is wrong with the
+        arguments, what the template raised, or which bound was met."""
         checked = _messages(messages)
+        if documents is not None:
+            self._check_read("documents", "documents")
         for name in kwargs:
-            if name not in self.variables:
-                known = ", ".join(sorted(self.variables)) or "none"
-                raise InputError(
-                    f"the chat template has no variable {name[:60]!r} to set; it has: {known[:200]}",
-                    "chat_template_kwargs",
-                )
-        values = dict(zip(kwargs, _plain(list(kwargs.values()))))
-        variables = {**self.special, **values, "messages": checked, "tools": None, "documents": None}
-        with self._lock:
-            self._sandbox.budget = Budget(self.max_seconds)
-            try:
-                return "".join(self._chunks({**variables, "add_generation_prompt": bool(add_generation_prompt)}))
-            except InputError:
-                raise
-            except Exception as error:  # a template is a program: it may fail in any way
-                reason = str(error) or type(error).__name__
-                raise InputError(f"chat template: {reason[:200]}", "messages") from error
+            self._check_read(name, "chat_template_kwargs")
+        variables = {**self.special, **dict(zip(kwargs, _plain(list(kwargs.values()))))}
+        variables |= {"messages": checked, "tools": None, "documents": _documents(documents)}
+        variables["add_generation_prompt"] = bool(add_generation_prompt)
+        if not continue_final_message:
+            return self._rendered(variables)
+        if add_generation_prompt:
+            raise InputError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
+        final = checked[-1]["content"]
+        checked[-1]["content"] = final + CONTINUE
+        return _continued(self._rendered(variables), final)
 
-    def _chunks(self, variables: dict[str, Any]) -> Iterator[str]:
-        size = 0
-        for chunk in self._template.generate(variables):
-            self._sandbox.budget.tick()
-            size += len(chunk) if chunk.isascii() else len(chunk.encode("utf-8", "surrogatepass"))
-            if size > self.max_bytes:
-                raise InputError(f"the chat's prompt may have at most {self.max_bytes} bytes", "messages")
-            yield chunk
+    def _check_read(self, name: str, param: str) -> None:
+        if name not in (self._read if param == "documents" else self.variables):
+            known = ", ".join(sorted(self.variables)) or "none"
+            raise InputError(f"the chat template has no variable {name[:60]!r} to set; it has: {known[:200]}", param)
+
+    def _rendered(self, variables: dict[str, Any]) -> str:
+        try:
+            text = self._renderer.render(variables, self.max_seconds, self.max_bytes)
+        except RenderError as error:
+            raise InputError(f"chat template: {error}", "messages") from error
+        if text is None:
+            raise InputError(f"the chat's prompt may have at most {self.max_bytes} bytes", "messages")
+        return text
 
     @classmethod
-    def find(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
+    def find(cls, folder: Path, override: str | None = None, renderer: Renderer | None = None) -> ChatTemplate | None:
         """A model folder's template: the operator's file `override`, else chat_template.jinja, else what
         tokenizer_config.json holds (of several, the one named "default"); None when there is none."""
-        config = tokenizer_config(Path(folder))
-        file = Path(override) if override is not None else Path(folder) / "chat_template.jinja"
-        if override is not None and not file.is_file():
-            raise StartupError(f"There is no chat template {override}", "Give --chat-template a file")
-        source = _read(file) if file.is_file() else _configured(config.get("chat_template"))
-        return None if source is None else cls(source, special_tokens(config))
+        folder, remedy, most = Path(folder), "Give --chat-template a UTF-8 file", LIMITS["chat template"]
+        config = tokenizer_config(folder)
+        if override is not None:
+            if not os.path.lexists(override):
+                raise StartupError(f"There is no chat template {override}", "Give --chat-template a file")
+            source: str | None = read_text(override, most, f"the chat template {override}", remedy)
+        elif file := find(folder, "chat_template.jinja"):
+            source = read_text(file, most, f"the chat template of {folder}", remedy)
+        else:
+            source = _configured(config.get("chat_template"))
+        return None if source is None else cls(source, special_tokens(config), renderer=renderer)
 
 
-def _read(file: Path) -> str:
-    try:
-        if file.stat().st_size > 4 * MAX_SOURCE:
-            raise StartupError(f"{file} is larger than a chat template may be", f"The limit is {MAX_SOURCE} characters")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"{file} can't be read: {str(error)[:200]}", "Give --chat-template a UTF-8 file") from error
+def _continued(rendered: str, final: str) -> str:
+    """`rendered`, in which CONTINUE follows the last message, up to there; as transformers finds the place."""
+    if final.strip() not in rendered or CONTINUE.strip() not in rendered:
+        cause = "the last message does not appear in the chat template's output as it is, so it can't be continued"
+        raise InputError(cause, "continue_final_message")
+    at = rendered.rindex(CONTINUE.strip())
+    kept = rendered[at:].startswith(CONTINUE)  # else the template strips messages
+    return rendered[:at] if kept else rendered[:at].rstrip()
 
 
 def _configured(value: Any) -> str | None:
     """The source in tokenizer_config.json: a string, or a list of {"name", "template"}."""
     if value is None or isinstance(value, str):
         return value or None
-    entries = value if isinstance(value, list) else []
-    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    source = named.get("default", next(iter(named.values())) if len(named) == 1 else None)
+    entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    wanted = [entry for entry in entries if entry.get("name") == "default"] or entries
+    source = wanted[-1].get("template") if wanted and (len(entries) == 1 or wanted is not entries) else None
     if not isinstance(source, str):
         raise StartupError("tokenizer_config.json has chat templates, but no default one", "Give one: --chat-template")
     return source
@@ -167,11 +205,25 @@ def _part(at: str, part: Any) -> str:
     return str(part["text"])
 
 
+def _documents(documents: Any) -> list[dict[str, str]] | None:
+    if documents is None:
+        return None
+    if not isinstance(documents, list | tuple) or len(documents) > MAX_DOCUMENTS:
+        raise InputError(f"documents must be a list of at most {MAX_DOCUMENTS} objects", "documents")
+    for i, document in enumerate(documents):
+        if not isinstance(document, Mapping) or len(document) > MAX_ENTRIES:
+            raise InputError(f"documents[{i}] must be an object of at most {MAX_ENTRIES} strings", "documents")
+        for name, value in document.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise InputError(f"documents[{i}] has {shown(name)}: {shown(value)}, no string", "documents")
+    return [dict(document) for document in documents]
+
+
 def _plain(values: list[Any]) -> list[Any]:
     """A bounded copy made of JSON's types only, so that a template meets no object with methods of its own."""
     left = MAX_VALUES
 
-    def copy(value: Any, depth: int) -> Any:
+    def plain(value: Any, depth: int) -> Any:
         nonlocal left
         left -= 1
         if left < 0 or depth > 16:
@@ -183,11 +235,11 @@ def _plain(values: list[Any]) -> list[Any]:
         if type(value) is float and math.isfinite(value):
             return value
         if type(value) is list:
-            return [copy(item, depth + 1) for item in value]
+            return [plain(item, depth + 1) for item in value]
         if type(value) is dict and all(type(key) is str for key in value):
-            return {key: copy(item, depth + 1) for key, item in value.items()}
+            return {key: plain(item, depth + 1) for key, item in value.items()}
         raise InputError(
             f"chat template variables must be JSON values, got {type(value).__name__}", "chat_template_kwargs"
         )
 
-    return [copy(value, 0) for value in values]
+    return [plain(value, 0) for value in values]

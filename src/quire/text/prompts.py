@@ -182,11 +182,7 @@ class Prompts:
         variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
-        if continue_final_message:
-            kwargs["continue_final_message"] = True
-        if documents is not None:
-            kwargs["documents"] = documents
-        text = self.chat_template.render(messages, add_generation_prompt, **kwargs)
+        text = self.chat_template.render(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
         return Prompt(text, self.encode(text, add_special_tokens))
 
     def prefix(self, name: str, given: Any) -> list[int]:

@@ -1,65 +1,65 @@
 """The Jinja environment of chat templates: what Hugging Face's templates expect, sandboxed and bounded.
 
-Templates come with model repositories, so they are untrusted programs. Reaching for Python's internals raises, and each
-loop step, output, call, filter and operator passes the render's Budget. Not covered: a single call into C that
-multiplies bounded strings (replace, for example): it is seen when it returns. Memory is bounded by value and by time.
+Templates come with model repositories, so they are untrusted programs. Reaching for Python's internals raises, each
+loop step, output, call, filter and operator passes the render's Budget, and what would be huge is refused before it is
+computed (bounds.py). Runs in a process with limits of its own (rendering.py), for what passes all that.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import wraps
 from typing import Any, NoReturn
 
-from jinja2 import nodes, pass_context
+from jinja2 import filters, nodes, pass_context, pass_environment, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
-MAX_STRING = 1 << 20  # characters of any one string, items of any one list
-MAX_INTEGER = 1 << 16  # size of an integer handed to a function or filter: widths, counts, ranges
-MAX_POWER = 64  # exponent
+from quire.text.bounds import (
+    MAX_LISTS,
+    UNSAFE_METHODS,
+    BoundedEscapeFormatter,
+    BoundedFormatter,
+    check_integer,
+    check_joined,
+    check_method,
+    check_power,
+    check_printf,
+    check_product,
+    check_replaced,
+    check_set,
+    check_size,
+    check_weight,
+)
+
+SHARE = 0.8
 WRITERS = {  # filters that write out what they are given
     "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "replace", "safe",
-    "string", "striptags", "title", "tojson", "trim", "upper", "urlencode", "wordcount", "xmlattr",
+    "string", "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount", "xmlattr",
 }  # fmt: skip
 
 
 class Budget:
-    """What one render may still use: `seconds` of wall clock."""
+    """What one render may still use of its `seconds` of wall clock: most of them, so that the template is stopped here,
+    where the reason can be told, before its process is killed."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._end = time.monotonic() + seconds
+        self._end = time.monotonic() + SHARE * seconds
 
     def tick(self) -> None:
         """Raise SecurityError once the time is over."""
         if time.monotonic() > self._end:
             raise SecurityError(f"the template ran longer than {self.seconds:g} s")
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_STRING:
-        raise SecurityError(f"the template built a value of {size} elements; the limit is {MAX_STRING}")
-
-
-def _check_weight(values: Iterable[Any]) -> None:
-    """Refuse to write out nested values that would be huge: a list may hold one long value many times."""
-    weight, left = 0, list(values)
-    while left:
-        value = left.pop()
-        weight += len(value) if isinstance(value, str) else 1
-        if isinstance(value, Mapping):
-            left += value.values()
-        elif isinstance(value, list | tuple):
-            left += value
-        _check_size(weight + len(left))
 
 
 class Generation(Extension):
@@ -100,7 +100,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=_output,
         )
         self.budget = Budget(1.0)
-        self.filters["tojson"] = _tojson
+        self.filters |= FILTERS
         for name in ("urlize", "wordwrap", "pprint"):  # slow on long text, and no chat needs them
             del self.filters[name]
         self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
@@ -115,55 +115,80 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def concat(self, parts: Iterable[str]) -> str:
         """Join what a macro, a call or a set block has output."""
         pieces = list(parts)
-        _check_size(sum(map(len, pieces)))
+        check_size(sum(map(len, pieces)))
         return "".join(pieces)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """May a template have it?"""
+        return attr not in UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         """Raise at once: jinja2's own answer is a value that prints as nothing."""
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """In place of a string's methods format and format_map: ours, with bounds."""
+        if super().wrap_str_format(value) is None:
+            return None
+        text, mapped = value.__self__, value.__name__ == "format_map"
+
+        def format(*args: Any, **kwargs: Any) -> str:
+            if mapped and (len(args) != 1 or kwargs):
+                raise TypeError("format_map takes one mapping")
+            escaped = isinstance(text, Markup)
+            formatter = BoundedEscapeFormatter(self, escape=text.escape) if escaped else BoundedFormatter(self)
+            given = ((), args[0]) if mapped else (args, kwargs)
+            return type(text)(formatter.vformat(text, *given))
+
+        return format
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Refuse, before computing it, what would be huge."""
         self.budget.tick()
         if operator == "**":
-            if isinstance(right, int | float) and abs(right) > MAX_POWER:
-                raise SecurityError(f"exponents may be {MAX_POWER} at most")
-            if isinstance(left, int):
-                _check_size(left.bit_length() * MAX_POWER)
+            check_power(left, right)
         elif operator == "*":
-            for many, times in ((left, right), (right, left)):
-                if isinstance(many, str | list | tuple) and isinstance(times, int):
-                    _check_size(len(many) * times)
-            if isinstance(left, int) and isinstance(right, int):
-                _check_size(left.bit_length() + right.bit_length())
+            check_product(left, right)
         elif operator == "%" and isinstance(left, str):
             raise SecurityError("the % operator formats no strings here")
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            _check_size(len(left) + len(right))
+            check_size(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function or macro."""
-        _check_weight((*args, *kwargs.values()))
+        check_weight((*args, *kwargs.values()))
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            if __obj.__name__ == "join":  # a call into C would run through a generator unseen
+                args = tuple(map(__self._list, args))
+            check_method(owner, __obj.__name__, args, kwargs)
         return __self._checked(super().call, (__context, __obj, *args), kwargs)
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)  # keeps jinja2's marks of which functions want the context
         def bounded(*args: Any, **kwargs: Any) -> Any:
             if name in WRITERS:
-                _check_weight((*args, *kwargs.values()))
+                check_weight((*args, *kwargs.values()))
             return self._checked(function, args, kwargs)
 
         return bounded
 
+    def _list(self, items: Iterable[Any]) -> list[Any]:
+        found = []
+        for item in self._steps(items):
+            found.append(item)
+            check_size(len(found))
+        return found
+
     def _checked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.budget.tick()
         for value in (*args, *kwargs.values()):
-            if isinstance(value, int) and abs(value) > MAX_INTEGER:
-                raise SecurityError(f"integers given to functions may be {MAX_INTEGER} at most")
+            if isinstance(value, int):
+                check_integer(value)
         result = function(*args, **kwargs)
         if isinstance(result, str | list | tuple):
-            _check_size(len(result))
+            check_size(len(result))
         return result
 
     def _steps(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -173,7 +198,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _concat(self, parts: tuple[Any, ...]) -> str:
         self.budget.tick()
-        _check_weight(parts)
+        check_weight(parts)
         return self.concat(map(str, parts))
 
 
@@ -182,7 +207,7 @@ def _output(context: Context, value: Any) -> Any:
     """Each output passes here (being given the context also keeps it from running when the template is compiled)."""
     assert isinstance(context.environment, Sandbox)
     context.environment.budget.tick()
-    _check_weight((value,))
+    check_weight((value,))
     return value
 
 
@@ -199,9 +224,70 @@ def _strftime_now(format: str) -> str:
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """JSON as chat templates expect it: no HTML escapes."""
+    deep = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
+    check_weight((value,), sum(map(len, separators or ())), deep)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    deep = len(width) if isinstance(width, str) else width
+    check_size(len(s) + (s.count("\n") + 2) * deep)
+    return filters.do_indent(s, width, first, blank)
+
+
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    check_printf(str(value), args, kwargs)
+    return filters.do_format(value, *args, **kwargs)
+
+
+@pass_eval_context
+def _join(eval_ctx: EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+    assert isinstance(eval_ctx.environment, Sandbox)
+    items = eval_ctx.environment._list(value)
+    check_joined(d, items)
+    return filters.sync_do_join(eval_ctx, items, d, attribute)
+
+
+@pass_eval_context
+def _replace(eval_ctx: EvalContext, s: str, old: str, new: str, count: int | None = None) -> str:
+    check_replaced(str(s), str(old), str(new))
+    return filters.do_replace(eval_ctx, s, old, new, count)
+
+
+@pass_environment
+def _sum(environment: Sandbox, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+    """Lists are joined one by one: adding each to the sum of all before copies that."""
+    if not isinstance(start, list | tuple):
+        return filters.sync_do_sum(environment, iterable, attribute, start + 0)  # numbers only
+    parts = iterable if attribute is None else map(filters.make_attrgetter(environment, attribute), iterable)
+    total = list(start)
+    for part in environment._steps(parts):
+        if not isinstance(part, type(start)):
+            raise SecurityError(f"sum can't add a {type(part).__name__} to a {type(start).__name__}")
+        check_size(len(total) + len(part))
+        total += part
+    return type(start)(total)
+
+
+def _trim(value: str, chars: str | None = None) -> str:
+    check_set(chars)
+    return filters.do_trim(value, chars)
+
+
+@pass_environment
+def _batch(environment: Sandbox, value: Iterable[Any], linecount: int, fill_with: Any = None) -> Iterator[list[Any]]:
+    items = environment._list(value)
+    if len(items) > MAX_LISTS * linecount:
+        raise SecurityError(f"batch makes at most {MAX_LISTS} lists")
+    return filters.do_batch(items, linecount, fill_with)
+
+
+FILTERS: dict[str, Callable[..., Any]] = {  # those that multiply, with a look at what they would make
+    "batch": _batch, "format": _format, "indent": _indent, "join": _join, "replace": _replace, "sum": _sum,
+    "tojson": _tojson, "trim": _trim,
+}  # fmt: skip

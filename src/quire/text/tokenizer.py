@@ -1,7 +1,8 @@
 """Text to token ids and back, through the `tokenizers` library.
 
 tokenizer.json is loaded as it is; folders with older files only go through transformers (extra `hf`), which converts
-them to the same thing. No code of a model folder ever runs: `auto_map` is ignored.
+them to the same thing. No code of a model folder ever runs: `auto_map` is ignored. What the library raises, its panics
+included, ends here (library.py).
 """
 
 from __future__ import annotations
@@ -13,26 +14,33 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from quire.errors import InputError, StartupError
-from quire.text.folder import special_tokens, tokenizer_config
+from quire.errors import InputError, StartupError, shown
+from quire.files import LIMITS, find, read
+from quire.text.folder import is_unicode, special_tokens, tokenizer_config
+from quire.text.library import check_growth, encode, failing, refused, try_out, unreadable
 from quire.text.pieces import Pieces
+
+MAX_DIGITS = 9  # of an added token's id
 
 
 class Tokenizer:
     """A vocabulary and its rules. `special` names the special tokens ({"eos_token": "</s>", ...})."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], has_chat_template: bool = False) -> None:
-        backend.no_truncation()
-        backend.no_padding()
-        self.special = special
-        self.has_chat_template = has_chat_template
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.bos_id = self._named("bos_token", backend)
-        eos = self._named("eos_token", backend)
-        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
-        self.pieces = Pieces.of(backend.decoder)
+        with unreadable("the tokenizer"):
+            backend.no_truncation()
+            backend.no_padding()
+            self.special = special
+            self.has_chat_template = has_chat_template
+            added = backend.get_added_tokens_decoder()
+            self.special_ids = frozenset(id for id, token in added.items() if token.special)
+            self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+            self.bos_id = self._named("bos_token", backend)
+            eos = self._named("eos_token", backend)
+            self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+            check_growth(backend)
+            self.pieces = Pieces.of(backend.decoder)
+            try_out(backend)
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
 
@@ -43,18 +51,15 @@ class Tokenizer:
         if not folder.is_dir():
             raise StartupError(f"{folder} is not a folder", "Give a folder that holds tokenizer.json")
         config = tokenizer_config(folder)
-        has_chat_template = (folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+        has_chat_template = find(folder, "chat_template.jinja") is not None or bool(config.get("chat_template"))
+        file = find(folder, "tokenizer.json")
+        if file is None:
             return cls(*_convert(folder), has_chat_template)
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise StartupError(
-                f"{file} is not a readable tokenizer: {str(error)[:200]}", "Download the file again"
-            ) from error
-        special = special_tokens(config)
-        _complete(backend, config, special)
+        data = read(file, LIMITS["tokenizer.json"], str(folder / "tokenizer.json"))
+        with unreadable(folder / "tokenizer.json"):
+            backend = tokenizers.Tokenizer.from_buffer(data)
+            special = special_tokens(config)
+            _complete(backend, config, special)
         return cls(backend, special, has_chat_template)
 
     def _named(self, name: str, backend: tokenizers.Tokenizer) -> int | None:
@@ -69,17 +74,14 @@ class Tokenizer:
             raise InputError(f"text must be a string, got {type(text).__name__}")
         if max_chars is not None and len(text) > max_chars:
             raise InputError(f"text may have at most {max_chars} characters, got {len(text)}")
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # how the library says "a lone surrogate"
-            raise InputError("text holds a lone surrogate, which is not valid Unicode") from error
-        except Exception as error:  # no unknown token for a character: a bare Exception
-            raise InputError(f"text can't be encoded: {str(error)[:200]}") from error
+        with refused("text can't be encoded"):
+            return encode(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; an id without a token (padding of the model's vocabulary) has none. InputError below 0."""
         try:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            with refused("token ids can't be decoded"):
+                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InputError(f"token ids must be integers between 0 and {self.vocab_size - 1}") from error
 
@@ -117,13 +119,17 @@ def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any], special: di
 
     Its add_bos_token and add_eos_token are not read: tokenizer.json's post-processor decides, as in transformers 5."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    declared = config.get("added_tokens_decoder")
+    declared, named = config.get("added_tokens_decoder"), set(special.values())
+    added = []
     for _, entry in sorted((declared if isinstance(declared, dict) else {}).items(), key=_numeric):
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"] not in known:
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if isinstance(content, str) and content not in known:
+            if not is_unicode(content):
+                raise StartupError(f"tokenizer_config.json adds the token {shown(content)}, which is no valid Unicode")
             flags = {name: bool(entry.get(name)) for name in ("lstrip", "normalized", "rstrip", "single_word")}
-            is_special = bool(entry.get("special")) or entry["content"] in special.values()
-            backend.add_tokens([AddedToken(entry["content"], special=is_special, **flags)])
-            known.add(entry["content"])
+            added.append(AddedToken(content, special=bool(entry.get("special")) or content in named, **flags))
+            known.add(content)
+    backend.add_tokens(added)  # in one call: each looks at all tokens
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(special.values())]
     )
@@ -131,7 +137,7 @@ def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any], special: di
 
 
 def _numeric(item: tuple[str, Any]) -> int:
-    return int(item[0]) if item[0].isdecimal() else -1
+    return int(item[0]) if item[0].isdecimal() and len(item[0]) <= MAX_DIGITS else -1
 
 
 def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -142,13 +148,12 @@ def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         raise StartupError(
             f"{folder} has no tokenizer.json, and converting older files needs transformers", "pip install 'quire[hf]'"
         ) from error
-    try:
+    for path in folder.iterdir():  # it reads whichever it knows
+        if not path.is_dir():
+            find(folder, path.name)
+    remedy = "Add its tokenizer.json to the folder"
+    with failing(lambda reason: StartupError(f"{folder} holds no tokenizer that can be loaded: {reason}", remedy)):
         loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever a broken or foreign folder provokes
-        reason = " ".join(str(error).split())[:200]
-        raise StartupError(
-            f"{folder} holds no tokenizer that can be loaded: {reason}", "Add its tokenizer.json to the folder"
-        ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise StartupError(f"The tokenizer of {folder} has no fast form", "Add its tokenizer.json to the folder")

@@ -143,11 +143,11 @@ def test_known_extras_are_ignored(family: str, extra: str, tmp_path: Path) -> No
         (lambda t: [t.pop(name) for name in list(t)[:9]], "and 6 more tensors"),
         (
             lambda t: t.update({"model.layers.7.x": torch.zeros(1)}),
-            "model.layers.7.x, which the model has no place for",
+            "'model.layers.7.x', which the model has no place for",
         ),
-        (lambda t: t.update({Q: torch.zeros(16, 17)}), r"q_proj.weight in .* has shape \[16, 17\], .* \[16, 16\]"),
+        (lambda t: t.update({Q: torch.zeros(16, 17)}), r"q_proj.weight' in .* has shape \[16, 17\], .* \[16, 16\]"),
         (lambda t: t.update({Q: torch.zeros(256)}), r"has shape \[256\], but config.json makes it \[16, 16\]"),
-        (lambda t: t.update({Q: torch.zeros(16, 16, dtype=torch.int8)}), "q_proj.weight in .* has dtype int8"),
+        (lambda t: t.update({Q: torch.zeros(16, 16, dtype=torch.int8)}), "q_proj.weight' in .* has dtype int8"),
         (lambda t: t.update({Q.removeprefix("model."): torch.zeros(16, 16)}), "already loaded"),
     ],
 )
@@ -197,7 +197,7 @@ def test_missing_shards_and_bad_indexes(tmp_path: Path) -> None:
     model = built(tmp_path)
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(StartupError, match=f"names {shard.name}, which .* lacks"):
+    with pytest.raises(StartupError, match=f"names '{shard.name}', which .* lacks"):
         load(model, tmp_path)
     for weight_map in ({}, None, ["a"]):
         edit_index(tmp_path, lambda index, value=weight_map: index.update(weight_map=value))
@@ -212,7 +212,7 @@ def test_pickled_and_absent_weights(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"has no model\.safetensors"):
         load(model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(StartupError, match=r"pickled weights only \(pytorch_model.bin\).*safetensors"):
+    with pytest.raises(StartupError, match=r"pickled weights only \('pytorch_model.bin'\).*safetensors"):
         load(model, tmp_path)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.data.layers.linear import Linear
-from quire.errors import StartupError
+from quire.errors import StartupError, shown
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -25,7 +25,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function that a config calls `name`."""
     if name not in ACTIVATIONS:
-        raise StartupError(f"the activation {name!r} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}")
+        raise StartupError(
+            f"the activation {shown(name)} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}"
+        )
     return ACTIVATIONS[name]
 
 

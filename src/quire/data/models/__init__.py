@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
-from quire.errors import StartupError
+from quire.errors import StartupError, shown
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def architecture(config: dict[str, Any]) -> str:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise StartupError("config.json names no architecture", remedy)
     if names[0] not in ARCHITECTURES:
-        raise StartupError(f"the architecture {names[0][:60]!r} is not supported", remedy)
+        raise StartupError(f"the architecture {shown(names[0])} is not supported", remedy)
     return names[0]
 
 

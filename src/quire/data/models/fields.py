@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from quire.errors import StartupError
+from quire.errors import StartupError, shown
 
 MAX_SIZE = 2**31 - 1
+MAX_NUMBER = 1e30  # far beyond any theta or factor, and with room for products
 MISSING: Any = object()
 
 
@@ -24,8 +24,7 @@ class Fields:
         return default if value is None else value
 
     def _bad(self, name: str, value: Any, kind: str) -> StartupError:
-        shown = repr(value)
-        return StartupError(f"{name} in {self.where} must be {kind}, got {shown if len(shown) <= 60 else shown[:57]}")
+        return StartupError(f"{name} in {self.where} must be {kind}, got {shown(value)}")
 
     def size(self, name: str, default: Any = MISSING, most: int = MAX_SIZE) -> Any:
         """A positive integer."""
@@ -38,12 +37,12 @@ class Fields:
         return value
 
     def number(self, name: str, default: Any = MISSING) -> Any:
-        """A finite number above 0."""
-        kind = "a finite number above 0"
+        """A number above 0, up to MAX_NUMBER."""
+        kind = f"a number above 0, up to {MAX_NUMBER:g}"
         value = self._get(name, default, kind)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise self._bad(name, value, kind)
         return float(value)
 
@@ -74,4 +73,4 @@ class Fields:
         """An option that quire implements for one value only, which is also the one meant when it is absent."""
         value = self.config.get(name)
         if value is not None and value != allowed:
-            raise StartupError(f"{name}={value!r} in {self.where} is not supported", f"Only {allowed!r} is")
+            raise StartupError(f"{name}={shown(value)} in {self.where} is not supported", f"Only {allowed!r} is")

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
-from quire.errors import StartupError
+from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 MAX_LAYERS = 4096
@@ -231,13 +231,13 @@ def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     where = "rope_parameters" if fields.config.get("rope_parameters") else "rope_scaling"
     section = fields.config.get(where) or {}
     if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
-        raise StartupError(f"{where} must be one flat object, got {str(section)[:60]}", "One rope a model is supported")
+        raise StartupError(f"{where} must be one flat object, got {shown(section)}", "One rope a model is supported")
     rope = Fields(section, f"{where} of config.json")
     for options in (fields, rope):
         options.refuse("partial_rotary_factor", 1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in KINDS:
-        raise StartupError(f"the rope_type {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
+        raise StartupError(f"the rope_type {shown(kind)} is not supported", f"Supported: {', '.join(KINDS)}")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     if kind == "default":
         return Rope(kind=kind, theta=theta, original_len=max_position), max_position
@@ -304,10 +304,10 @@ def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | 
         return tuple(window if isinstance(first, int) and layer >= first else None for layer in range(layers))
     known = {"full_attention": None, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != layers:
-        raise StartupError(f"layer_types in {fields.where} must be a list of {layers} names, got {str(types)[:60]}")
+        raise StartupError(f"layer_types in {fields.where} must be a list of {layers} names, got {shown(types)}")
     for name in types:
-        if name not in known:
-            raise StartupError(f"the layer type {name!r} is not supported", f"Supported: {', '.join(known)}")
+        if not isinstance(name, str) or name not in known:
+            raise StartupError(f"the layer type {shown(name)} is not supported", f"Supported: {', '.join(known)}")
     if "sliding_attention" in types and window is None:
         raise StartupError("layer_types has sliding_attention, but there is no sliding window")
     return tuple(known[name] for name in types)

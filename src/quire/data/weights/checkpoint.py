@@ -5,19 +5,22 @@ Nothing of the folder is ever executed or unpickled.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from quire.errors import StartupError
+from quire.errors import StartupError, shown
+from quire.files import AGAIN, LIMITS, find, read_object
+from quire.files import read_config as read_optional
 
 SMALL = ["*.json", "*.model", "*.jinja", "*.txt"]
 WANTED = ["*.safetensors", *SMALL]
 UNWANTED = ["*/*", "consolidated*"]  # the same weights once more: in subfolders, and in Mistral's own format
 HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SMALLEST = 2  # bytes of a parameter, of those formats that are loaded
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -78,59 +81,54 @@ def _hub_answers() -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in config.json; StartupError if it's missing or broken."""
-    path = folder / "config.json"
-    if not path.is_file():
+    if find(folder, "config.json") is None:
         raise StartupError(f"{folder} has no config.json", "Give a folder with a checkpoint in the Hugging Face format")
-    return _read_object(path)
+    return read_optional(folder, "config.json")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """The object in generation_config.json, empty if there is no such file."""
-    path = folder / "generation_config.json"
-    return _read_object(path) if path.is_file() else {}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error) or type(error).__name__
-        raise StartupError(
-            f"{path} can't be read as JSON: {reason}", "Copy or download the checkpoint again"
-        ) from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
+    return read_optional(folder, "generation_config.json")
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files that together hold the checkpoint; they exist. StartupError otherwise."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        files = [folder / name for name in _shards(index)]
-    elif single.is_file():
-        return [single]
-    else:
-        pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLED)
-        if pickled:
-            cause = f"{folder} holds pickled weights only ({', '.join(pickled[:3])}), which can run code when opened"
-            raise StartupError(cause, "Convert it to safetensors: save_pretrained of transformers does")
-        raise StartupError(f"{folder} has no model.safetensors", "Complete the checkpoint, or use dummy weights")
-    for file in files:
-        if not file.is_file():
-            raise StartupError(f"{index.name} names {file.name}, which {folder} lacks", "Complete the download")
+    """The safetensors files that together hold the checkpoint; they exist within it. StartupError otherwise."""
+    index = find(folder, INDEX)
+    if index is None:
+        single = find(folder, SINGLE)
+        return [single] if single is not None else _no_tensors(folder)
+    files = []
+    for name in _shards(folder / INDEX, index):
+        file = find(folder, name)
+        if file is None:
+            raise StartupError(f"{INDEX} names {shown(name)}, which {folder} lacks", "Complete the download")
+        files.append(file)
     return files
 
 
-def _shards(index: Path) -> list[str]:
-    weight_map = _read_object(index).get("weight_map")
+def check_size(folder: Path, parameters: int) -> None:
+    """StartupError if the files are too small for so many parameters, before memory is asked for to hold them."""
+    size = sum(file.stat().st_size for file in tensor_files(folder))
+    if size < SMALLEST * parameters:
+        cause = f"config.json makes {parameters} parameters, and the files of {folder} have {size} bytes"
+        raise StartupError(cause, "The checkpoint must fit its config.json")
+
+
+def _no_tensors(folder: Path) -> NoReturn:
+    pickled = sorted(shown(path.name) for path in folder.glob("*") if path.suffix in PICKLED)
+    if pickled:
+        cause = f"{folder} holds pickled weights only ({', '.join(pickled[:3])}), which can run code when opened"
+        raise StartupError(cause, "Convert it to safetensors: save_pretrained of transformers does")
+    raise StartupError(f"{folder} has no {SINGLE}", "Complete the checkpoint, or use dummy weights")
+
+
+def _shards(index: Path, real: Path) -> list[str]:
+    weight_map = read_object(real, LIMITS[INDEX], str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise StartupError(f"{index} has no weight_map", "Copy or download the checkpoint again")
+        raise StartupError(f"{index} has no weight_map", AGAIN)
     names = set()
     for name in weight_map.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.+=-]+\.safetensors", name):
-            raise StartupError(
-                f"{index} names the file {str(name)[:80]!r}", "Shards must be safetensors files beside it"
-            )
+            raise StartupError(f"{index} names the file {shown(name)}", "Shards must be safetensors files beside it")
         names.add(name)
     return sorted(names)

@@ -13,12 +13,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.data.weights.checkpoint import tensor_files
-from quire.errors import StartupError
+from quire.errors import StartupError, shown
+from quire.files import AGAIN
 
 if TYPE_CHECKING:
     from quire.data.models import Model
 
-AGAIN = "Copy or download the checkpoint again"
+FIT = "The checkpoint must fit its config.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,7 +55,7 @@ def load(model: Model, folder: Path, progress: bool = False) -> None:
                 raise StartupError(f"{path} is damaged: {error}", AGAIN) from error
     missing = [name for name in targets if name not in filled]
     if missing:
-        raise StartupError(f"{folder} lacks {_some(missing)}", "The checkpoint must fit its config.json")
+        raise StartupError(f"{folder} lacks {_some(missing)}", FIT)
 
 
 def _targets(model: Model) -> dict[str, Target]:
@@ -81,19 +82,23 @@ def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
 
 def _check_new(name: str, key: str, path: Path, targets: dict[str, Target], filled: set[str]) -> None:
     if name not in targets:
-        raise StartupError(f"{path} holds {key}, which the model has no place for", "It must fit its config.json")
+        raise StartupError(
+            f"{path} holds {shown(key)}, which the model has no place for", "It must fit its config.json"
+        )
     if name in filled:
-        raise StartupError(f"{path} holds {key}, which was already loaded under that name", AGAIN)
+        raise StartupError(f"{path} holds {shown(key)}, which was already loaded under that name", AGAIN)
 
 
 def _fill(target: Target, tensor: Tensor, key: str, path: Path) -> None:
     if tensor.dtype not in FLOATS:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise StartupError(f"{key} in {path} has dtype {kind}", "Quantised weights are not supported")
+        raise StartupError(f"{shown(key)} in {path} has dtype {kind}", "Quantised weights are not supported")
     expected = target.rows.shape[::-1] if target.transpose else target.rows.shape
     if tensor.shape != expected:
-        cause = f"{key} in {path} has shape {list(tensor.shape)}, but config.json makes it {list(expected)}"
-        raise StartupError(cause, "The checkpoint must fit its config.json")
+        cause = (
+            f"{shown(key)} in {path} has shape {shown(list(tensor.shape))}, but config.json makes it {list(expected)}"
+        )
+        raise StartupError(cause, FIT)
     target.rows.copy_(tensor.t() if target.transpose else tensor)
 
 

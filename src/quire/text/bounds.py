@@ -1,0 +1,152 @@
+"""What a chat template may make of what it has: sizes, computed before a call into C makes them.
+
+It knows Python's methods and Jinja's filters that multiply; sandbox.py asks it. Beyond them stand the limits of the
+process in which templates run (rendering.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import SandboxedEscapeFormatter, SandboxedFormatter
+
+MAX_STRING = 1 << 20  # characters of any one string, items of any one list
+MAX_INTEGER = 1 << 16  # size of an integer handed to a function or filter: widths, counts, ranges
+MAX_POWER = 64  # exponent
+MAX_LISTS = 1 << 16  # lists that one batch makes
+MAX_SET = 1 << 10  # characters to strip
+MAX_SEARCH = 1 << 26  # characters times characters of a search from the end, which tries every place
+UNSAFE_METHODS = {"encode", "to_bytes"}  # they make bytes, which no chat needs and whose methods would need bounds
+_PRINTF = re.compile(r"%(?:\((?P<key>[^)]*)\))?[#0 +-]*(?P<width>\d+|\*)?(?:\.(?P<precision>\d+|\*)?)?")
+
+
+def check_size(size: int) -> None:
+    """Raise SecurityError for a value of more than MAX_STRING elements."""
+    if size > MAX_STRING:
+        raise SecurityError(f"the template built a value of {size} elements; the limit is {MAX_STRING}")
+
+
+def check_integer(value: int) -> None:
+    """Raise SecurityError for a width, count or precision beyond MAX_INTEGER."""
+    if abs(value) > MAX_INTEGER:
+        raise SecurityError(f"integers given to functions may be {MAX_INTEGER} at most")
+
+
+def check_weight(values: Iterable[Any], each: int = 0, indent: int = 0) -> int:
+    """Refuse to write out nested values that would be huge: a list may hold one long value many times. The size, with
+    `each` characters more a value and `indent` more a level that it is deep."""
+    weight, left = 0, [(value, 0) for value in values]
+    while left:
+        value, depth = left.pop()
+        weight += (len(value) if isinstance(value, str) else 1) + each + depth * indent
+        if isinstance(value, Mapping):
+            left += [(inner, depth + 1) for pair in value.items() for inner in pair]
+        elif isinstance(value, list | tuple):
+            left += [(inner, depth + 1) for inner in value]
+        check_size(weight + len(left))
+    return weight
+
+
+def check_power(base: Any, exponent: Any) -> None:
+    """Before base ** exponent."""
+    if isinstance(exponent, int | float) and abs(exponent) > MAX_POWER:
+        raise SecurityError(f"exponents may be {MAX_POWER} at most")
+    if isinstance(base, int):
+        check_size(base.bit_length() * MAX_POWER)
+
+
+def check_product(left: Any, right: Any) -> None:
+    """Before left * right."""
+    for many, times in ((left, right), (right, left)):
+        if isinstance(many, str | list | tuple) and isinstance(times, int):
+            check_size(len(many) * times)
+    if isinstance(left, int) and isinstance(right, int):
+        check_size(left.bit_length() + right.bit_length())
+
+
+def check_method(text: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Before the method `name` of a string is called: what the call would make, or try."""
+    first = args[0] if args else kwargs.get("tabsize", kwargs.get("sep"))
+    if name == "expandtabs":
+        check_size(len(text) + text.count("\t") * (first if isinstance(first, int) else 8))
+    elif name == "replace" and len(args) > 1:
+        check_replaced(text, args[0], args[1])
+    elif name == "translate" and args:
+        table = args[0].values() if isinstance(args[0], Mapping) else args[0]
+        check_size(len(text) * max((len(new) for new in table if isinstance(new, str)), default=1))
+    elif name == "join" and isinstance(first, list | tuple | Mapping | str):
+        check_joined(text, first)
+    elif name in ("strip", "lstrip", "rstrip"):
+        check_set(first)
+    elif name in ("rfind", "rindex", "rsplit", "rpartition") and len(text) * len(str(first)) > MAX_SEARCH:
+        raise SecurityError(f"{name} of {len(text)} by {len(str(first))} characters is too long a search")
+
+
+def check_replaced(text: str, old: Any, new: Any) -> None:
+    """Before text.replace(old, new)."""
+    if isinstance(old, str) and isinstance(new, str) and len(new) > len(old):
+        check_size(len(text) + text.count(old) * (len(new) - len(old)))
+
+
+def check_joined(separator: Any, items: Any) -> None:
+    """Before separator.join(items)."""
+    check_size(len(str(separator)) * len(items) + check_weight((items,)))
+
+
+def check_set(characters: Any) -> None:
+    """Before text.strip(characters), which looks for each of the text's in all of these."""
+    if isinstance(characters, str) and len(characters) > MAX_SET:
+        raise SecurityError(f"at most {MAX_SET} characters may be stripped, got {len(characters)}")
+
+
+def check_printf(text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Before `text` % args: widths, precisions, and values that it names over and over."""
+    size = len(text) + check_weight(args)
+    for found in _PRINTF.finditer(text):
+        for digits in (found["width"], found["precision"]):
+            if digits == "*":
+                raise SecurityError("widths and precisions may not be *")
+            if digits:
+                size += _width(digits)
+        if found["key"] is not None:
+            size += check_weight((kwargs.get(found["key"]),))
+        check_size(size)
+
+
+def _width(digits: str) -> int:
+    if len(digits) > 9:
+        digits = "9" * 9
+    check_integer(int(digits))
+    return int(digits)
+
+
+class _Bounded(SandboxedFormatter):
+    """str.format with bounds: on each width and precision, and on all that it writes."""
+
+    size = 0
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """!r and !s write out."""
+        check_weight((value,))
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """One field."""
+        check_weight((value, format_spec))
+        for digits in re.findall(r"\d+", format_spec):
+            _width(digits)
+        text = super().format_field(value, format_spec)
+        self.size += len(text)
+        check_size(self.size)
+        return text
+
+
+class BoundedFormatter(_Bounded):
+    """For strings."""
+
+
+class BoundedEscapeFormatter(_Bounded, SandboxedEscapeFormatter):
+    """For markup, which escapes what is put into it."""

@@ -1,0 +1,163 @@
+"""The process that renders chat templates, from the outside: started, asked within limits, killed, started again.
+
+A template is a stranger's program, and one call into C can't be interrupted from within. It knows frames, not messages.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from quire.errors import Overloaded, StartupError
+from quire.text.frames import HEADER, pack, unpack
+
+START_SECONDS = 20.0  # for the process to come up: it loads Jinja from a disk that may be busy
+COMPILE_SECONDS = 5.0
+TURN_SECONDS = 10.0  # that a render waits for those before it
+KILL_SECONDS = 5.0
+SHARE = 0.95  # of a render's time, after which the process is killed, so that all is over in that time
+MAX_FRAME = 16 << 20  # bytes
+MAX_REASON = 4096  # bytes of an answer without a text
+KEPT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # of the environment: clock and loader
+BOOT = "import sys; sys.path += sys.argv[1:]; from quire.text.rendering import main; main()"
+
+
+class RenderError(Exception):
+    """The template failed, or didn't end within its limits; says how."""
+
+
+class Renderer:
+    """A template's process: starts with this object, ends with `close`, with this object or with the program.
+
+    Any thread may ask; one at a time is served."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._source = ""
+        self._closed = False
+        self._start()
+
+    def compile(self, source: str) -> list[str]:
+        """Take `source` for the renders to come; the variables that it reads. RenderError says why it can't be."""
+        with self._my_turn():
+            self._source = source
+            return self._compile()
+
+    def render(self, variables: dict[str, Any], seconds: float, most: int) -> str | None:
+        """The text; None when it has more than `most` bytes. RenderError for what the template raised and for what it
+        took beyond its limits, within `seconds`; Overloaded when others' renders take too long."""
+        with self._my_turn():
+            if not self._compiled:  # started again
+                self._compile()
+            text = self._ask(["render", variables, seconds, most], SHARE * seconds, 6 * most + MAX_REASON)
+            if text is not None and not isinstance(text, str):
+                raise RenderError("its process answered with no text")
+            return text
+
+    def close(self) -> None:
+        """End the process; nothing can be rendered any more."""
+        self._closed = True
+        self._end()
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=TURN_SECONDS):
+            raise Overloaded(f"the chat template is busy for more than {TURN_SECONDS:g} s", 1)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _start(self) -> None:
+        self._up = self._compiled = False
+        ours, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        command = [sys.executable, "-I", "-S", "-c", BOOT, *_libraries()]
+        try:
+            process = subprocess.Popen(
+                command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment, cwd="/",
+                start_new_session=True,  # so that a terminal's Ctrl-C doesn't reach it
+            )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            raise StartupError(f"no process can be started for the chat template: {error.strerror}") from error
+        finally:
+            theirs.close()
+        self._socket, self._end = ours, weakref.finalize(self, _end, process, ours)
+
+    def _restart(self) -> None:
+        self._end()
+        if not self._closed:
+            self._start()
+
+    def _compile(self) -> list[str]:
+        if not self._up:
+            self._answer(time.monotonic() + START_SECONDS, START_SECONDS, MAX_REASON)
+            self._up = True
+        read: list[str] = self._ask(["compile", self._source], COMPILE_SECONDS, 2 * MAX_FRAME)
+        self._compiled = True
+        return read
+
+    def _ask(self, asked: list[Any], seconds: float, most: int) -> Any:
+        frame = pack(asked)
+        if len(frame) > MAX_FRAME:
+            raise RenderError(f"what it is given has {len(frame)} bytes; {MAX_FRAME} are the most")
+        end = time.monotonic() + seconds
+        with suppress(OSError):  # an ended or stuck process: the answer tells
+            self._socket.settimeout(seconds)
+            self._socket.sendall(frame)
+        return self._answer(end, seconds, most)
+
+    def _answer(self, end: float, seconds: float, most: int) -> Any:
+        """What a frame of at most `most` bytes says that is there before `end`. Whatever fails here, the process is
+        another one afterwards, so that no answer is taken for one to the next question."""
+        try:
+            size = int.from_bytes(self._receive(HEADER, end), "big")
+            if size > most:
+                raise EOFError
+            kind, value = unpack(self._receive(size, end))
+        except TimeoutError as error:
+            self._restart()
+            raise RenderError(f"it ran longer than {seconds:g} s") from error
+        except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
+            self._restart()
+            raise RenderError("its process ended") from error
+        if kind == "exhausted":
+            self._restart()
+        if kind in ("failed", "exhausted"):
+            raise RenderError(str(value))
+        return value if kind == "done" else None
+
+    def _receive(self, size: int, end: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._socket.settimeout(max(end - time.monotonic(), 0.001))
+            chunk = self._socket.recv(min(size - len(data), 1 << 20))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
+    connection.close()
+
+
+def _libraries() -> list[str]:
+    """The folders that hold what the process imports."""
+    specs = [find_spec(name) for name in ("quire", "jinja2", "markupsafe")]
+    places = [spec.submodule_search_locations for spec in specs if spec is not None]
+    return list(dict.fromkeys(str(Path(place[0]).resolve().parent) for place in places if place))
