@@ -137,8 +137,17 @@ class Running(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(model: Any = None, *, stall_after: float = 60.0, root_path: str = "", **options: Any) -> Iterator[Running]:
-    """Serve `model` (an EchoBuilt) from a thread; `options` are create_app's."""
+def serving(
+    model: Any = None,
+    *,
+    stall_after: float = 60.0,
+    root_path: str = "",
+    serve: dict[str, Any] | None = None,
+    bounds: dict[str, float] | None = None,
+    **options: Any,
+) -> Iterator[Running]:
+    """Serve `model` (an EchoBuilt) from a thread. `options` are create_app's, `serve` are fields of ServeOptions, and
+    `bounds` those of connections."""
     from quire.async_llm import AsyncLLM
     from quire.server.app import create_app
     from quire.server.run import ServeOptions, bind, make_server
@@ -147,7 +156,7 @@ def serving(model: Any = None, *, stall_after: float = 60.0, root_path: str = ""
     app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
-    server = make_server(app, ServeOptions(), ready.set)
+    server = make_server(app, ServeOptions(**serve or {}), ready.set, bounds=bounds)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

@@ -7,13 +7,14 @@ waits on a condition when there is nothing to do. Everything named `_live` belon
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.control.memory import Account
 from quire.control.outcomes import Output
@@ -22,7 +23,7 @@ from quire.errors import EngineDead, InputError, Overloaded, UnknownPrefix
 from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import INLINE_CHARS, Messages, Prompt, Prompts, engine_config
 from quire.text.pulse import Health, Pulse
-from quire.text.streams import Stream, deliver, settle
+from quire.text.streams import Observer, Stream, dead, deliver, named, settle, told
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,15 +31,8 @@ if TYPE_CHECKING:
 
 FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
 RETRY_AFTER = 2  # seconds
+CLOSE_SECONDS = 10.0  # for the engine's thread to end
 T = TypeVar("T")
-
-
-class Observer(Protocol):
-    """Sees what happens, on the engine's thread: `outputs` of a step, with the requests they belong to."""
-
-    def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None:
-        """Called once a step, also for one without outputs."""
-        ...
 
 
 class AsyncLLM:
@@ -64,16 +58,19 @@ class AsyncLLM:
         self.observer, self._pulse = observer, Pulse(stall_after)
         self.account: Account = self.engine.scheduler.memory.account()
         self.aborted = self.rejected = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.accepting = True
         self.on_death: Callable[[], object] | None = None
         self._commands: deque[Callable[[], None]] = deque()
+        self._taken: deque[Callable[[], None]] = deque()  # by the thread, which works them off
         self._wake = threading.Condition()
         self._closing = False
         self._live: dict[str, Stream] = {}
         self._ids = itertools.count()
         self._looked = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="quire-engine")
+        # A daemon, so that one that hangs doesn't hold up the program's end; one that works is closed by then.
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        atexit.register(self.close)
         self._thread.start()
 
     # For callers, on their event loops
@@ -112,7 +109,7 @@ class AsyncLLM:
     async def _accepted(self, streams: list[Stream], add: Callable[[], None]) -> None:
         """Have the engine's thread `add` the requests of `streams`, which share one answer."""
         if not self._send(lambda: self._add(streams, add)):
-            raise EngineDead(f"the engine stopped: {self.error or 'closed'}")
+            raise dead(self.error)
         try:
             await streams[0].accepted
         except asyncio.CancelledError:
@@ -198,17 +195,13 @@ class AsyncLLM:
 
     async def prefixes(self) -> tuple[dict[str, int], frozenset[str]]:
         """The lengths in tokens of the registered prefixes and of those being computed, and which are ready."""
-
-        def look() -> tuple[dict[str, int], frozenset[str]]:
-            engine = self.engine
-            return dict(engine.prefixes), frozenset(n for n in engine.prefixes if f"prefix:{n}" not in engine.requests)
-
-        return await self._ask(look)
+        held, live = self.engine.prefixes, self.engine.requests
+        return await self._ask(lambda: (dict(held), frozenset(n for n in held if f"prefix:{n}" not in live)))
 
     @property
     def queued(self) -> int:
         """Requests that wait for their first step."""
-        return len(self.engine.scheduler.waiting) + len(self._commands)
+        return len(self.engine.scheduler.waiting) + len(self._taken) + len(self._commands)
 
     @property
     def running(self) -> int:
@@ -223,12 +216,12 @@ class AsyncLLM:
     @property
     def active(self) -> int:
         """Requests that were accepted and have not ended."""
-        return len(self._live) + len(self._commands)
+        return len(self._live) + len(self._taken) + len(self._commands)
 
     def heartbeat(self) -> Health:
         """Never a generated request: only whether the loop turns. An idle engine is well."""
         alive = self.error is None and self._thread.is_alive()
-        return self._pulse.health("" if alive else str(self.error or "closed"))
+        return self._pulse.health("" if alive else named(self.error))
 
     async def drain(self, timeout: float) -> bool:
         """Accept nothing more, wait until all requests ended, and abort what is left after `timeout` seconds. Returns
@@ -242,17 +235,21 @@ class AsyncLLM:
             await asyncio.sleep(0.02)
         return True
 
-    def close(self) -> None:
-        """Abort everything, end the thread and release the engine. Closing twice is fine."""
+    def close(self, timeout: float = CLOSE_SECONDS) -> bool:
+        """Abort everything, end the thread and release the engine; closing twice is fine. Returns whether the thread
+        ended: one whose step still hangs after `timeout` seconds is left to itself."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        atexit.unregister(self.close)
+        if self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _check_open(self, more: int = 1) -> None:
         if self.error is not None:
-            raise EngineDead(f"the engine stopped: {self.error}")
+            raise dead(self.error)
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
         # Refused at once: the engine's own check would come after the step under way.
@@ -278,28 +275,29 @@ class AsyncLLM:
         def run() -> None:
             try:
                 if self.error is not None:
-                    raise EngineDead(f"the engine stopped: {self.error}")
+                    raise dead(self.error)
                 result = work()
-            except Exception as error:
-                self._call(loop, settle, answer, None, error)
+            except BaseException as error:
+                self._call(loop, settle, answer, None, told(error))
+                if not isinstance(error, Exception):
+                    raise  # it ends the engine
             else:
                 self._call(loop, settle, answer, result, None)
 
         if not self._send(run):
-            raise EngineDead(f"the engine stopped: {self.error or 'closed'}")
+            raise dead(self.error)
         return await answer
 
     # On the engine's thread
 
     def _run(self) -> None:
-        error: Exception = EngineDead("the engine was closed")
+        error: BaseException = EngineDead("the engine was closed")
         try:
             while self._turn():
                 pass
-        except Exception as failure:
+        except BaseException as failure:  # whoever ends the thread, SystemExit too, is named to those who wait
             error = failure
-        finally:
-            self._end(error)
+        self._end(error)
 
     def _turn(self) -> bool:
         """One turn: commands, then a step. False when it is time to end."""
@@ -308,14 +306,12 @@ class AsyncLLM:
                 self._pulse.rest()
                 self._look(time.monotonic())
                 self._wake.wait(timeout=1.0)
-                if not threading.main_thread().is_alive():
-                    return False  # the program ended without close()
-            commands = [self._commands.popleft() for _ in range(len(self._commands))]
-            self._pulse.turn()
-        if self._closing:
-            return False
-        for command in commands:
-            command()
+            if self._closing:
+                return False
+            self._taken, self._commands = self._commands, self._taken
+            self._pulse.turn(self.engine.stats.steps + 1)
+        while self._taken:
+            self._taken.popleft()()
         if self.engine.unfinished:
             self._publish(self.engine.step())
         now = time.monotonic()
@@ -331,14 +327,16 @@ class AsyncLLM:
         first = streams[0]
         try:
             if self.error is not None:
-                raise EngineDead(f"the engine stopped: {self.error}")
+                raise dead(self.error)
             for stream in streams:
                 if stream.id in self._live:  # also one that ended, but whose end isn't told yet
                     raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
             add()
-        except Exception as error:
+        except BaseException as error:
             self.rejected += isinstance(error, Overloaded)
-            self._call(first.loop, first.fail, error)
+            self._call(first.loop, first.fail, told(error))
+            if not isinstance(error, Exception):
+                raise  # it ends the engine
             return
         for stream in streams:
             stream.request = self.engine.requests[stream.id]
@@ -378,20 +376,21 @@ class AsyncLLM:
             for id in [stream.id for stream in self._live.values() if stream.loop is loop]:
                 self.engine.abort(id)
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: BaseException) -> None:
         """Nothing will be served any more: tell everybody, then release the engine."""
         with self._wake:
             died, self._closing = not self._closing, True
             self.error = error if died else EngineDead("the engine was closed")
-            commands, self._commands = self._commands, deque()  # adds among them fail, now that `error` is set
-        message = f"the engine stopped: {type(error).__name__}: {error}"[:300]
+            commands = [*self._taken, *self._commands]  # adds among them fail, now that `error` is set; aborts pass
+            self._taken.clear()
+            self._commands.clear()
+            streams, self._live = list(self._live.values()), {}
         for command in commands:
             command()
-        streams, self._live = list(self._live.values()), {}
         for stream in streams:
-            self._call(stream.loop, stream.fail, EngineDead(message))
+            self._call(stream.loop, stream.fail, dead(error))
         try:
-            self.engine.close()
-        finally:
             if died and self.on_death is not None:
                 self.on_death()
+        finally:
+            self.engine.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.server.metrics import Metrics
@@ -26,9 +30,13 @@ TYPES = {
     408: "RequestTimeoutError",
     409: "ConflictError",
     413: "PayloadTooLargeError",
+    414: "UriTooLongError",
+    431: "HeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+TOLD = "quire.told"  # in a request's scope: the exception that was answered and logged
+LAST_ANSWER = 1.0  # seconds to send what remains to be said
 log = logging.getLogger("quire.server")
 
 
@@ -64,7 +72,7 @@ class UnknownModel(InputError):
 STATUS: dict[type[InputError], int] = {UnknownModel: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413}
 
 
-def failure(error: Exception) -> Failure:
+def failure(error: BaseException) -> Failure:
     """Any exception, as a client may see it: no paths, no addresses, no traceback."""
     if isinstance(error, InputError):
         return Failure(STATUS.get(type(error), 400), str(error), error.param)
@@ -78,6 +86,8 @@ def failure(error: Exception) -> Failure:
         return Failure(400, str(told), told.param)
     if isinstance(error, HTTPException) and (error.status_code, error.detail) == (404, "Not Found"):
         return Failure(404, "there is nothing at this path; /openapi.json lists the routes")
+    if isinstance(error, asyncio.CancelledError):
+        return Failure(503, "the server is shutting down", headers={"Connection": "close"})
     if isinstance(error, HTTPException):
         return Failure(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     log.error("a request failed", exc_info=error)
@@ -97,9 +107,47 @@ def add_handlers(app: FastAPI, metrics: Metrics) -> None:
     """Answer every exception in OpenAI's shape, and count the bad requests."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
+        request.scope[TOLD] = error
         found = failure(error)
+        if found.code == 405:  # Starlette names the methods of one route only
+            found = found._replace(headers={"Allow": ", ".join(sorted(_methods(app, request.scope)))})
         metrics.invalid += 400 <= found.code < 500
         return found.response()
 
     for kind in (InputError, Overloaded, EngineDead, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def _methods(app: FastAPI, scope: Scope) -> set[str]:
+    routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}
+
+
+class LastResort:
+    """ASGI middleware outside of everything: whatever ends a request is logged, once, and answered in OpenAI's shape
+    unless a response has begun, which is cut. `end` is called when it was SystemExit or KeyboardInterrupt."""
+
+    def __init__(self, app: ASGIApp, end: Callable[[], object]) -> None:
+        self.app, self.end = app, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        except BaseException as error:  # also what libraries raise beside Exception, as Rust's panics
+            if scope.get(TOLD) is not error:
+                await self._tell(error, scope, receive, send)
+
+    async def _tell(self, error: BaseException, scope: Scope, receive: Receive, send: Send) -> None:
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            log.error("%s in a request ends the server", type(error).__name__)
+            self.end()
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
+            error = RuntimeError("something waited for was cancelled, the request was not")
+        # A response that has begun refuses the start of another one.
+        with suppress(RuntimeError, TimeoutError):
+            async with asyncio.timeout(LAST_ANSWER):
+                await failure(error).response()(scope, receive, send)

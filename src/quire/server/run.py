@@ -9,15 +9,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.errors import StartupError
+from quire.errors import EngineDead, StartupError
 from quire.server.collector import spare_the_loaded
+from quire.server.descriptors import capacity, raise_limit
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 from quire.server.tls import check_certificate
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 STATUS_EVERY = 10.0  # seconds
 LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
+LAST_RESPONSES = 5  # seconds for what is answered already to be sent
+MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
+FEW = 256  # connections
 log = logging.getLogger("quire.server")
 
 
@@ -53,14 +58,17 @@ class ServeOptions(NamedTuple):
     log_requests: bool = False
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
-    max_connections: int | None = None
+    max_connections: int | None = None  # as many as there are descriptors for
+    stall_after: float = 60.0  # seconds
 
 
 def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns 0 after a clean end, 1 when the engine died. StartupError before that."""
+    """Serve until SIGTERM or Ctrl-C. Returns 0 after a clean end, 1 when the engine died or hangs. StartupError before
+    that."""
     began = time.perf_counter()
     if not 0 <= options.shutdown_timeout < float("inf"):
         raise StartupError(f"--shutdown-timeout is {options.shutdown_timeout:g}", "It is in seconds, from 0 on")
+    raise_limit()
     keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
@@ -85,7 +93,7 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
         say(line)
     if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
         say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
-    llm = AsyncLLM.of(built)
+    llm = AsyncLLM.of(built, stall_after=options.stall_after)
     try:
         app = create_app(
             llm, names, keys=keys, admin_keys=admin_keys, root_path=options.root_path, config=config,
@@ -98,10 +106,33 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
             say(f"quire serves {names[0]} at {url} (ready in {time.perf_counter() - began:.1f} s)")
             say(curl_line(url + options.root_path, chat=built.chat is not None, key=bool(keys)))
 
-        return asyncio.run(_serve(app, listener, llm, options, prefixes, ready, say))
+        status = _run(_serve(app, listener, llm, options, prefixes, ready, say))
     finally:
-        llm.close()
+        ended = close(llm)
         listener.close()
+    return status if ended else 1
+
+
+def _run(serving: Coroutine[Any, Any, int]) -> int:
+    """asyncio.run, which SystemExit and KeyboardInterrupt from anywhere in it end with a line in the log and a 1."""
+    try:
+        return asyncio.run(serving)
+    except (SystemExit, KeyboardInterrupt) as error:
+        log.error("%s ended the server", type(error).__name__, exc_info=error)
+        return 1
+
+
+def close(llm: AsyncLLM) -> bool:
+    """Close the engine; False, with all stacks in the log, if its thread hangs. The process ends nevertheless."""
+    from quire.server.ending import arm, disarm, stacks
+
+    ended = llm.close()
+    if ended:
+        disarm()
+    else:
+        log.error("the engine's thread hangs and is left behind; all threads:\n%s", stacks())
+        arm(LAST_RESPONSES)
+    return ended
 
 
 def _import_libraries() -> None:
@@ -172,35 +203,54 @@ async def _serve(
     ready: Callable[[], None],
     say: Callable[[str], None],
 ) -> int:
+    from quire.server.ending import LoopErrors, arm, watch
+
     loop = asyncio.get_running_loop()
+    LoopErrors(loop)
     stop, died = asyncio.Event(), asyncio.Event()
     llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _first_signal, loop, stop)
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
-    if prefixes:
-        registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
-        await asyncio.wait([registering, *waits], return_when=asyncio.FIRST_COMPLETED)
-        if not registering.done():
-            registering.cancel()
-            return 1 if died.is_set() else 0
-        say(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
-    server = make_server(app, options, ready)
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    status = asyncio.ensure_future(_status(llm))
-    await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
-    if died.is_set():
-        log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
-        await asyncio.sleep(LAST_WORDS)
-    elif stop.is_set():
+    aside = [*waits, asyncio.ensure_future(watch(llm)), asyncio.ensure_future(_status(llm))]
+    try:
+        if prefixes:
+            registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
+            await asyncio.wait([registering, *waits], return_when=asyncio.FIRST_COMPLETED)
+            if not registering.done() or isinstance(registering.exception(), EngineDead):
+                registering.cancel()
+                return await _end(llm, options, stop)
+            say(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
+        server = make_server(app, options, ready, died.set)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+        status = await _end(llm, options, stop)
+        server.should_exit = True
+        await serving
+        return status
+    finally:
+        for task in aside:
+            task.cancel()
+        arm(MARGIN)
+
+
+async def _end(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event) -> int:
+    """Let what runs end, after a signal, or say why the engine or the server did. From here on the end is certain.
+    Returns the exit status."""
+    from quire.server.ending import arm
+
+    if stop.is_set() and llm.error is None:
+        arm(options.shutdown_timeout + MARGIN)
         log.info("shutting down: %d requests have %g s to end", llm.active, options.shutdown_timeout)
         if not await llm.drain(options.shutdown_timeout):
             log.warning("requests that had not ended were aborted")
-    server.should_exit = True
-    await serving
-    for task in (status, *waits):
-        task.cancel()
-    return 1 if died.is_set() else 0
+        if llm.error is None:
+            return 0
+    arm(LAST_WORDS + MARGIN)
+    if llm.error is not None:
+        log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
+    await asyncio.sleep(LAST_WORDS)
+    return 1
 
 
 def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -211,35 +261,66 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def make_server(app: Any, options: ServeOptions, ready: Callable[[], None]) -> Any:
+def make_server(
+    app: Any,
+    options: ServeOptions,
+    ready: Callable[[], None],
+    end: Callable[[], object] = bool,
+    bounds: dict[str, float] | None = None,
+) -> Any:
+    """A uvicorn.Server whose connections are bounded; `bounds` are fields of connections.Bounds. `ready` is called once
+    it listens, `end` when a request asked for the process's end."""
     import uvicorn
 
+    from quire.server.connections import BoundedProtocol, Bounds, Door
+    from quire.server.errors import LastResort
+
     class Server(uvicorn.Server):
-        """uvicorn, less its signal handlers, which end with the signal's exit status and know nothing of draining."""
+        """uvicorn, less its signal handlers, which end with the signal's exit status and know nothing of draining, and
+        less its way of accepting connections, which knows no bound."""
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
+            await super().startup(sockets=[])
+            room = capacity(options.max_connections)
+            if room < FEW and options.max_connections is None:
+                log.warning("there is room for %d connections only: raise the limit of open files (ulimit -n)", room)
+            [listener] = sockets or []
+            make = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state)
+            self.door = Door(listener, Bounds(room)._replace(**(bounds or {})), make, self.config.ssl)
             ready()
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            self.door.close()
+            await super().shutdown(sockets)
+
+    if options.access_log:
+        logging.getLogger("uvicorn.access").addFilter(without_query)
     return Server(
         uvicorn.Config(
-            app,
+            LastResort(app, end),
             log_config=None,
             access_log=options.access_log,
             http="h11",
             ws="none",
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,
-            h11_max_incomplete_event_size=64 << 10,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=5,
+            timeout_keep_alive=round(Bounds().idle),
+            timeout_graceful_shutdown=LAST_RESPONSES,
             server_header=False,
         )
     )
+
+
+def without_query(record: logging.LogRecord) -> bool:
+    """Cuts the query, where clients put keys, from a line of uvicorn's access log."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, version, status = record.args
+        record.args = client, method, str(path).partition("?")[0][:200], version, status
+    return True
 
 
 async def _status(llm: AsyncLLM) -> None:

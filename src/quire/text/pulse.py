@@ -20,11 +20,11 @@ class Pulse:
 
     def __init__(self, stall_after: float) -> None:
         self.stall_after = stall_after
-        self._beat, self._busy = time.monotonic(), False
+        self._beat, self._busy, self._step = time.monotonic(), False, 0
 
-    def turn(self) -> None:
-        """A turn begins."""
-        self._beat, self._busy = time.monotonic(), True
+    def turn(self, step: int) -> None:
+        """A turn begins, which takes in what waits and computes the step of that number."""
+        self._beat, self._busy, self._step = time.monotonic(), True, step
 
     def rest(self) -> None:
         """There is nothing to do."""
@@ -34,4 +34,4 @@ class Pulse:
         """How the loop is; `death` says why it ended, if it did."""
         lasted, beat = time.monotonic() - self._beat, self._beat
         stalled = not death and self._busy and lasted > self.stall_after
-        return Health(not death, stalled, beat, f"no step ended for {lasted:.0f} s" if stalled else death)
+        return Health(not death, stalled, beat, f"step {self._step} has lasted {lasted:.0f} s" if stalled else death)

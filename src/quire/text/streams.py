@@ -7,10 +7,20 @@ output a branch.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from quire.control.outcomes import Output
 from quire.control.request import Request
+from quire.errors import EngineDead
+
+
+class Observer(Protocol):
+    """Sees what happens, on the engine's thread: `outputs` of a step, with the requests they belong to."""
+
+    def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None:
+        """Called once a step, also for one without outputs."""
+        ...
 
 
 class Delta:
@@ -91,6 +101,23 @@ class Stream:
         # `done` belongs to the last one read, whichever branch ended last.
         self.done = self._finished and not self._deltas
         return output._replace(done=self.done)
+
+
+def named(error: BaseException | None) -> str:
+    """Why the engine stopped; never empty. None: it was closed."""
+    if error is None or isinstance(error, EngineDead):
+        return str(error or "") or "closed"
+    return f"{type(error).__name__}: {error}"
+
+
+def dead(error: BaseException | None) -> EngineDead:
+    """What those who wait are told of it."""
+    return EngineDead(f"the engine stopped: {named(error)}"[:300])
+
+
+def told(error: BaseException) -> Exception:
+    """As an asyncio future may carry it: SystemExit and its like end whoever awaits them."""
+    return error if isinstance(error, Exception) else dead(error)
 
 
 def deliver(batch: list[tuple[Stream, Output]]) -> None:

@@ -1,0 +1,73 @@
+"""The end of a server's process, also when something hangs: stacks in the log, and a last resort. Knows no requests."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from quire.server.connections import Tally
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+
+LOOK_EVERY = 0.5  # seconds between two looks at the engine's pulse
+FRAMES = 40  # of a thread, the innermost ones
+log = logging.getLogger("quire.server")
+
+
+def stacks() -> str:
+    """Where all threads are, the main one first."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
+    parts = [
+        f"{threads.get(ident, 'a thread of a library')}:\n{''.join(traceback.format_stack(frame)[-FRAMES:])}"
+        for ident, frame in frames
+    ]
+    return "\n".join(parts).rstrip()
+
+
+async def watch(llm: AsyncLLM) -> None:
+    """Say once, with all stacks, that the engine stalled, and that it moves on if it does."""
+    stalled = False
+    while True:
+        await asyncio.sleep(LOOK_EVERY)
+        health = llm.heartbeat()
+        if health.stalled and not stalled:
+            log.error("the engine stalled: %s (%d requests run); all threads:\n%s", health.why, llm.running, stacks())
+        elif stalled and not health.stalled:
+            log.warning("the engine moves on")
+        stalled = health.stalled
+
+
+def arm(seconds: float) -> None:
+    """Whatever happens, the process ends within `seconds`, with all stacks on stderr and status 1. It is no thread of
+    Python's, so that it needs nothing that a hanging one may hold."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+
+
+def disarm() -> None:
+    """The process ends by itself."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+class LoopErrors:
+    """An exception handler for an event loop: a traceback a second at the most, the others counted."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._quiet_until = loop, 0.0
+        self._more = Tally("more errors in the event loop")
+        loop.set_exception_handler(self)
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, now = context.get("exception"), loop.time()
+        if now < self._quiet_until:
+            self._more.note(f"{context['message']}: {error!r}"[:200])
+            return
+        self._quiet_until = now + 1
+        self._more.tell()
+        log.error("%s", context["message"], exc_info=error)

@@ -1,0 +1,332 @@
+"""Connections within bounds: how many, how long, how large; what is said to those beyond, and to the log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Running
+from fastapi import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from quire.errors import StartupError
+from quire.server.descriptors import RESERVE, capacity
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+KEY = "sk-quire-test-key"
+
+
+def connect(running: Running) -> socket.socket:
+    url = urlsplit(running.url)
+    return socket.create_connection((url.hostname, url.port), timeout=10)
+
+
+def read(client: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of what comes until the server closes."""
+    data = b""
+    while piece := client.recv(65536):
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    return int(status.split()[1]), headers, body
+
+
+def refusal(client: socket.socket, code: int, words: str) -> dict[str, str]:
+    """Checks that all there is to read is an error in OpenAI's shape; returns its headers."""
+    status, headers, body = read(client)
+    assert status == code, body
+    assert headers["content-type"] == "application/json"
+    assert headers["connection"] == "close"
+    assert int(headers["content-length"]) == len(body)
+    error = json.loads(body)["error"]
+    assert error["code"] == code
+    assert words in error["message"]
+    assert error["type"].endswith("Error")
+    return headers
+
+
+def told(caplog: pytest.LogCaptureFixture, words: str, seconds: float = 5.0) -> list[str]:
+    """The lines of the log with `words`, once there are some."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if lines := [record.getMessage() for record in caplog.records if words in record.getMessage()]:
+            return lines
+        time.sleep(0.02)
+    raise AssertionError([record.getMessage() for record in caplog.records])
+
+
+def test_those_beyond_the_cap_get_a_503_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        echo_service.serving(serve={"max_connections": 3}) as running,
+        httpx.Client(base_url=running.url) as known,
+        contextlib.ExitStack() as stack,
+    ):
+        assert known.get("/health").status_code == 200
+        idle = [stack.enter_context(connect(running)) for _ in range(2)]
+        for _ in range(40):
+            began = time.monotonic()
+            with connect(running) as late:
+                late.sendall(GET + b"\r\n")
+                headers = refusal(late, 503, "all 3 connections are in use")
+            assert int(headers["retry-after"]) >= 1
+            assert time.monotonic() - began < 1
+            assert known.get("/health").status_code == 200
+        assert 1 <= len(told(caplog, "connections found no room: 3 are open")) <= 3
+        idle.pop().close()
+        end = time.monotonic() + 5
+        while httpx.get(f"{running.url}/health").status_code != 200 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"G", GET, GET + b"X: y\r\n" * 5, GET + b"\r\n" + GET],
+    ids=["nothing", "a byte", "a line", "headers", "a second request"],
+)
+def test_headers_that_never_end(sent: bytes) -> None:
+    with echo_service.serving(bounds={"head": 0.5, "sweep": 0.1}) as running, connect(running) as client:
+        began = time.monotonic()
+        if sent.startswith(GET + b"\r\n"):
+            client.sendall(GET + b"\r\n")
+            assert b" 200 OK" in client.recv(1000)
+            sent = GET
+        client.sendall(sent)
+        with contextlib.suppress(OSError):
+            for _ in range(20):  # a byte now and then buys no time
+                time.sleep(0.04)
+                client.sendall(b"a" if sent else b"")
+        refusal(client, 408, "did not arrive within 0.5 s")
+        assert time.monotonic() - began < 4
+
+
+def test_a_body_that_never_ends_after_its_answer() -> None:
+    """Without a key the answer comes before the body; the connection isn't the client's to keep."""
+    with (
+        echo_service.serving(keys=[KEY], bounds={"head": 0.5, "sweep": 0.1}) as running,
+        connect(running) as client,
+    ):
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n{")
+        assert b" 401 " in client.recv(10_000)
+        began = time.monotonic()
+        with pytest.raises(OSError):  # noqa: PT012
+            while time.monotonic() - began < 5:
+                time.sleep(0.05)
+                client.sendall(b" ")
+
+
+def test_an_idle_connection_stays_for_its_time() -> None:
+    """The limit of headers is none of a connection that waits between two requests."""
+    with echo_service.serving(bounds={"head": 0.3, "sweep": 0.1}) as running, connect(running) as client:
+        for _ in range(2):
+            client.sendall(GET + b"\r\n")
+            assert b" 200 OK" in client.recv(1000)
+            time.sleep(1)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "words"),
+    [
+        (b"\x16\x03\x01 garbage\r\n\r\n", 400, "not valid HTTP: illegal request line"),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: pickled\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "8192 are the most"),
+        (GET + b"X: y\r\n" * 100 + b"\r\n", 431, "more than 100 headers"),
+        (GET + b"X: y\r\n" * 10_000, 431, "more than 100 headers"),
+        (GET + b"X: " + b"y" * 70_000, 431, "more than 65536 bytes"),
+        (GET + b"Content-Length: 0\r\n\r\n" + b"\x00\r\n\r\n", 400, "not valid HTTP"),
+    ],
+    ids=["garbage", "header", "host", "encoding", "target", "101 headers", "10,000", "64 KiB", "pipelined"],
+)
+def test_malformed_requests(running_class: Running, sent: bytes, code: int, words: str) -> None:
+    with connect(running_class) as client:
+        client.sendall(sent)
+        if sent.startswith(GET + b"Content-Length: 0"):
+            answer = b""
+            while b"\r\n\r\n" not in answer:
+                answer += client.recv(1)
+            assert b" 200 OK" in answer
+        refusal(client, code, words)
+
+
+@pytest.fixture(scope="module")
+def running_class() -> Iterator[Running]:
+    with echo_service.serving(keys=[KEY], bounds={"sweep": 0.1, "linger": 0.3}) as running:
+        yield running
+
+
+def test_100_headers_are_fine(running_class: Running) -> None:
+    with connect(running_class) as client:
+        client.sendall(GET + b"X: y\r\n" * 99 + b"\r\n")
+        assert b" 200 OK" in client.recv(1000)
+
+
+def test_malformed_bodies_after_the_answer_are_no_traceback(
+    running_class: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer, 401, has been sent; there is nothing more to say."""
+    with connect(running_class) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+        assert b" 401 " in client.recv(10_000)
+        client.sendall(b"no number\r\n\r\n")
+        assert client.recv(100) == b""
+    told(caplog, "refused or ended: 400, this is not valid HTTP")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_thousand_malformed_requests_are_a_few_lines(
+    running_class: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(100):
+        with connect(running_class) as client:
+            client.sendall(b"\x00\r\n\r\n")
+            client.recv(1000)
+    lines = told(caplog, "connections were refused or ended: 400")
+    assert len(caplog.records) < 40
+    assert max(map(len, lines)) < 300
+
+
+def test_chunks_of_a_byte(running_class: Running) -> None:
+    """Each costs as much as a head, whoever sends it."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n" % KEY.encode()
+    head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(running_class) as client:
+        client.sendall(head + b"1\r\n \r\n" * 30_000)
+        refusal(client, 400, "chunks of 1 bytes")
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    with connect(running_class) as client:
+        client.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert b" 200 OK" in client.recv(10_000)
+
+
+def test_a_request_for_another_protocol_is_answered_in_this_one(
+    running_class: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(running_class) as client:
+        client.sendall(GET + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert b" 200 OK" in client.recv(1000)
+    assert not caplog.records
+
+
+def test_a_response_that_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:
+    """Its connection ends, and what it holds meanwhile is what fits into the buffers of one."""
+    sent = 0
+
+    async def endless(request: Request) -> Response:
+        async def pieces() -> object:
+            nonlocal sent
+            while True:
+                sent += 1
+                yield b"x" * 10_000
+                await asyncio.sleep(0)
+
+        return StreamingResponse(pieces())  # type: ignore[arg-type]
+
+    async def large(request: Request) -> Response:
+        return PlainTextResponse(b"x" * 30_000_000, headers={"Connection": "close"})
+
+    with echo_service.serving(bounds={"write": 0.5, "sweep": 0.1}) as running:
+        running.app.add_route("/endless", endless)
+        running.app.add_route("/large", large)
+        for path in ("endless", "large"):
+            with connect(running) as client:
+                client.sendall(f"GET /{path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                told(caplog, "bytes of a response were not read within 0.5 s")
+                caplog.clear()
+        assert sent * 10_000 < 20_000_000
+        with connect(running) as client:  # slow isn't stuck
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
+            client.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+            for _ in range(15):
+                time.sleep(0.1)
+                assert client.recv(1_000_000)
+
+
+def test_queries_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "uvicorn.access")
+    with echo_service.serving(serve={"access_log": True}) as running:
+        httpx.get(f"{running.url}/health?api_key={KEY}")
+        httpx.get(f"{running.url}/nothing%3Fkey={KEY}")
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert '"GET /health HTTP/1.1" 200' in text
+    assert f"api_key={KEY}" not in text
+
+
+def test_capacity() -> None:
+    taken = len(os.listdir("/dev/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert capacity(5) == 5
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + RESERVE + 7, hard))
+        assert abs(capacity() - 7) <= 2
+        with pytest.raises(StartupError, match="20 connections don't fit"):
+            capacity(20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + RESERVE - 2, hard))
+        with pytest.raises(StartupError, match="1 connections don't fit"):
+            capacity()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(StartupError, match="--max-connections is 0"):
+        capacity(0)
+
+
+def test_a_hundred_idle_connections_with_64_descriptors() -> None:
+    """As a process: those that were there go on, new ones get a 503, no tracebacks; when they are gone all is well."""
+    command = f"ulimit -n 64; exec {sys.executable} -c '{PROGRAM}' {Path(__file__).parent.parent}"
+    child = subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        line = next((line for line in child.stdout if "quire serves" in line), "")
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, child.communicate()
+        running = Running(found[0], None, None)
+        with httpx.Client(base_url=running.url, timeout=10) as known, contextlib.ExitStack() as stack:
+            assert known.get("/health").status_code == 200
+            for _ in range(100):
+                stack.enter_context(connect(running))
+            body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+            for _ in range(20):
+                assert known.post("/v1/completions", json=body).status_code == 200
+                assert httpx.get(f"{running.url}/health").status_code == 503
+        end = time.monotonic() + 5
+        while httpx.get(f"{running.url}/health").status_code != 200 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        child.send_signal(signal.SIGTERM)
+        _, error = child.communicate(timeout=20)
+    finally:
+        child.kill()
+        child.communicate()
+    assert child.returncode == 0, error
+    assert "Traceback" not in error
+    assert len(error.splitlines()) < 20
+
+
+PROGRAM = """
+import sys, types
+sys.path.insert(0, sys.argv.pop(1))
+import echo_service
+stand_in = types.ModuleType("quire.build")
+stand_in.build = lambda config, progress=False: echo_service.built()
+sys.modules["quire.build"] = stand_in
+from quire.cli import main
+sys.exit(main(["serve", "--port", "0"]))
+"""
