@@ -309,7 +309,7 @@ class AsyncLLM:
             if self._closing:
                 return False
             self._taken, self._commands = self._commands, self._taken
-            self._pulse.turn(self.engine.stats.steps + 1)
+            self._pulse.turn(self.engine.stats.steps - len(self.engine.flight) + 1)
         while self._taken:
             self._taken.popleft()()
         if self.engine.unfinished:

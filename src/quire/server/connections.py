@@ -70,7 +70,7 @@ class Tally:
     def tell(self) -> None:
         """What happened since it was told last, if anything did."""
         if self._count:
-            log.warning("%d %s: %s", self._count, self._what, self._last)
+            log.warning("%s: %d (%s)", self._what, self._count, self._last)
             self._count = 0
 
 
@@ -228,8 +228,8 @@ class Door:
         self._open: set[BoundedProtocol] = set()
         self._arriving: set[asyncio.Task[None]] = set()
         self._leaving: deque[tuple[float, socket.socket]] = deque()
-        self._refused, self._full = Tally("connections were refused or ended"), Tally("connections found no room")
-        self._starved = Tally("times no connection could be accepted")
+        self._refused, self._full = Tally("connections refused or ended"), Tally("connections beyond the limit")
+        self._starved = Tally("connections can't be accepted")
         told = Failure(503, f"all {bounds.connections} connections are in use", headers={"Retry-After": "1"})
         self._sorry = answer(told)
         listener.setblocking(False)

@@ -69,6 +69,7 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     if not 0 <= options.shutdown_timeout < float("inf"):
         raise StartupError(f"--shutdown-timeout is {options.shutdown_timeout:g}", "It is in seconds, from 0 on")
     raise_limit()
+    capacity(options.max_connections)
     keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
@@ -224,6 +225,8 @@ async def _serve(
         server = make_server(app, options, ready, died.set)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # why it could not start
         status = await _end(llm, options, stop)
         server.should_exit = True
         await serving

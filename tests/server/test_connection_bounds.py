@@ -88,7 +88,7 @@ def test_those_beyond_the_cap_get_a_503_at_once(caplog: pytest.LogCaptureFixture
             assert int(headers["retry-after"]) >= 1
             assert time.monotonic() - began < 1
             assert known.get("/health").status_code == 200
-        assert 1 <= len(told(caplog, "connections found no room: 3 are open")) <= 3
+        assert 1 <= len(told(caplog, "connections beyond the limit")) <= 3
         idle.pop().close()
         end = time.monotonic() + 5
         while httpx.get(f"{running.url}/health").status_code != 200 and time.monotonic() < end:
@@ -188,7 +188,7 @@ def test_malformed_bodies_after_the_answer_are_no_traceback(
         assert b" 401 " in client.recv(10_000)
         client.sendall(b"no number\r\n\r\n")
         assert client.recv(100) == b""
-    told(caplog, "refused or ended: 400, this is not valid HTTP")
+    told(caplog, "(400, this is not valid HTTP")
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -199,7 +199,7 @@ def test_a_thousand_malformed_requests_are_a_few_lines(
         with connect(running_class) as client:
             client.sendall(b"\x00\r\n\r\n")
             client.recv(1000)
-    lines = told(caplog, "connections were refused or ended: 400")
+    lines = told(caplog, "connections refused or ended")
     assert len(caplog.records) < 40
     assert max(map(len, lines)) < 300
 

@@ -1,0 +1,313 @@
+"""What ends a request, the engine or the process: named in the log, told to clients, and never without a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Echo
+from fastapi import Request
+from starlette.responses import Response
+
+from quire.async_llm import AsyncLLM
+from quire.errors import EngineDead
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import StepResult
+
+TESTS = Path(__file__).parent.parent
+PROGRAM = """
+import asyncio, sys, threading, time, types, logging
+sys.path.insert(0, sys.argv.pop(1))
+import echo_service
+from quire.config import EngineConfig
+from quire.server.run import ServeOptions, serve
+from starlette.routing import Route
+
+class Faulty(echo_service.Echo):
+    def collect(self, ticket):
+        if self.collected == 3:
+            {fault}
+        return super().collect(ticket)
+
+logging.basicConfig(stream=sys.stderr, level="INFO")
+stand_in = types.ModuleType("quire.build")
+stand_in.build = lambda config, progress=False: echo_service.built(Faulty())
+sys.modules["quire.build"] = stand_in
+options = ServeOptions(port=0, shutdown_timeout=0.5, stall_after=0.5)
+sys.exit(serve(EngineConfig(), options, lambda line: print(line, flush=True)))
+"""
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException: not an Exception."""
+
+
+@contextlib.contextmanager
+def process(fault: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server whose fourth step does `fault`, and its URL."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(fault=fault), str(TESTS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "QUIRE_API_KEY": ""},
+    )
+    assert child.stdout is not None
+    try:
+        line = next((line for line in child.stdout if "quire serves" in line), "")
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, child.communicate()
+        yield child, found[0]
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def ask(url: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 50, "ignore_eos": True}, timeout=30)
+
+
+def test_a_step_that_hangs() -> None:
+    """Stacks in the log once, health 503, and after SIGTERM the process ends with 1, though the thread doesn't."""
+    with process("time.sleep(1000)") as (child, url):
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(ask(url)))
+        asking.start()
+        end = time.monotonic() + 10
+        while httpx.get(f"{url}/health").status_code == 200 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert httpx.get(f"{url}/health").status_code == 503
+        time.sleep(2)
+        child.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        _, error = child.communicate(timeout=40)
+        assert time.monotonic() - began < 25
+        asking.join()
+    assert child.returncode == 1, error
+    assert error.count("the engine stalled: step 4 has lasted") == 1
+    stalled, _, left = error.partition("shutting down")
+    assert re.search(r"quire-engine:\n(  .*\n)+.* in step\n.*\n.* in collect\n", stalled), stalled
+    assert "the engine's thread hangs and is left behind" in left
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["message"] == "the server is shutting down"
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("sys.exit(0)", "SystemExit: 0"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise AssertionError", "AssertionError"),
+        ("raise type('PanicException', (BaseException,), {})('slice')", "PanicException: slice"),
+    ],
+    ids=["SystemExit", "KeyboardInterrupt", "a silent one", "a panic"],
+)
+def test_whoever_ends_the_engine_is_named(fault: str, name: str) -> None:
+    with process(fault) as (child, url):
+        answer = ask(url)
+        assert answer.status_code == 503
+        assert "engine stopped" in answer.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 503
+        _, error = child.communicate(timeout=20)
+    assert child.returncode == 1, error
+    assert f"the engine stopped: {name}" in error
+
+
+def test_a_thread_of_a_route_that_hangs() -> None:
+    """A template, say. asyncio waits for it without a limit at the end; the process ends nevertheless."""
+    program = """
+import asyncio, sys, time
+from quire.server.ending import arm
+async def main():
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
+    await asyncio.sleep(0.1)
+    arm(0.5)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in shutdown_default_executor" in done.stderr or "_do_shutdown" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["route", "thread", "task"])
+def test_what_is_no_exception_is_a_500_in_the_same_shape(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    def panic() -> None:
+        raise Panic("index out of bounds")
+
+    async def work() -> None:
+        panic()
+
+    async def route(request: Request) -> Response:
+        if where == "route":
+            panic()
+        await (asyncio.to_thread(panic) if where == "thread" else asyncio.ensure_future(work()))
+        raise AssertionError("it was meant to panic")
+
+    with echo_service.serving() as running:
+        running.app.add_route("/panic", route)
+        answer = httpx.get(f"{running.url}/panic")
+        assert answer.status_code == 500
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.json()["error"]["message"] == "internal error"
+        assert httpx.get(f"{running.url}/health").status_code == 200
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [Panic]
+
+
+def test_an_exception_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def route(request: Request) -> Response:
+        raise ZeroDivisionError
+
+    async def cancelled(request: Request) -> Response:
+        raise asyncio.CancelledError
+
+    with echo_service.serving() as running:
+        running.app.add_route("/fault", route)
+        running.app.add_route("/cancelled", cancelled)
+        for path, kind in (("fault", ZeroDivisionError), ("cancelled", RuntimeError)):
+            answer = httpx.get(f"{running.url}/{path}")
+            assert answer.status_code == 500
+            assert answer.json()["error"]["type"] == "InternalServerError"
+            assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [kind]
+            caplog.clear()
+
+
+def test_an_answer_that_has_begun_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    class Half(Response):
+        async def __call__(self, scope: object, receive: object, send: object) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})  # type: ignore[operator]
+            raise Panic
+
+    async def route(request: Request) -> Response:
+        return Half()
+
+    with echo_service.serving() as running:
+        running.app.add_route("/half", route)
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"{running.url}/half")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code", "headers"),
+    [
+        ("GET", "/nothing", 404, {}),
+        ("PUT", "/health", 405, {"allow": "GET"}),
+        ("PUT", "/ping", 405, {"allow": "GET, POST"}),
+        ("PATCH", "/v1/prefixes", 405, {"allow": "GET, POST"}),
+        ("BREW", "/v1/completions", 405, {"allow": "POST"}),
+        ("POST", "/v1/completions", 400, {}),
+        ("GET", "/v1/prefixes", 403, {}),
+    ],
+)
+def test_what_libraries_answer(method: str, path: str, code: int, headers: dict[str, str]) -> None:
+    with echo_service.serving() as running:
+        answer = httpx.request(method, running.url + path)
+    assert answer.status_code == code
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["error"]["code"] == code
+    assert headers.items() <= dict(answer.headers).items()
+
+
+def test_a_request_that_exits_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """As what serves does it: the one that asked gets its answer, the log says who, and the status is 1."""
+    from quire.server.errors import LastResort
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        raise SystemExit(0)
+
+    sent: list[dict[str, object]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    ended: list[bool] = []
+    asyncio.run(LastResort(app, lambda: ended.append(True))({"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert ended == [True]
+    assert sent[0]["status"] == 500
+    assert "SystemExit in a request ends the server" in caplog.text
+
+
+def test_closing_says_whether_the_thread_ended() -> None:
+    gate = threading.Event()
+
+    class Stuck(Echo):
+        def collect(self, ticket: int) -> StepResult:
+            assert gate.wait(20)
+            return super().collect(ticket)
+
+    async def work(llm: AsyncLLM) -> None:
+        stream = await llm.submit([1, 2], SamplingParams(max_tokens=2))
+        began = time.monotonic()
+        assert not llm.close(timeout=0.2)
+        assert time.monotonic() - began < 5
+        gate.set()
+        assert llm.close()
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+
+    asyncio.run(work(AsyncLLM.of(echo_service.built(Stuck()))))  # type: ignore[arg-type]
+
+
+def test_those_behind_what_ends_the_engine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that were taken together with it, not only later ones."""
+    llm = AsyncLLM.of(echo_service.built())  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=2)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise Panic("in a library")
+
+    async def work() -> None:
+        monkeypatch.setattr(llm.engine, "add_all", fail)
+        with llm._wake:  # so that the thread takes all of them at once
+            asking = [asyncio.ensure_future(llm.submit([1], params)) for _ in range(3)]
+            asking.append(asyncio.ensure_future(llm.prefixes()))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+        found = await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), 5)
+        assert [type(error) for error in found] == [EngineDead] * 4
+        assert "Panic: in a library" in str(found[0])
+
+    asyncio.run(work())
+    assert isinstance(llm.error, Panic)
+    assert not llm.heartbeat().alive
+    assert llm.close()
+
+
+def test_a_program_that_forgets_to_close_ends() -> None:
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import echo_service
+from quire.async_llm import AsyncLLM
+llm = AsyncLLM.of(echo_service.built())
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(TESTS)], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_errors_of_the_loop_are_bounded_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    from quire.server.ending import LoopErrors
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        LoopErrors(loop)
+        for _ in range(100):
+            loop.call_exception_handler({"message": "accept failed", "exception": OSError("too many open files")})
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(work())
+    assert caplog.text.count("accept failed") == 1
