@@ -185,7 +185,10 @@ def test_malformed_bodies_after_the_answer_are_no_traceback(
     """The answer, 401, has been sent; there is nothing more to say."""
     with connect(running_class) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
-        assert b" 401 " in client.recv(10_000)
+        answer = client.recv(10_000)
+        while not answer.endswith(b"}}"):
+            answer += client.recv(10_000)
+        assert b" 401 " in answer
         client.sendall(b"no number\r\n\r\n")
         assert client.recv(100) == b""
     told(caplog, "(400, this is not valid HTTP")
