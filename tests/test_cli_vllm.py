@@ -154,12 +154,13 @@ HINTS = {
     "--enforce-eager-mode": "--enforce-eager", "--kv-cache-memory": "--kv-cache-memory-bytes",
 }  # fmt: skip
 NEITHER = ("--response-role", "--enable-sleep-mode", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
-           "--log-config-file", "--async-scheduling", "--collect-detailed-traces", "--seeds-of-doubt")  # fmt: skip
+           "--log-config-file", "--async-scheduling", "--collect-detailed-traces", "--seeds-of-doubt",
+           "quantization")  # fmt: skip
 
 
 def said_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
-        parse(["serve", "a/model", flag, "value"])
+        parse(["serve", "a/model", flag, "value"])  # of which nothing is said: the first is named
     start = f"quire: error: Unknown argument {flag!r}. "
     said = capsys.readouterr().err.strip()
     assert said.startswith(start)

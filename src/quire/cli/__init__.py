@@ -18,6 +18,7 @@ from quire.cli.vllm import reason, settled
 from quire.errors import QuireError, StartupError
 
 INTERRUPTED = 130
+CONFIG = "settings in YAML: flags' names without their dashes; what the command line says wins"
 SIMILAR, ALIKE = 0.8, 0.9  # letters in common, of all of two flags: one may be meant, or is but misspelt
 COMMANDS = {
     "generate": "continue prompts",
@@ -43,6 +44,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         named[name] = command
         if name in ("generate", "chat", "serve", "plan"):
             command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's own names every flag, on twenty lines
+            command.add_argument("--config", metavar="FILE", help=CONFIG)
             add_engine_flags(command)
         if name in ("generate", "chat"):
             add_sampling_flags(command)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from quire.cli.vllm import add_vllm_flags, said_as_vllm
+from quire.cli.vllm import add_vllm_flags, said_as_vllm, settled
 from quire.config import (
     ATTENTIONS,
     DEVICES,
@@ -114,8 +114,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """MODEL and every field of EngineConfig."""
     parser.add_argument("model", nargs="?", default="", metavar="MODEL",
                         help="a folder or hub id, in the Hugging Face format (default: the bundled model)")  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="a YAML file of settings: flags' names without their dashes, "
-                        "and values; what the command line says wins")  # fmt: skip
     group = parser.add_argument_group("engine")
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     for flag in ENGINE:
@@ -191,6 +189,7 @@ def _add(group: Any, flag: Flag, default: object) -> None:
 def config_from(args: argparse.Namespace) -> EngineConfig:
     """The EngineConfig that the flags describe. StartupError for values out of range."""
     given = {flag.name: getattr(args, flag.name) for flag in ENGINE if hasattr(args, flag.name)}
+    settled(args)
     return EngineConfig(**{"model": args.model, **given, **said_as_vllm(args)})
 
 

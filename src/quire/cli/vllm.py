@@ -88,7 +88,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Those that mean something, shown; those that change nothing, hidden."""
     group = parser.add_argument_group("vLLM's names for settings of the engine")
     there = {"default": argparse.SUPPRESS}
-    group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="MODEL", **there)
+    group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="the argument MODEL", **there)
     group.add_argument("--kv-cache-memory-bytes", type=size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", **there)
     group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA", **there)
     group.add_argument("--load-format", choices=FORMATS, help="dummy: --dummy-weights", **there)
@@ -154,6 +154,8 @@ def settled(args: argparse.Namespace) -> list[str]:
 
 def reason(flag: str) -> str | None:
     """Why quire has no such flag, if it is one of vLLM's that is known."""
+    if not flag.startswith("-"):
+        return None
     name = SHORT.get(flag, flag).lstrip("-")
     return next((why for starts, why in REASONS if name.startswith(tuple(starts.split()))), None)
 

@@ -237,7 +237,7 @@ def create_app(
     metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
     service = Service(llm, names, metrics, strict=strict, max_logprobs=max_logprobs, log_requests=log_requests)
-    before = partial(front, root_path=root_path, allowed_origins=tuple(allowed_origins))
+    before = partial(front, counts=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
     app = App(before, title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
     add_handlers(app, metrics)
