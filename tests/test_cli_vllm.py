@@ -229,6 +229,8 @@ def test_server_flags() -> None:
         ("--root-path", "/a;id", "--root-path"),
         ("--root-path", "/a'$(id)", "--root-path"),
         ("--root-path", "//evil", "--root-path"),
+        ("--root-path", "/v1", "--root-path is '/v1', where routes begin"),
+        ("--root-path", "/v1/models/", "where routes begin"),
         ("--allowed-origins", "app.example", "--allowed-origins has 'app.example'. Give https://HOST"),
         ("--allowed-origins", "https://a.example/path", "--allowed-origins has"),
         ("--allowed-origins", "[1]", "--allowed-origins has '1'"),

@@ -34,6 +34,8 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
     """How to serve. StartupError for a value that can't be served with."""
     if not ROOT_PATH.fullmatch(args.root_path):
         raise StartupError(f"--root-path is {args.root_path[:80]!r}", "Give a path that begins with /, as /api")
+    if f"{args.root_path}/".startswith("/v1/"):  # a path below it could be meant either way
+        raise StartupError(f"--root-path is {args.root_path[:80]!r}, where routes begin", "Give another, as /api")
     if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
         more = " (-1, the whole vocabulary, isn't offered)" if args.max_logprobs == -1 else ""
         raise StartupError(f"--max-logprobs is {args.max_logprobs}", f"It must be between 0 and {MAX_LOGPROBS}{more}")

@@ -173,7 +173,7 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
     usage, sharing = llm.account
     deferred = min(llm.engine.scheduler.deferred, llm.queued)
     reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
-    text = "Those: until memory and a place in the batch are free, or until another request has computed their prefix"
+    text = "Waiting requests: capacity: until there is room; deferred: until another one has computed a common prefix"
     yield "num_requests_waiting_by_reason", text, ("reason",), reasons
     sizes = [((category,), size) for category, size in usage._asdict().items()]
     yield "kv_bytes", "KV memory by category", ("category",), sizes
