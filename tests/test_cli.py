@@ -64,7 +64,7 @@ def test_flags_become_settings(command: str) -> None:
     texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "device": "cpu", "table_scope": "layer",
              "page_sizes": "own", "preemption": "swap"}  # fmt: skip
     for field in fields(EngineConfig):
-        if field.name in ("model", "kv_gib"):
+        if field.name in ("model", "kv_gib", "override_generation_config"):
             continue
         flag = "--" + field.name.replace("_", "-")
         if field.type == "bool":
@@ -79,6 +79,10 @@ def test_flags_become_settings(command: str) -> None:
         assert getattr(config_from(parse([command, *given])), field.name) == value, flag
     assert config_from(parse([command, "--block-size", "8"])).page_size == 8
     assert config_from(parse([command, "--kv-gib", "1.5"])).kv_gib == 1.5
+    override = ["--override-generation-config", '{"temperature": 0.5, "top_k": 3}']
+    assert config_from(parse([command, *override])).override_generation_config == {"temperature": 0.5, "top_k": 3}
+    for given, meant in (([], "auto"), (["--generation-config", "auto"], "auto"), (["--no-generation-config"], "vllm")):
+        assert config_from(parse([command, *given])).generation_config == meant
     assert config_from(parse([command, "--swap-space", "2"])).swap_gib == 2
     for said, meant in (("half", "float16"), ("float", "float32")):
         assert config_from(parse([command, "--dtype", said])) == EngineConfig(dtype=meant)

@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 ROOT = Path(__file__).parent.parent
-NAMES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client"}
+NAMES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton"}
 
 

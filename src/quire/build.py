@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.budget import MemoryPlan, plan_memory
-from quire.config import EngineConfig
+from quire.config import GENERATION, EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
 from quire.control.edge import Limits
@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 
 BUNDLED = "tiny"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Source(NamedTuple):
-    """A model before it is loaded. `folder` is None for a named shape with dummy weights."""
+    """A model before it is loaded. `folder` is None for a named shape with dummy weights. `generation` is its
+    generation_config.json, `defaults` what requests' parameters are unless they say otherwise."""
 
     name: str
     folder: Path | None
     config: dict[str, Any]
     generation: dict[str, Any]
     spec: ModelSpec
+    defaults: dict[str, Any]
 
 
 class Built(NamedTuple):
@@ -76,16 +77,17 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
         if weights and not config.dummy_weights:
             raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
         shape = CONFIGS[config.model_config]
-        return Source(config.model_config, None, shape, {}, read_spec(shape))
+        return Source(config.model_config, None, shape, {}, read_spec(shape), _defaults(config, {}))
     model = config.model or BUNDLED
     bundled = Path(__file__).parent / "assets" / model
     named = model in (BUNDLED, "tiny-draft") and not Path(model).is_dir()
-    folder = bundled if named else locate(model, weights and not config.dummy_weights)
-    settings = read_config(folder)
-    generation = read_generation_config(folder) if config.generation_config else {}
+    if named and config.revision is not None:
+        raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
+    folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
+    settings, generation = read_config(folder), read_generation_config(folder)
     local = Path(model).expanduser()
     name = local.resolve().name if local.is_dir() else model
-    return Source(name, folder, settings, generation, read_spec(settings))
+    return Source(name, folder, settings, generation, read_spec(settings), _defaults(config, generation))
 
 
 def plan(config: EngineConfig) -> list[str]:
@@ -133,13 +135,12 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
         text = TokenText(tokenizer)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT
     engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=eos_ids, costs=costs, text=text)
-    defaults = _sampling_defaults(source)
-    notices = _notices(config, source, plan, eos_ids, defaults)
+    notices = _notices(config, plan, eos_ids, source.defaults)
     if runner.attention == "triton":
         from quire.data.kernels.triton.launch import left_out
 
         notices += tuple(filter(None, [left_out(runner.device)]))
-    return Built(engine, source.spec, tokenizer, chat, plan, notices, defaults, source.name)
+    return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name)
 
 
 @contextmanager
@@ -269,19 +270,34 @@ def _fast_bfloat16() -> bool:
         return False
 
 
-def _sampling_defaults(source: Source) -> dict[str, Any]:
-    """generation_config.json's sampling parameters. StartupError for one that no request could use."""
-    defaults = {key: source.generation[key] for key in SAMPLING_DEFAULTS if source.generation.get(key) is not None}
-    try:
-        SamplingParams(**defaults)
-    except InputError as error:
-        remedy = "Mend the file, or start with --no-generation-config"
-        raise StartupError(f"generation_config.json can't be used: {error}", remedy) from error
-    return defaults
+def _defaults(config: EngineConfig, generation: dict[str, Any]) -> dict[str, Any]:
+    """Requests' defaults: the model's generation_config.json or another, and what overrides it. StartupError for one
+    that no request could use."""
+    said, where = generation, "generation_config.json"
+    if config.generation_config not in ("auto", "vllm"):
+        folder = Path(str(config.generation_config)).expanduser()
+        where = f"--generation-config {str(folder)[:200]!r}"
+        if not (folder / "generation_config.json").is_file():
+            raise StartupError(
+                f"{where} has no generation_config.json", "Give auto, vllm or a folder that has such a file"
+            )
+        said = read_generation_config(folder)
+    said = {} if config.generation_config == "vllm" else said
+    override = config.override_generation_config or {}
+    for name, values in ((where, said), ("--override-generation-config", override)):
+        try:
+            SamplingParams(**{key: values[key] for key in GENERATION if values.get(key) is not None})
+        except InputError as error:
+            remedy = (
+                "Give other values" if values is override else "Mend the file, or start with --no-generation-config"
+            )
+            raise StartupError(f"{name} can't be used: {error}", remedy) from error
+    both = {**said, **override}
+    return {key: both[key] for key in GENERATION if both.get(key) is not None}
 
 
 def _notices(
-    config: EngineConfig, source: Source, plan: MemoryPlan, eos_ids: tuple[int, ...], defaults: dict[str, Any]
+    config: EngineConfig, plan: MemoryPlan, eos_ids: tuple[int, ...], defaults: dict[str, Any]
 ) -> tuple[str, ...]:
     notices = []
     if config.dtype == "auto":
@@ -292,9 +308,11 @@ def _notices(
         notices.append(f"end tokens {', '.join(map(str, eos_ids))}")
     if defaults:
         shown = ", ".join(f"{key}={value}" for key, value in defaults.items())
-        notices.append(
-            f"generation_config.json sets {shown} where a request doesn't (--no-generation-config ignores it)"
-        )
+        if config.override_generation_config:
+            text = f"requests have {shown} where they say nothing (--override-generation-config)"
+        else:
+            text = f"generation_config.json sets {shown} where a request doesn't (--no-generation-config ignores it)"
+        notices.append(text)
     return tuple(notices)
 
 

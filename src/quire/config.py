@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from quire.errors import StartupError
@@ -15,6 +16,8 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("one", "own")
+GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
 MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
@@ -39,9 +42,13 @@ class EngineConfig:
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay decode steps, and
     `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed. `log_plans`
     names a file to write every plan and result to (quire.plan_log), for debugging.
+    `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
+    `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from that file in the folder that it
+    names; those in `override_generation_config` win.
     """
 
     model: str = ""
+    revision: str | None = None
     model_config: str | None = None
     dummy_weights: bool = False
     tokenizer: str | None = None
@@ -66,7 +73,8 @@ class EngineConfig:
     swap_gib: float = 4.0
     prefix_tokens: int = 0
     calibration: str | None = None
-    generation_config: bool = True
+    generation_config: str | bool = "auto"
+    override_generation_config: Mapping[str, object] | None = None
     depth: int | None = None
     seed: int = 0
     debug: bool = False
@@ -77,6 +85,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here
+        if isinstance(self.generation_config, bool):
+            object.__setattr__(self, "generation_config", "auto" if self.generation_config else "vllm")
         for name, allowed in (
             ("memory", MEMORIES),
             ("attention", ATTENTIONS),
@@ -102,6 +112,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise StartupError(f"{_flag(name)} is {value}", f"It must be between {low} and {high}")
+        self._check_the_rest()
+
+    def _check_the_rest(self) -> None:
         if self.kv_gib is not None and not 0 < self.kv_gib < 2**20:
             raise StartupError(f"--kv-gib is {self.kv_gib}", "It must be above 0")
         if self.kv_gib is not None and self.kv_tokens is not None:
@@ -122,6 +135,11 @@ class EngineConfig:
             raise StartupError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"
             )
+        if self.revision is not None and self.model_config is not None:
+            raise StartupError("--revision and --model-config are both given", "A named shape has no revisions")
+        if unknown := next((name for name in self.override_generation_config or () if name not in GENERATION), None):
+            cause = f"--override-generation-config has {str(unknown)[:80]!r}"
+            raise StartupError(cause, f"It may set: {', '.join(GENERATION)}")
 
     def sized(self, device: str) -> EngineConfig:
         """The same with `max_num_seqs` and `max_num_batched_tokens` filled in for "cpu" or "cuda"."""

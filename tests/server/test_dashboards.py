@@ -31,8 +31,8 @@ request_queue_time_seconds_bucket request_queue_time_seconds_count request_queue
 request_time_per_output_token_seconds_bucket request_time_per_output_token_seconds_count
 request_time_per_output_token_seconds_sum time_to_first_token_seconds_bucket time_to_first_token_seconds_count
 time_to_first_token_seconds_sum
-""".split()
-BESIDE = "request_num_preemptions_sum request_params_n_count request_params_max_tokens_count cache_config_info".split()
+"""
+BESIDE = "request_num_preemptions_sum request_params_n_count request_params_max_tokens_count cache_config_info"
 
 Series = dict[str, list[dict[str, str]]]
 
@@ -126,9 +126,13 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
 
 def test_vllm_has_its_own_names() -> None:
     found = scrape("vllm")
-    missing = {name for name in OF_VLLM + BESIDE if f"vllm:{name}" not in found}
+    missing = {name for name in f"{OF_VLLM} {BESIDE}".split() if f"vllm:{name}" not in found}
     assert not missing
-    assert not [name for name in found if not name.startswith("vllm:")]
+    bare = {name for name in found if not name.startswith("vllm:")}
+    assert bare == {
+        "http_requests_total",
+        *(f"http_request_duration_seconds_{end}" for end in ("bucket", "count", "sum")),
+    }
     for name, bounds in (
         ("time_to_first_token_seconds", "0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0"),
         ("request_time_per_output_token_seconds", "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0"),

@@ -82,9 +82,34 @@ def test_every_series_names_model_and_engine(prefix: str, start: str) -> None:
         found = families(running.url)
     assert len(found) > 40
     for name, family in found.items():
-        assert name.startswith(start)
+        assert name.startswith(("http_", start) if prefix == "vllm" else start)
         for sample in family.samples:
             assert (sample.labels["model_name"], sample.labels["engine"]) == ("echo", "0"), sample
+
+
+def test_http_requests_are_counted_by_route_and_bounded() -> None:
+    with echo_service.serving(keys=["key"], root_path="/api") as running:
+        headers = {"Authorization": "Bearer key"}
+        for path in ("/v1/completions", "/api/v1/completions"):
+            body = {"prompt": "a", "max_tokens": 2, "stream": True}
+            assert httpx.post(running.url + path, json=body, headers=headers).status_code == 200
+        assert httpx.post(f"{running.url}/v1/completions", json={"n": 0}, headers=headers).status_code == 400
+        assert httpx.get(f"{running.url}/v1/models/echo", headers=headers).status_code == 200
+        assert httpx.get(f"{running.url}/v1/models/none", headers=headers).status_code == 404
+        for i in range(30):
+            assert httpx.request(f"ODD{i}", f"{running.url}/odd/{i}", headers=headers).status_code == 404
+            assert httpx.get(f"{running.url}/health", headers=headers).status_code == 200
+            assert httpx.get(f"{running.url}/v1/models/{i}").status_code == 401
+        counts = running.app.front.keywords["counts"]
+        assert counts.requests == {
+            ("/v1/completions", "POST", "2xx"): 2, ("/v1/completions", "POST", "4xx"): 1,
+            ("/v1/models/{name:path}", "GET", "2xx"): 1, ("/v1/models/{name:path}", "GET", "4xx"): 1,
+            ("none", "other", "4xx"): 30, ("none", "GET", "4xx"): 30,
+        }  # fmt: skip
+        text = httpx.get(f"{running.url}/metrics", headers=headers).text
+        own = 'engine="0",handler="/v1/completions",method="POST",model_name="echo"'
+        assert f'quire_http_requests_total{{{own},status="2xx"}} 2.0' in text
+        assert f"quire_http_request_duration_seconds_count{{{own}}} 3.0" in text
 
 
 def test_cache_info() -> None:

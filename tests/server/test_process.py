@@ -53,7 +53,7 @@ class Process:
                 break
         else:
             raise AssertionError(self.child.stderr.read() if self.child.stderr else "")
-        found = re.search(r"http://127\.0\.0\.1:\d+", "".join(self.lines))
+        found = re.search(r"https?://127\.0\.0\.1:\d+", "".join(self.lines))
         assert found, self.lines
         self.url = found[0]
 

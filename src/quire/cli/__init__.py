@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
+from typing import NoReturn
 
 from quire.cli.flags import add_engine_flags, add_sampling_flags, add_serve_flags
 from quire.cli.parser import BAD_START, Parser, fail
-from quire.errors import QuireError
+from quire.cli.vllm import reason, settled
+from quire.errors import QuireError, StartupError
 
 INTERRUPTED = 130
+CONFIG = "settings in YAML: flags' names without their dashes; what the command line says wins"
+SIMILAR, ALIKE = 0.8, 0.9  # letters in common, of all of two flags: one may be meant, or is but misspelt
 COMMANDS = {
     "generate": "continue prompts",
     "chat": "talk to a model in the terminal",
@@ -40,6 +44,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
         named[name] = command
         if name in ("generate", "chat", "serve", "plan"):
             command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's own names every flag, on twenty lines
+            command.add_argument("--config", metavar="FILE", help=CONFIG)
             add_engine_flags(command)
         if name in ("generate", "chat"):
             add_sampling_flags(command)
@@ -59,19 +64,46 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments; unknown flags fail naming the nearest known one."""
+    """The arguments, and what their --config file adds to them. An unknown flag fails, naming the nearest known one, or
+    why there is none."""
     top, named = parsers()
     args, unknown = top.parse_known_args(arguments)
+    if not unknown and getattr(args, "config", None) is not None:
+        args, unknown = top.parse_known_args(with_config(list(arguments), args.config, named[args.command]))
     if unknown:
-        command = named.get(args.command, top)
-        known = [option for action in command._actions for option in action.option_strings]
-        flag = unknown[0].split("=")[0]
-        near = get_close_matches(flag, known, n=1, cutoff=0.4)
-        fail(f"Unknown argument {flag[:60]!r}", f"Did you mean {near[0]}?" if near else f"See {command.prog} --help")
+        refuse(unknown[0].split("=")[0], named.get(args.command, top))
     if args.command is None and not args.version:
         top.print_help()
         raise SystemExit(BAD_START)
     return args
+
+
+def with_config(arguments: list[str], file: str, command: Parser) -> list[str]:
+    """`arguments` with those of a file of settings, as far as they don't set the same."""
+    from quire.cli.config_file import arguments_of, read_settings
+
+    bare, commands = parsers()
+    for parser in commands.values():
+        for action in parser._actions:
+            action.default = argparse.SUPPRESS  # then only what is said is found
+    given = vars(bare.parse_known_args(arguments)[0])
+    try:
+        more = arguments_of(read_settings(file), command, given)
+    except StartupError as error:
+        fail(error.cause, error.remedy)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:end], *more, *arguments[end:]]
+
+
+def refuse(flag: str, command: Parser) -> NoReturn:
+    """End for an argument that isn't there: with what it may have been meant to be, or why there is no such flag."""
+    name = flag.replace("_", "-")
+    shown = [action for action in command._actions if action.help != argparse.SUPPRESS]
+    known = [option for action in shown for option in action.option_strings]
+    near, why = get_close_matches(name, known, n=1, cutoff=SIMILAR), reason(name)
+    if near and (why is None or SequenceMatcher(None, name, near[0]).ratio() > ALIKE):
+        fail(f"Unknown argument {flag[:60]!r}", f"Did you mean {near[0]}?")
+    fail(f"Unknown argument {flag[:60]!r}", f"Not supported by quire: {why}" if why else f"See {command.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,6 +154,8 @@ def _delegate(command: str, rest: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    for line in settled(args):
+        print(line, file=sys.stderr)
     if args.command == "serve":
         from quire.cli.serve import serve as run
     elif args.command == "generate":

@@ -13,7 +13,7 @@ from quire import __version__
 
 PACKAGES = (
     "torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "jinja2", "transformers", "triton", "pydantic",
-    "fastapi", "starlette", "uvicorn", "prometheus-client",
+    "fastapi", "starlette", "uvicorn", "prometheus-client", "pyyaml",
 )  # fmt: skip
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
                 "bf16", "sve")  # fmt: skip

@@ -6,9 +6,12 @@ Defaults are EngineConfig's own: a flag that isn't given isn't passed on.
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from quire.cli.vllm import add_vllm_flags, said_as_vllm, settled
 from quire.config import (
     ATTENTIONS,
     DEVICES,
@@ -21,17 +24,31 @@ from quire.config import (
     EngineConfig,
 )
 from quire.errors import InputError
+from quire.vocabulary.params import MAX_LOGPROBS
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")  # trace would log what requests say
 
 
 class Flag(NamedTuple):
     """A setting on the command line. `kind` bool gives --name and --no-name; `short` ones only --name."""
 
     name: str
-    kind: type
+    kind: Callable[[str], Any]
     help: str
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object on the command line."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not JSON") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no JSON object")
+    return found
 
 
 BEAMS = {"length_penalty", "early_stopping"}
@@ -47,6 +64,7 @@ ENGINE = (
     Flag("attention", str, "the attention backend", ATTENTIONS),
     Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),
     Flag("device", str, "where to compute", DEVICES),
+    Flag("revision", str, "branch, tag or commit of a hub's model", metavar="REV"),
     Flag("threads", int, "CPU threads", metavar="N"),
     Flag("model_config", str, "a named shape instead of a model, with --dummy-weights", metavar="NAME"),
     Flag("dummy_weights", bool, "random weights: for measuring"),
@@ -63,14 +81,16 @@ ENGINE = (
     Flag("seed", int, "seed of requests that bring none", metavar="N"),
     Flag("tokenizer", str, "folder or hub id of another tokenizer", metavar="PATH"),
     Flag("skip_tokenizer_init", bool, "work with token ids only"),
-    Flag("generation_config", bool, "take sampling defaults from generation_config.json"),
+    Flag("generation_config", str, "where sampling defaults come from: auto (the model's generation_config.json), vllm "
+         "(nowhere) or a folder with such a file", metavar="VALUE"),
+    Flag("override_generation_config", json_object, "sampling defaults that win over these, as JSON", metavar="JSON"),
     Flag("depth", int, "steps in flight at once", metavar="N"),
     Flag("deterministic", bool, "on a GPU, tokens don't depend on what else is in a batch"),
     Flag("cuda_graphs", bool, "on a GPU, replay decode steps as CUDA graphs"),
     Flag("warm_up", bool, "on a GPU, compile kernels and capture graphs at start, not when they are first needed"),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
     Flag("debug", bool, "check everything, and show tracebacks"),
-)
+)  # fmt: skip
 
 SAMPLING = (
     Flag("max_tokens", int, "tokens to generate", metavar="N"),
@@ -98,6 +118,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     for flag in ENGINE:
         _add(group, flag, defaults[flag.name])
+    group.add_argument("--no-generation-config", dest="generation_config", action="store_const", const="vllm",
+                       default=argparse.SUPPRESS, help="--generation-config vllm")  # fmt: skip
+    add_vllm_flags(parser)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,18 +137,42 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    group.add_argument("--root-path", default="", metavar="PATH",
+                       help="path prefix of a proxy in front, which may strip it or leave it there")  # fmt: skip
+    group.add_argument("--max-connections", type=int, metavar="N",
+                       help="most connections at once (default: what descriptors allow)")  # fmt: skip
+    group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
+                       help="seconds that requests have to end after SIGTERM (default: %(default)s)")  # fmt: skip
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="speak TLS: the private key, in PEM format")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="and its certificate, with those up to the root")
+    _add_request_flags(parser.add_argument_group("requests"))
+    _add_log_flags(parser.add_argument_group("logs and metrics"))
+
+
+def _add_request_flags(group: Any) -> None:
+    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names to answer to")
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
     group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must present, one a line "
                        "(or one in the environment: QUIRE_API_KEY)")  # fmt: skip
     group.add_argument("--admin-key-file", metavar="FILE", help="keys for the admin routes, one a line "
                        "(or one in the environment: QUIRE_ADMIN_KEY; without any these routes are shut)")  # fmt: skip
+    group.add_argument("--allowed-origins", nargs="+", default=(), metavar="ORIGIN", help="web pages that may ask from "
+                       "a browser, as https://HOST or *; several, or a JSON list (default: none)")  # fmt: skip
+    group.add_argument("--max-logprobs", type=int, default=MAX_LOGPROBS, metavar="N",
+                       help="most log-probabilities that requests may ask for (default: %(default)s)")  # fmt: skip
+    group.add_argument("--strict", action="store_true", help="refuse requests that have unknown fields")
     group.add_argument("--prefixes", metavar="FILE", help="prefixes to register at start, as JSON: "
                        '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens')  # fmt: skip
-    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names to answer to")
-    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
-    group.add_argument("--root-path", default="", metavar="PATH", help="path prefix that a proxy in front strips")
-    group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
-                       help="seconds that requests have to end after SIGTERM (default: %(default)s)")  # fmt: skip
+
+
+def _add_log_flags(group: Any) -> None:
     group.add_argument("--access-log", action="store_true", help="log every HTTP request")
+    group.add_argument("--enable-log-requests", action="store_true",
+                       help="log every request that is queued: its sizes and parameters, not its text")  # fmt: skip
+    group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, default="warning",
+                       help="what the HTTP library logs (default: %(default)s)")  # fmt: skip
+    group.add_argument("--metrics-prefix", choices=("quire", "vllm"), default="quire",
+                       help="names of metrics: quire_... or vllm:..., for dashboards of vLLM")  # fmt: skip
 
 
 def _add(group: Any, flag: Flag, default: object) -> None:
@@ -142,7 +189,8 @@ def _add(group: Any, flag: Flag, default: object) -> None:
 def config_from(args: argparse.Namespace) -> EngineConfig:
     """The EngineConfig that the flags describe. StartupError for values out of range."""
     given = {flag.name: getattr(args, flag.name) for flag in ENGINE if hasattr(args, flag.name)}
-    return EngineConfig(model=args.model, **given)
+    settled(args)
+    return EngineConfig(**{"model": args.model, **given, **said_as_vllm(args)})
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:

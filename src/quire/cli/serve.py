@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import re
 import sys
+from collections.abc import Sequence
 
 from quire.cli.flags import config_from
+from quire.errors import StartupError
 from quire.server.run import ServeOptions
 from quire.server.run import serve as run
+from quire.vocabulary.params import MAX_LOGPROBS
+
+ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:_-]{1,300}")
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 
 
 def serve(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    config = config_from(args)
-    options = ServeOptions(
+    config, options = config_from(args), options_from(args)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("quire").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(args.uvicorn_log_level.upper())
+    if args.access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return run(config, options, lambda line: print(line, flush=True))
+
+
+def options_from(args: argparse.Namespace) -> ServeOptions:
+    """How to serve. StartupError for a value that can't be served with."""
+    if not ROOT_PATH.fullmatch(args.root_path):
+        raise StartupError(f"--root-path is {args.root_path[:80]!r}", "Give a path that begins with /, as /api")
+    if f"{args.root_path}/".startswith("/v1/"):  # a path below it could be meant either way
+        raise StartupError(f"--root-path is {args.root_path[:80]!r}, where routes begin", "Give another, as /api")
+    if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
+        more = " (-1, the whole vocabulary, isn't offered)" if args.max_logprobs == -1 else ""
+        raise StartupError(f"--max-logprobs is {args.max_logprobs}", f"It must be between 0 and {MAX_LOGPROBS}{more}")
+    if args.max_connections is not None and not 1 <= args.max_connections <= 2**20:
+        raise StartupError(f"--max-connections is {args.max_connections}", f"It must be between 1 and {2**20}")
+    return ServeOptions(
         host=args.host,
         port=args.port,
         api_key_file=args.api_key_file,
@@ -22,12 +49,32 @@ def serve(args: argparse.Namespace) -> int:
         prefixes=args.prefixes,
         served_model_name=tuple(args.served_model_name),
         chat_template=args.chat_template,
-        root_path=args.root_path,
+        root_path=args.root_path.rstrip("/"),
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,
+        allowed_origins=origins(args.allowed_origins),
+        metrics_prefix=args.metrics_prefix,
+        strict=args.strict,
+        max_logprobs=args.max_logprobs,
+        log_requests=args.enable_log_requests,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        max_connections=args.max_connections,
     )
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("quire").setLevel(logging.INFO)
-    if args.access_log:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return run(config, options, lambda line: print(line, flush=True))
+
+
+def origins(given: Sequence[str]) -> tuple[str, ...]:
+    """--allowed-origins: as they are, or as JSON lists of them."""
+    found: list[object] = []
+    for text in given:
+        try:
+            value = json.loads(text) if text.startswith("[") else [text]
+        except (ValueError, RecursionError) as error:
+            raise StartupError(f"--allowed-origins is {text[:80]!r}", "It is no JSON list") from error
+        found += value
+    for one in found:
+        if not isinstance(one, str) or not ORIGIN.fullmatch(one):
+            raise StartupError(
+                f"--allowed-origins has {str(one)[:80]!r}", "Give https://HOST, with a port if need be, or *"
+            )
+    return tuple(str(one) for one in found)

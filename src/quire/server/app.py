@@ -64,7 +64,7 @@ def create_app(
     metrics.watch(llm)
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
     service = Service(llm, names, metrics, terms, log_requests)
-    before = partial(front, root_path=root_path, allowed_origins=tuple(allowed_origins))
+    before = partial(front, counts=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
     app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
     add_handlers(app, metrics)

@@ -3,7 +3,6 @@ only latencies and what a request came to are counted as they happen, a step at 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +13,7 @@ from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.control.outcomes import Output
 from quire.control.request import Request
+from quire.server.http_counts import Histogram, HttpCounts
 
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
 LABELS = ("model_name", "engine")
@@ -50,28 +50,6 @@ HISTOGRAMS = {
 }
 
 
-class Histogram:
-    """Counts by upper bound. Takes many equal values at once, which one step's latencies mostly are."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """`value` was seen `times` times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus' buckets."""
-        rows, seen = [], 0
-        for bound, count in zip([*self.bounds, float("inf")], list(self.counts)):
-            seen += count
-            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), float(seen)))
-        return rows
-
-
 class Metrics:
     """An Observer of an AsyncLLM (attach one with `watch`), and the collector of its own registry. Every series has the
     labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info."""
@@ -83,6 +61,7 @@ class Metrics:
         self.finished: Counter[str] = Counter()
         self.sources = {"local_compute": 0, "local_cache_hit": 0}  # where prompt tokens came from
         self.invalid = 0
+        self.http = HttpCounts()
         self._last: dict[tuple[str, int], float] = {}
         self._generated: dict[str, Counter[int]] = {}  # tokens of each branch, by request
         self._tokens = 0
@@ -169,6 +148,19 @@ class Metrics:
             histogram, family = self.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
             family.add_metric(self.labels, histogram.cumulative(), histogram.total)
             yield family
+        yield from self._http()
+
+    def _http(self) -> Iterator[Metric]:
+        prefix = "" if self.prefix == PREFIXES["vllm"] else self.prefix  # vLLM's have none
+        labels = [*LABELS, "handler", "method"]
+        text = "HTTP requests but for probes, by kind of status"
+        requests = CounterMetricFamily(f"{prefix}http_requests", text, labels=[*labels, "status"])
+        yield self._filled(requests, list(self.http.requests.items()))
+        text = "Seconds until they were answered, to the end of a stream"
+        seconds = HistogramMetricFamily(f"{prefix}http_request_duration_seconds", text, labels=labels)
+        for names, histogram in list(self.http.seconds.items()):
+            seconds.add_metric([*self.labels, *names], histogram.cumulative(), histogram.total)
+        yield seconds
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
         for labels, value in samples:
@@ -181,7 +173,7 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
     usage, sharing = llm.account
     deferred = min(llm.engine.scheduler.deferred, llm.queued)
     reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
-    text = "Those: until memory and a place in the batch are free, or until another request has computed their prefix"
+    text = "Waiting requests: capacity: until there is room; deferred: until another one has computed a common prefix"
     yield "num_requests_waiting_by_reason", text, ("reason",), reasons
     sizes = [((category,), size) for category, size in usage._asdict().items()]
     yield "kv_bytes", "KV memory by category", ("category",), sizes

@@ -1,5 +1,5 @@
 """ASGI around the whole application, failures included: an X-Request-Id on every response, the prefix of a proxy's
-paths, and which web pages of other origins may ask. Knows no routes."""
+paths, counts, and which web pages of other origins may ask. Knows no routes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import uuid
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.http_counts import CountHttp, HttpCounts
 
 REQUEST_ID = "quire.request_id"  # in a request's scope
 HEADER = b"x-request-id"
@@ -58,11 +60,11 @@ class RootPath:
         await self.app(scope, receive, send)
 
 
-def front(app: ASGIApp, root_path: str = "", allowed_origins: tuple[str, ...] = ()) -> ASGIApp:
+def front(app: ASGIApp, counts: HttpCounts, root_path: str = "", allowed_origins: tuple[str, ...] = ()) -> ASGIApp:
     """All of it around `app`. Without `allowed_origins` other origins' pages are told nothing, preflights included."""
     if allowed_origins:
         # Outside of the keys: a preflight can't carry one. A page sends its own key, so no credentials of the browser.
         app = CORSMiddleware(
             app, allowed_origins, METHODS, allow_headers=("*",), expose_headers=("X-Request-Id", "Retry-After")
         )
-    return RequestId(RootPath(app, root_path))
+    return RequestId(RootPath(CountHttp(app, counts), root_path))

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from quire.data.weights import checkpoint
@@ -142,3 +144,27 @@ def test_configs_are_objects(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(StartupError, match="not an object"):
             read_config(tmp_path)
+
+
+def test_a_revision_is_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def snapshot(model: str, *, revision: str | None, **options: Any) -> str:
+        asked.append(revision)
+        if revision == "none":
+            raise RevisionNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(checkpoint, "_hub_answers", lambda: True)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for revision in (None, "main", "v1.0", "refs/pr/3", "0" * 40):
+        assert locate("owner/name", revision=revision) == tmp_path
+    assert asked == [None, "main", "v1.0", "refs/pr/3", "0" * 40]
+    with pytest.raises(StartupError, match="the hub's model 'owner/name' has no revision 'none'"):
+        locate("owner/name", revision="none")
+    with pytest.raises(StartupError, match="is a local folder"):
+        locate(str(tmp_path), revision="main")
+    for revision in ("", "..", "a/../../b", "/etc", "-x", "a b", "x" * 201):
+        with pytest.raises(StartupError, match="--revision is '"):
+            locate("owner/name", revision=revision)

@@ -21,34 +21,44 @@ HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SMALLEST = 2  # bytes of a parameter, of those formats that are loaded
+REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def locate(model: str, weights: bool = True) -> Path:
+def locate(model: str, weights: bool = True, revision: str | None = None) -> Path:
     """The folder of `model`: a local folder, or a hub id, which is downloaded unless HF_HUB_OFFLINE says no.
 
-    Without `weights` only the small files of a hub's model are.
+    Without `weights` only the small files of a hub's model are. `revision` is a branch, tag or commit of the hub's.
 
     StartupError, within 5 s, if there is no such folder or the hub can't be asked.
     """
     path = Path(os.path.expanduser(model))
+    if revision is not None and path.exists():
+        raise StartupError(f"--revision is given, and {model!r} is a local folder", "Give a model of the hub with it")
+    if revision is not None and not REVISION.fullmatch(revision):
+        raise StartupError(f"--revision is {revision[:80]!r}", "Give a branch, a tag or a commit of the hub's model")
     if path.is_dir():
         return path
     if path.exists():
         raise StartupError(f"the model {model!r} is a file", "Give the folder that holds config.json")
     if not HUB_ID.fullmatch(model):
         raise StartupError(f"there is no folder {model!r}", "Give a folder with a checkpoint, or a hub id (owner/name)")
-    return _snapshot(model, WANTED if weights else SMALL)
+    return _snapshot(model, WANTED if weights else SMALL, revision)
 
 
-def _snapshot(model: str, patterns: list[str]) -> Path:
+def _snapshot(model: str, patterns: list[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     try:
         cached = offline or not _hub_answers()
-        options = {"etag_timeout": HUB_TIMEOUT, "local_files_only": cached}
+        options = {"etag_timeout": HUB_TIMEOUT, "local_files_only": cached, "revision": revision}
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=UNWANTED, **options))
     except GatedRepoError as error:
         raise StartupError(
@@ -56,6 +66,8 @@ def _snapshot(model: str, patterns: list[str]) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise StartupError(f"neither a folder nor a hub model is called {model!r}", "Check the name") from error
+    except RevisionNotFoundError as error:
+        raise StartupError(f"the hub's model {model!r} has no revision {revision!r}", "Check --revision") from error
     except LocalEntryNotFoundError as error:
         if offline:
             cause = f"the model {model!r} is neither a folder nor in the local cache, and HF_HUB_OFFLINE is set"

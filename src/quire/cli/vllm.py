@@ -1,0 +1,165 @@
+"""vLLM's flags: other names for settings of ours where they mean the same, flags that ask for what is so anyway, and
+why others aren't there. Knows no other flags than these."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from quire.errors import StartupError
+
+OURS = ("auto", "reference", "sdpa", "triton")
+BACKENDS = {**{name: name for name in OURS}, "triton_attn": "triton", "torch_sdpa": "sdpa"}
+FORMATS = ("auto", "safetensors", "dummy")
+SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")
+FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+# Flags that change nothing, and what is so anyway.
+NEEDLESS = {
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--disable-frontend-multiprocessing": "there is one process",
+    "--disable-log-requests": "requests are logged only with --enable-log-requests",
+    "--no-enable-log-requests": "requests are logged only with --enable-log-requests",
+    "--disable-log-stats": "a status line is written only while something happens, and /metrics costs a step nothing",
+    "--disable-uvicorn-access-log": "HTTP requests are logged only with --access-log",
+    "--enable-prompt-tokens-details": "usage always has them",
+    "--enable-request-id-headers": "every response has an X-Request-Id",
+    "--enable-server-load-tracking": "/load always answers",
+    "--no-trust-remote-code": "no code of a model's folder ever runs",
+}
+# Flags of which one value asks for what is so anyway; of others there is a reason below.
+ONLY = {
+    "--tensor-parallel-size": ("1",), "--pipeline-parallel-size": ("1",), "--data-parallel-size": ("1",),
+    "--api-server-count": ("1",), "--scheduling-policy": ("fcfs",), "--kv-cache-dtype": ("auto",),
+    "--tokenizer-mode": ("auto", "hf"), "--config-format": ("auto", "hf"), "--runner": ("auto", "generate"),
+}  # fmt: skip
+# Beginnings of flags, and why quire has none that begin so.
+REASONS = (
+    ("tensor-parallel pipeline-parallel data-parallel expert-parallel enable-expert-parallel distributed- nnodes "
+     "node-rank master-addr master-port ray- worker- disable-custom-all-reduce decode-context-parallel "
+     "prefill-context-parallel enable-eplb eplb- enable-dbo api-server-count headless",
+     "one process drives one device; start several behind a load balancer"),
+    ("enable-lora lora- max-lora max-cpu-lora fully-sharded-lora default-mm-lora", "merge adapters into the weights"),
+    ("quantization cpu-offload calculate-kv-scales kv-cache-dtype kv-offloading",
+     "weights and KV are 16 or 32 bits wide, on the device; see --dtype"),
+    ("speculative- num-speculative num-lookahead spec- ngram-", "there is no speculative decoding"),
+    ("enable-auto-tool-choice tool- exclude-tools", "there are no tool calls; requests with tools are refused"),
+    ("reasoning-parser enable-reasoning enable-in-reasoning", "outputs are returned as the model writes them"),
+    ("guided-decoding structured-outputs", "there is no constrained decoding; such requests are refused"),
+    ("limit-mm mm- allowed-local-media allowed-media interleave-mm skip-mm disable-mm enable-mm media-io video- "
+     "language-model-only", "it runs models of text only"),
+    ("trust-remote-code code-revision", "no code of a model's folder ever runs"),
+    ("middleware logits-processors worker-extension logits-processor", "no code is loaded by name"),
+    ("api-key", "keys never come from the command line: --api-key-file FILE, or QUIRE_API_KEY"),
+    ("download-dir", "set HF_HOME in the environment"),
+    ("hf-token use-auth", "set HF_TOKEN in the environment"),
+    ("tokenizer-mode config-format model-impl hf-config-path", "there is one way to read a model"),
+    ("hf-overrides rope- override-neuron model-overrides", "a model is as its config.json says"),
+    ("compilation-config cudagraph compile- max-seq-len-to-capture", "see --cuda-graphs and --warm-up"),
+    ("num-gpu-blocks-override", "--kv-tokens is the size of the KV memory in tokens"),
+    ("kv-transfer kv-events ec-transfer", "KV memory isn't shared between processes"),
+    ("max-num-partial max-long-partial long-prefill", "--max-num-batched-tokens is the one budget of a step"),
+    ("scheduling-policy", "requests are served first come, first served"),
+    ("task runner convert pooler override-pooler", "it runs models that generate text"),
+    ("chat-template-content-format trust-request-chat-template", "the template decides; text parts are joined"),
+    ("ssl-", "TLS has a key and a certificate; anything more is a proxy's work"),
+    ("uds", "it listens on TCP: --host, --port"),
+    ("allowed-methods allowed-headers allow-credentials", "--allowed-origins is enough: keys come in a header"),
+    ("max-log-len enable-log-outputs enable-log-deltas", "texts of requests are never logged"),
+    ("tokens-only return-tokens-as-token-ids", "requests ask for that themselves"),
+    ("h11-", "headers have fixed limits"),
+    ("no-enable-chunked-prefill", "prompts are always computed in chunks"),
+)  # fmt: skip
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+         "-q": "--quantization", "-O": "--compilation-config", "-cc": "--compilation-config",
+         "-sc": "--speculative-config"}  # fmt: skip
+
+
+def size(text: str) -> int:
+    """Bytes: 1k is a thousand, 1K is 1,024."""
+    found = SIZE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no size: 2147483648, 2G (of 1024) or 2g (of 1000)")
+    return int(float(found[1]) * FACTORS[found[2]]) if "." in found[1] else int(found[1]) * FACTORS[found[2]]
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Those that mean something, shown; those that change nothing, hidden."""
+    group = parser.add_argument_group("vLLM's names for settings of the engine")
+    there = {"default": argparse.SUPPRESS}
+    group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="the argument MODEL", **there)
+    group.add_argument("--kv-cache-memory-bytes", type=size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", **there)
+    group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA", **there)
+    group.add_argument("--load-format", choices=FORMATS, help="dummy: --dummy-weights", **there)
+    group.add_argument("--enforce-eager", action="store_true", help="--no-cuda-graphs", **there)
+    for flag in NEEDLESS:
+        parser.add_argument(flag, dest="needless", action="append_const", const=flag, help=argparse.SUPPRESS, **there)
+    for flag, values in ONLY.items():
+        parser.add_argument(flag, dest=f"only{flag}", help=argparse.SUPPRESS, metavar="/".join(values), **there)
+
+
+def said_as_vllm(args: argparse.Namespace) -> dict[str, Any]:
+    """EngineConfig's fields that vLLM's names set. StartupError where ours say something else."""
+    given, found = vars(args), dict[str, Any]()
+    if "vllm_model" in given:
+        found["model"] = given["vllm_model"]
+        if args.model not in ("", args.vllm_model):
+            cause = f"--model is {args.vllm_model[:80]!r}, and MODEL is {args.model[:80]!r}"
+            raise StartupError(cause, "Name the model once")
+    if "kv_cache_memory_bytes" in given:
+        if args.kv_cache_memory_bytes < 1:
+            raise StartupError(f"--kv-cache-memory-bytes is {args.kv_cache_memory_bytes}", "It must be above 0")
+        _once(given, "kv_cache_memory_bytes", "kv_gib", "kv_tokens")
+        found["kv_gib"] = args.kv_cache_memory_bytes / 2**30
+    if "attention_backend" in given:
+        _once(given, "attention_backend", "attention")
+        found["attention"] = BACKENDS.get(args.attention_backend.lower())
+        if found["attention"] is None:
+            cause = f"--attention-backend {args.attention_backend[:80]!r} is not in quire"
+            raise StartupError(cause, f"Choose one of: {', '.join(sorted(BACKENDS))}")
+    if "load_format" in given:
+        if given.get("dummy_weights") and args.load_format != "dummy":
+            raise StartupError(
+                f"--load-format is {args.load_format}, and --dummy-weights is given", "Choose one of them"
+            )
+        found["dummy_weights"] = args.load_format == "dummy"
+    if "enforce_eager" in given:
+        if given.get("cuda_graphs"):
+            raise StartupError("--enforce-eager and --cuda-graphs contradict each other", "Choose one of them")
+        found["cuda_graphs"] = False
+    return found
+
+
+def _once(given: dict[str, Any], name: str, *others: str) -> None:
+    for other in others:
+        if other in given:
+            flags = [f"--{one.replace('_', '-')}" for one in (name, other)]
+            raise StartupError(f"{flags[0]} and {flags[1]} are both given", "They set the same: give one of them")
+
+
+def settled(args: argparse.Namespace) -> list[str]:
+    """What to say at start of flags that change nothing. StartupError for a value that would change something."""
+    lines = [f"{flag} changes nothing: {NEEDLESS[flag]}" for flag in dict.fromkeys(getattr(args, "needless", ()))]
+    for flag, values in ONLY.items():
+        given = getattr(args, f"only{flag}", None)
+        if given is not None and given.lower() not in values:
+            raise StartupError(
+                f"{flag} is {given[:80]!r}, and quire has only {values[0]}", sentence(reason(flag) or "")
+            )
+        if given is not None:
+            lines.append(f"{flag} {given} changes nothing: it is never anything else")
+    return lines
+
+
+def reason(flag: str) -> str | None:
+    """Why quire has no such flag, if it is one of vLLM's that is known."""
+    if not flag.startswith("-"):
+        return None
+    name = SHORT.get(flag, flag).lstrip("-")
+    return next((why for starts, why in REASONS if name.startswith(tuple(starts.split()))), None)
+
+
+def sentence(text: str) -> str:
+    """With a capital, which flags have not."""
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,258 @@
+"""vLLM's flags: the same meaning, a notice, or a reason; and hints that help or aren't there."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from quire.cli import main, parse
+from quire.cli.flags import config_from
+from quire.cli.serve import options_from
+from quire.cli.vllm import NEEDLESS, ONLY, settled, size
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.server.run import ServeOptions
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "plan"])
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        (["--model", "a/b"], ["a/b"]),
+        (["a/b", "--model", "a/b"], ["a/b"]),
+        (["--enforce-eager"], ["--no-cuda-graphs"]),
+        (["--load-format", "dummy"], ["--dummy-weights"]),
+        (["--load-format", "auto"], []),
+        (["--load-format", "safetensors"], []),
+        (["--kv-cache-memory-bytes", "1610612736"], ["--kv-gib", "1.5"]),
+        (["--kv-cache-memory-bytes", "2G"], ["--kv-gib", "2"]),
+        (["--attention-backend", "TORCH_SDPA"], ["--attention", "sdpa"]),
+        (["--attention-backend", "TRITON_ATTN"], ["--attention", "triton"]),
+        (["--attention-backend", "reference"], ["--attention", "reference"]),
+        (["--generation-config", "vllm"], ["--no-generation-config"]),
+        (["--block-size", "32"], ["--page-size", "32"]),
+    ],
+)
+def test_the_same_settings(command: str, given: list[str], same: list[str]) -> None:
+    assert config_from(parse([command, *given])) == config_from(parse([command, *same]))
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes"),
+    [("1", 1), ("25.6k", 25_600), ("1K", 1024), ("3m", 3 * 10**6), ("3M", 3 << 20), ("2g", 2 * 10**9), ("1T", 1 << 40)],
+)
+def test_sizes(text: str, bytes: int) -> None:
+    assert size(text) == bytes
+
+
+@pytest.mark.parametrize("text", ["", "1GiB", "-1", "1e9", "G", "1 G", "9" * 19, "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        size(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["a", "--model", "b"], "--model is 'b', and MODEL is 'a'"),
+        (["--kv-gib", "1", "--kv-cache-memory-bytes", "1G"], "--kv-cache-memory-bytes and --kv-gib are both given"),
+        (["--kv-tokens", "64", "--kv-cache-memory-bytes", "1G"], "--kv-tokens are both given"),
+        (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes is 0. It must be above 0"),
+        (["--attention", "sdpa", "--attention-backend", "sdpa"], "They set the same"),
+        (["--attention-backend", "FLASH_ATTN"], "'FLASH_ATTN' is not in quire. Choose one of: auto, reference, sdpa"),
+        (["--attention-backend", "FLASHINFER"], "triton"),
+        (["--load-format", "auto", "--dummy-weights"], "--load-format is auto, and --dummy-weights is given"),
+        (["--load-format", "pt"], "invalid choice: 'pt'"),
+        (["--enforce-eager", "--cuda-graphs"], "contradict each other"),
+        (["--override-generation-config", "{"], "'{' is not JSON"),
+        (["--override-generation-config", "[1]"], "'[1]' is no JSON object"),
+        (["--override-generation-config", '{"max_new_tokens": 3}'], "has 'max_new_tokens'. It may set: temperature"),
+        (
+            ["--override-generation-config", '{"temperature": -1}'],
+            "--override-generation-config can't be used: temperature",
+        ),
+        (["--generation-config", "/nonexistent"], "has no generation_config.json. Give auto, vllm or a folder"),
+        (["--revision", "v1"], "--revision is given, and tiny is the bundled model"),
+        (["--revision", "../x", "a/b"], "--revision is '../x'"),
+        (["--revision", "v1", "."], "--revision is given, and '.' is a local folder"),
+        (["--revision", "v1", "--model-config", "opt-125m"], "--revision and --model-config are both given"),
+        (
+            ["--trust-remote-code"],
+            "'--trust-remote-code'. Not supported by quire: no code of a model's folder ever runs",
+        ),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is '2', and quire has only 1. One process drives"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype is 'fp8'"),
+    ],
+)
+def test_contradictions_and_refusals(capsys: pytest.CaptureFixture[str], given: list[str], words: str) -> None:
+    try:
+        status = main(["plan", *given])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out, error = capsys.readouterr()
+    assert (status, out) == (2, "")
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("quire: error: ")
+    assert words in last
+
+
+# Flags of vLLM that aren't ours, each with what is said of it: a hint, or the beginning of a reason.
+FOREIGN = {
+    "--tensor-parallel-sizes": "one process drives one device",
+    "--enable-expert-parallel": "one process drives one device",
+    "--distributed-executor-backend": "one process drives one device",
+    "-tp": "one process drives one device",
+    "--enable-lora": "merge adapters",
+    "--lora-modules": "merge adapters",
+    "--max-loras": "merge adapters",
+    "--max-lora-rank": "merge adapters",
+    "--quantization": "weights and KV are 16 or 32 bits",
+    "-q": "weights and KV are 16 or 32 bits",
+    "--cpu-offload-gb": "weights and KV are 16 or 32 bits",
+    "--calculate-kv-scales": "weights and KV are 16 or 32 bits",
+    "--speculative-config": "there is no speculative decoding",
+    "--speculative_config": "there is no speculative decoding",
+    "--enable-auto-tool-choice": "there are no tool calls",
+    "--tool-call-parser": "there are no tool calls",
+    "--tool-parser-plugin": "there are no tool calls",
+    "--reasoning-parser": "outputs are returned as the model writes them",
+    "--guided-decoding-backend": "there is no constrained decoding",
+    "--structured-outputs-config": "there is no constrained decoding",
+    "--limit-mm-per-prompt": "it runs models of text only",
+    "--mm-processor-kwargs": "it runs models of text only",
+    "--allowed-local-media-path": "it runs models of text only",
+    "--trust-remote-code": "no code of a model's folder ever runs",
+    "--code-revision": "no code of a model's folder ever runs",
+    "--middleware": "no code is loaded by name",
+    "--logits-processors": "no code is loaded by name",
+    "--api-key": "keys never come from the command line",
+    "--download-dir": "set HF_HOME",
+    "--hf-token": "set HF_TOKEN",
+    "--model-impl": "there is one way to read a model",
+    "--hf-overrides": "a model is as its config.json says",
+    "--rope-scaling": "a model is as its config.json says",
+    "--compilation-config": "see --cuda-graphs",
+    "--max-seq-len-to-capture": "see --cuda-graphs",
+    "--num-gpu-blocks-override": "--kv-tokens is the size",
+    "--kv-transfer-config": "KV memory isn't shared",
+    "--task": "it runs models that generate text",
+    "--max-num-partial-prefills": "--max-num-batched-tokens is the one budget",
+    "--chat-template-content-format": "the template decides",
+    "--ssl-ca-certs": "TLS has a key and a certificate",
+    "--uds": "it listens on TCP",
+    "--allowed-methods": "--allowed-origins is enough",
+    "--allow-credentials": "--allowed-origins is enough",
+    "--enable-log-outputs": "texts of requests are never logged",
+    "--h11-max-header-count": "headers have fixed limits",
+    "--no-enable-chunked-prefill": "prompts are always computed in chunks",
+}
+HINTS = {
+    "--max_model_len": "--max-model-len", "--gpu_memory_utilization": "--gpu-memory-utilization",
+    "--preemption-mode": "--preemption", "--max-num-seq": "--max-num-seqs", "--ssl-keyfil": "--ssl-keyfile",
+    "--served-model-names": "--served-model-name", "--allowed-origin": "--allowed-origins",
+    "--enforce-eager-mode": "--enforce-eager", "--kv-cache-memory": "--kv-cache-memory-bytes",
+}  # fmt: skip
+NEITHER = ("--response-role", "--enable-sleep-mode", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
+           "--log-config-file", "--async-scheduling", "--collect-detailed-traces", "--seeds-of-doubt",
+           "quantization")  # fmt: skip
+
+
+def said_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        parse(["serve", "a/model", flag, "value"])  # of which nothing is said: the first is named
+    start = f"quire: error: Unknown argument {flag!r}. "
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(start)
+    return said.removeprefix(start)
+
+
+def test_unknown_flags_have_a_hint_that_helps_or_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, words in FOREIGN.items():
+        assert said_of(flag, capsys).startswith(f"Not supported by quire: {words}"), flag
+    for flag, meant in HINTS.items():
+        assert said_of(flag, capsys) == f"Did you mean {meant}?", flag
+    for flag in NEITHER:
+        assert said_of(flag, capsys) == "See quire serve --help", flag
+
+
+def test_what_changes_nothing_says_so() -> None:
+    only = [text for flag, values in ONLY.items() for text in (flag, values[0])]
+    args = parse(["serve", *NEEDLESS, *only])
+    assert config_from(args) == EngineConfig()
+    assert options_from(args) == ServeOptions()
+    lines = settled(args)
+    assert len(lines) == len(NEEDLESS) + len(ONLY)
+    assert all(" changes nothing: " in line for line in lines)
+    assert settled(parse(["serve"])) == []
+    for flag in ONLY:
+        with pytest.raises(StartupError, match=flag):
+            settled(parse(["serve", flag, "another"]))
+
+
+def test_notices_are_printed_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model-config", "opt-125m", "--kv-tokens", "4096", "--enable-chunked-prefill"]
+    assert main([*plan, "--tensor-parallel-size", "1"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "--enable-chunked-prefill changes nothing: prompts are always computed in chunks",
+        "--tensor-parallel-size 1 changes nothing: it is never anything else",
+    ]
+
+
+def test_server_flags() -> None:
+    given = {
+        "--root-path": "/api/v2/", "--max-connections": "100", "--max-logprobs": "5", "--metrics-prefix": "vllm",
+        "--ssl-keyfile": "key.pem", "--ssl-certfile": "cert.pem", "--port": "9",
+    }  # fmt: skip
+    flags = [text for pair in given.items() for text in pair]
+    found = options_from(parse(["serve", *flags, "--strict", "--enable-log-requests"]))
+    assert found == ServeOptions(
+        root_path="/api/v2", max_connections=100, max_logprobs=5, metrics_prefix="vllm", ssl_keyfile="key.pem",
+        ssl_certfile="cert.pem", port=9, strict=True, log_requests=True,
+    )  # fmt: skip
+    for level in ("critical", "error", "warning", "info", "debug"):
+        assert parse(["serve", "--uvicorn-log-level", level]).uvicorn_log_level == level
+    for said in (["https://a.example", "http://b:81"], ['["https://a.example", "http://b:81"]']):
+        found = options_from(parse(["serve", "--allowed-origins", *said]))
+        assert found.allowed_origins == ("https://a.example", "http://b:81")
+    assert options_from(parse(["serve", "--allowed-origins", '["*"]'])).allowed_origins == ("*",)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--max-logprobs", "21", "--max-logprobs is 21. It must be between 0 and 20"),
+        ("--max-logprobs", "-1", "between 0 and 20 .-1, the whole vocabulary, isn't offered"),
+        ("--max-connections", "0", "--max-connections is 0. It must be between 1 and"),
+        ("--root-path", "api", "--root-path is 'api'. Give a path that begins with /"),
+        ("--root-path", "/a b", "--root-path is '/a b'"),
+        ("--root-path", "/a;id", "--root-path"),
+        ("--root-path", "/a'$(id)", "--root-path"),
+        ("--root-path", "//evil", "--root-path"),
+        ("--root-path", "/v1", "--root-path is '/v1', where routes begin"),
+        ("--root-path", "/v1/models/", "where routes begin"),
+        ("--allowed-origins", "app.example", "--allowed-origins has 'app.example'. Give https://HOST"),
+        ("--allowed-origins", "https://a.example/path", "--allowed-origins has"),
+        ("--allowed-origins", "[1]", "--allowed-origins has '1'"),
+        ("--allowed-origins", '["*"', "It is no JSON list"),
+    ],
+)
+def test_server_flags_that_cannot_be(flag: str, value: str, words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        options_from(parse(["serve", f"{flag}={value}"]))
+
+
+def test_trace_is_no_level(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["serve", "--uvicorn-log-level", "trace"])
+    assert "invalid choice: 'trace'" in capsys.readouterr().err
+
+
+def test_help_has_groups_and_no_flag_without_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["serve", "--help"])
+    text = capsys.readouterr().out
+    for group in ("engine:", "vLLM's names for settings of the engine:", "server:", "requests:", "logs and metrics:"):
+        assert f"\n{group}\n" in text
+    assert "--tensor-parallel-size" not in text
+    assert not [line for line in text.splitlines() if len(line) > 120]
