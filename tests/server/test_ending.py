@@ -205,8 +205,8 @@ def test_an_answer_that_has_begun_is_cut(caplog: pytest.LogCaptureFixture) -> No
     ("method", "path", "code", "headers"),
     [
         ("GET", "/nothing", 404, {}),
-        ("PUT", "/health", 405, {"allow": "GET"}),
-        ("PUT", "/ping", 405, {"allow": "GET, POST"}),
+        ("PUT", "/health", 405, {"allow": "GET, HEAD"}),
+        ("PUT", "/ping", 405, {"allow": "GET, HEAD, POST"}),
         ("PATCH", "/v1/prefixes", 405, {"allow": "GET, POST"}),
         ("BREW", "/v1/completions", 405, {"allow": "POST"}),
         ("POST", "/v1/completions", 400, {}),
