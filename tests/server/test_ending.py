@@ -42,6 +42,16 @@ class Faulty(echo_service.Echo):
             {fault}
         return super().collect(ticket)
 
+import quire.server.app
+async def leave():
+    raise SystemExit(0)
+async def at_once(self):
+    await leave()
+async def in_a_task(self):
+    await asyncio.create_task(leave())
+async def in_a_thread(self):
+    await asyncio.to_thread(sys.exit, 0)
+quire.server.app.Service.version = {version}
 logging.basicConfig(stream=sys.stderr, level="INFO")
 stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built(Faulty())
@@ -56,10 +66,10 @@ class Panic(BaseException):
 
 
 @contextlib.contextmanager
-def process(fault: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server whose fourth step does `fault`, and its URL."""
+def process(fault: str, version: str = "at_once") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server whose fourth step does `fault`, and whose /version raises SystemExit somewhere; and its URL."""
     child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(fault=fault), str(TESTS)],
+        [sys.executable, "-c", PROGRAM.format(fault=fault, version=version), str(TESTS)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -239,6 +249,16 @@ def test_a_request_that_exits_ends_the_server(caplog: pytest.LogCaptureFixture) 
     assert ended == [True]
     assert sent[0]["status"] == 500
     assert "SystemExit in a request ends the server" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["at_once", "in_a_task", "in_a_thread"])
+def test_a_route_that_exits_ends_the_process_with_1(where: str) -> None:
+    with process("pass", where) as (child, url):
+        with contextlib.suppress(httpx.TransportError):  # in a task it ends the event loop at once
+            assert httpx.get(f"{url}/version").status_code in (500, 503)
+        _, error = child.communicate(timeout=20)
+    assert child.returncode == 1, error
+    assert re.search("SystemExit( in a request ends| ended) the server", error), error
 
 
 def test_closing_says_whether_the_thread_ended() -> None:
