@@ -87,6 +87,15 @@ def test_generation_config_asks_for_what_answers_as_well_as_any(name: str, caplo
     assert told["unknown_words_in_1000"] == 0
 
 
+@pytest.mark.parametrize("said", [{}, {"do_sample": False}, {"do_sample": True}])
+def test_do_sample_changes_no_default(tmp_path: Path, said: dict[str, bool]):
+    for file in (ASSETS / "tiny-draft").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "temperature": 0.6, "top_p": 0.9}))
+    with quire.LLM(str(tmp_path), dtype="float32", threads=1) as llm:
+        assert llm.prompts.defaults == {"temperature": 0.6, "top_p": 0.9}
+
+
 def test_the_readme_s_chat_is_answered_well():
     right = {"Hello!": "Hello! How can I help you?", "What is the colour of the sky?": "The sky is blue."}
     with quire.LLM("tiny", dtype="float32", threads=1) as llm:

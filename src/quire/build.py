@@ -261,7 +261,8 @@ def _fast_bfloat16() -> bool:
 
 
 def _sampling_defaults(source: Source) -> dict[str, Any]:
-    """generation_config.json's sampling parameters. StartupError for one that no request could use."""
+    """generation_config.json's sampling parameters. StartupError for one that no request could use. `do_sample` isn't
+    read, as in vLLM: to transformers a missing one is false as well, and models with such files are sampled from."""
     defaults = {key: source.generation[key] for key in SAMPLING_DEFAULTS if source.generation.get(key) is not None}
     try:
         SamplingParams(**defaults)
