@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import quire
 
@@ -29,6 +29,7 @@ from tiny_corpus import NGrams, Tokens, encode_corpus, train_tokenizer  # noqa: 
 
 QUESTIONS = train_tiny.read_questions()
 REPORT = ROOT / "docs" / "measurements" / "tiny_model.json"
+SCORES = ROOT / "docs" / "measurements" / "tiny_sampling.json"
 
 
 def load(name: str):
@@ -66,6 +67,43 @@ def test_own_model_equals_transformers(name: str):
     ids = torch.randint(0, theirs.config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         torch.testing.assert_close(ours.logits(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generation_config_asks_for_what_answers_as_well_as_any(name: str, caplog: pytest.LogCaptureFixture):
+    generation = GenerationConfig.from_pretrained(ASSETS / name)
+    generation.validate(strict=True)
+    assert not caplog.records
+    assert generation.do_sample
+    chosen = {"temperature": generation.temperature}
+    assert chosen == {"temperature": tiny_model.TEMPERATURE}
+    with quire.LLM(name, dtype="float32") as llm:
+        assert llm.prompts.defaults == chosen
+    grid = json.loads(SCORES.read_text(encoding="utf-8"))["models"][name]["grid"]
+    totals = {json.dumps(row["setting"]): row["committed"]["right"] + row["unseen"]["right"] for row in grid}
+    assert totals[json.dumps(chosen)] >= 0.98 * max(totals.values())
+    told = next(row["stories"] for row in grid if row["setting"] == chosen)
+    assert told["different_a_request"] > 1
+    assert told["unknown_words_in_1000"] == 0
+
+
+@pytest.mark.parametrize("said", [{}, {"do_sample": False}, {"do_sample": True}])
+def test_do_sample_changes_no_default(tmp_path: Path, said: dict[str, bool]):
+    for file in (ASSETS / "tiny-draft").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "temperature": 0.6, "top_p": 0.9}))
+    with quire.LLM(str(tmp_path), dtype="float32", threads=1) as llm:
+        assert llm.prompts.defaults == {"temperature": 0.6, "top_p": 0.9}
+
+
+def test_the_readme_s_chat_is_answered_well():
+    right = {"Hello!": "Hello! How can I help you?", "What is the colour of the sky?": "The sky is blue."}
+    with quire.LLM("tiny", dtype="float32", threads=1) as llm:
+        for asked, answer in right.items():
+            said = [[{"role": "user", "content": asked}]] * 20
+            params = [llm.prompts.params(seed=seed, max_tokens=20) for seed in range(20)]
+            given = llm.chat(said, params, use_tqdm=False)
+            assert {one.outputs[0].text for one in given} == {answer}
 
 
 def test_one_tokenizer_for_both():

@@ -34,6 +34,7 @@ class Shape:
 
 TINY = Shape(hidden=256, layers=6, heads=4, kv_heads=2, intermediate=704)
 DRAFT = Shape(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=352)
+TEMPERATURE = 0.1  # what requests get that name none; chat_score.py measured it
 
 
 class RMSNorm(nn.Module):
@@ -184,7 +185,13 @@ def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
         "pad_token_id": ids[PAD],
         "torch_dtype": "bfloat16",
     }
-    generation = {"bos_token_id": ids[BEGIN], "eos_token_id": [ids[END], ids[END_OF_TEXT]], "pad_token_id": ids[PAD]}
+    generation = {
+        "bos_token_id": ids[BEGIN],
+        "do_sample": True,
+        "eos_token_id": [ids[END], ids[END_OF_TEXT]],
+        "pad_token_id": ids[PAD],
+        "temperature": TEMPERATURE,
+    }
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,

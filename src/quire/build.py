@@ -272,7 +272,8 @@ def _fast_bfloat16() -> bool:
 
 def _defaults(config: EngineConfig, generation: dict[str, Any]) -> dict[str, Any]:
     """Requests' defaults: the model's generation_config.json or another, and what overrides it. StartupError for one
-    that no request could use."""
+    that no request could use. `do_sample` isn't read, as in vLLM: to transformers a missing one is false as well, and
+    models with such files are sampled from."""
     said, where = generation, "generation_config.json"
     if config.generation_config not in ("auto", "vllm"):
         folder = Path(str(config.generation_config)).expanduser()

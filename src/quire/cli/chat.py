@@ -13,11 +13,17 @@ from quire.errors import InputError
 from quire.llm import LLM
 from quire.vocabulary.params import SamplingParams
 
-HELP = "/reset forgets the conversation, /exit ends it; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /quit or /exit ends it, /help says this; Ctrl-C stops an answer; "
+    "arrow keys recall and edit lines; begin with // to say a line that begins with /"
+)
+ENDS = ("/quit", "/exit")
+MOST_RECALLED = 1000  # lines; they are kept in memory, until the chat ends
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Read lines and answer each, until /exit or the end of input."""
+    """Read lines and answer each, until /quit or the end of input. The model never hears a line that begins with /; of
+    one that begins with // it hears all but the first of them."""
     config = config_from(args)
     interactive = sys.stdin.isatty()
     from quire.build import build
@@ -35,9 +41,16 @@ def chat(args: argparse.Namespace) -> int:
                 history = list(opening)
             elif line == "/help":
                 print(HELP)
+            elif line.startswith("/") and not line.startswith("//"):
+                print(unknown(line), file=sys.stderr)
             elif line:
-                history = answer(llm, [*history, {"role": "user", "content": line}], params)
+                history = answer(llm, [*history, {"role": "user", "content": line.removeprefix("/")}], params)
     return 0
+
+
+def unknown(line: str) -> str:
+    """What is said of a line that looks like a command and is none."""
+    return f"{line.split()[0][:80]} is not a command: {HELP}"
 
 
 def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> list[dict[str, str]]:
@@ -61,12 +74,16 @@ def answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> l
 
 
 def _lines(interactive: bool) -> Iterator[str]:
-    """What the user says, until /exit or the end of input."""
-    if interactive:
-        _history()
+    """What the user says, until /quit or the end of input."""
+    recalled = _recalled() if interactive else None
     with suppress(EOFError, KeyboardInterrupt):
-        while (line := _ask(interactive)) != "/exit":
+        while (line := _ask(interactive)) not in ENDS:
+            if recalled is not None and recalled.get_current_history_length() > MOST_RECALLED:
+                recalled.remove_history_item(0)
             yield line
+        return
+    if interactive:
+        print()  # the shell goes on in a line of its own
 
 
 def _ask(interactive: bool) -> str:
@@ -78,9 +95,10 @@ def _ask(interactive: bool) -> str:
     return line.strip()
 
 
-def _history() -> Any:
-    """Arrow keys recall earlier lines, where the terminal library is there."""
+def _recalled() -> Any:
+    """The terminal library, which `input` edits and recalls lines with once it is there; None where it isn't."""
     with suppress(ImportError):
         import readline
 
         return readline
+    return None

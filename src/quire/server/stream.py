@@ -76,13 +76,13 @@ class Call:
             async for output in self.streams[0]:
                 yield 0, output
             return
-        queue: asyncio.Queue[tuple[int, Output | Exception | None]] = asyncio.Queue(maxsize=1)
+        queue: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue(maxsize=1)
         tasks = [asyncio.create_task(_pump(at, stream, queue)) for at, stream in enumerate(self.streams)]
         try:
             left = len(tasks)
             while left:
                 at, item = await queue.get()
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 if item is None:
                     left -= 1
@@ -114,7 +114,9 @@ async def _pump(at: int, stream: Stream, queue: asyncio.Queue[Any]) -> None:
         async for output in stream:
             await queue.put((at, output))
         await queue.put((at, None))
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # also what libraries raise beside Exception: somebody waits for it
         await queue.put((at, error))
 
 
@@ -166,7 +168,9 @@ class EventStream(Response):
         try:
             async for pieces in self._chunks():
                 await send_pieces(send, pieces, more=True)
-        except Exception as error:
+        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # also what libraries raise beside Exception
             last = event(failure(error).body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
