@@ -1,0 +1,123 @@
+"""Tokenising: lengths are looked at before any text is read, the longest text is read first, and very long texts have
+threads of their own, so that chats don't queue behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import echo_service
+import pytest
+
+from quire.errors import PromptTooLong
+from quire.text.prompts import CHARS_PER_TOKEN, INLINE_CHARS, LONG_CHARS, LONG_THREADS, Cut, Prompt, Prompts
+
+MOST = CHARS_PER_TOKEN * echo_service.MAX_LEN
+
+
+class Noting:
+    """A tokenizer that notes what it was given, and on which thread; `hold` makes long texts wait."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.threads: list[str] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.read.append(len(text))
+        self.threads.append(threading.current_thread().name)
+        if len(text) > LONG_CHARS:
+            assert self.hold.wait(20)
+        return [1] * max(len(text) // 1000, 1)
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    model = echo_service.built()
+    found = Prompts(model)  # type: ignore[arg-type]
+    found.tokenizer = Noting()  # type: ignore[assignment]
+    found.max_len = 200_000 // CHARS_PER_TOKEN
+    return found
+
+
+def noted(prompts: Prompts) -> Noting:
+    assert isinstance(prompts.tokenizer, Noting)
+    return prompts.tokenizer
+
+
+@pytest.mark.parametrize("long", ["x" * 200_001, [1] * 6250])
+def test_a_prompt_that_is_too_long_is_found_before_others_are_read(prompts: Prompts, long: Any) -> None:
+    prompts._limits = prompts._limits._replace(max_len=prompts.max_len)
+    with pytest.raises(PromptTooLong):
+        asyncio.run(prompts.read(["a" * 5000] * 5 + [long]))
+    assert noted(prompts).read == []
+
+
+def test_the_longest_text_is_read_first(prompts: Prompts) -> None:
+    """So one that has too many tokens ends it before the others are read."""
+    found = asyncio.run(prompts.read(["a" * 2000, "b" * 9000, [5], "c" * 4000]))
+    assert noted(prompts).read == [9000, 4000, 2000]
+    assert [len(prompt.ids) for prompt in found] == [2, 9, 1, 4]
+    assert [prompt.text is None for prompt in found] == [False, False, True, False]
+    noted(prompts).read.clear()
+    prompts.max_len = 9
+    prompts._limits = prompts._limits._replace(max_len=9)
+    prompts._check_text = lambda text: None  # type: ignore[method-assign]
+    with pytest.raises(PromptTooLong, match="9 tokens"):
+        asyncio.run(prompts.read(["a" * 2000, "b" * 9000, "c" * 4000]))
+    assert noted(prompts).read == [9000]
+
+
+def test_short_texts_stay_and_long_ones_go_to_threads(prompts: Prompts) -> None:
+    for size, where in (
+        (INLINE_CHARS, "MainThread"),
+        (INLINE_CHARS + 1, "asyncio"),
+        (LONG_CHARS + 1, "quire-long-text"),
+    ):
+        asyncio.run(prompts.read(["a" * size]))
+        assert noted(prompts).threads[-1].startswith(where)
+
+
+def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
+    """Ten long texts are held up; the chat beside them is not."""
+
+    async def both() -> float:
+        noted(prompts).hold.clear()
+        long = [asyncio.create_task(prompts.read(["a" * 150_000])) for _ in range(10)]
+        await asyncio.sleep(0.05)
+        began = time.perf_counter()
+        await prompts.read(["b" * 5000])
+        took = time.perf_counter() - began
+        assert noted(prompts).read.count(150_000) == LONG_THREADS
+        noted(prompts).hold.set()
+        await asyncio.gather(*long)
+        return took
+
+    assert asyncio.run(both()) < 10
+
+
+def test_a_long_chat_is_a_long_text() -> None:
+    model = echo_service.built()
+    prompts = Prompts(model)  # type: ignore[arg-type]
+    seen: list[tuple[int, int]] = []
+
+    async def apart(chars: int, work: Any, inline: int = INLINE_CHARS) -> Any:
+        seen.append((chars, inline))
+        return work()
+
+    prompts.apart = apart  # type: ignore[method-assign]
+    parts = [{"type": "text", "text": "b" * 40}, {"type": "text", "text": "c"}]
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "a" * 30}, {"role": "user", "content": parts}]
+    found = asyncio.run(prompts.converse(talk, variables={}))
+    assert seen == [(71, -1)]  # never on the event loop: a template is a program
+    assert found == prompts.chat(talk)
+
+
+def test_cuts() -> None:
+    prompt = Prompt("abc", [1, 2, 3])
+    assert Cut(3).of(prompt) is prompt
+    assert Cut(2).of(prompt) == Prompt(None, [2, 3])
+    assert Cut(2, first=True).of(prompt) == Prompt(None, [1, 2])
