@@ -1,0 +1,69 @@
+"""docs/serving.md says what the code says: its tables of flags, limits and fields are made by a tool, and every
+parameter, route and metric that it names is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import echo_service
+import httpx
+
+from quire.server.errors import TYPES
+from quire.server.protocol import ChatRequest, CompletionRequest
+from quire.server.schemas import ANSWERS
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def section(name: str) -> str:
+    found = re.search(rf"^## {name}\n(.*?)(?=^## )", TEXT, re.DOTALL | re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+def quoted(text: str) -> set[str]:
+    return set(re.findall(r"`([^`\s]+)`", text))
+
+
+def test_tables_are_the_codes() -> None:
+    found = subprocess.run(
+        [sys.executable, ROOT / "tools" / "doc_tables.py", "--check"], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert TEXT.count("<!-- table ") == TEXT.count("<!-- end of table -->") == 4
+    assert "| `--port` PORT | port to listen on (default: 8000) |" in TEXT
+    assert "| log-probabilities in an answer | 524,288:" in TEXT
+
+
+def test_every_parameter_is_in_the_table_and_no_other() -> None:
+    rows = [line.split("|")[1] for line in section("Parameters").splitlines() if line.startswith("| `")]
+    told = set().union(*map(quoted, rows))
+    fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields} - {"model", "chat_template"}
+    assert told == fields
+    for name in ("model", "chat_template"):
+        assert f"`{name}`" in section("Parameters")
+
+
+def test_routes_and_errors() -> None:
+    table = section("Routes")
+    for name in ANSWERS:
+        path = name.split()[1].replace("{name:path}", "NAME").replace("{name}", "NAME")
+        assert path in table or path.removeprefix("/v1/models") in table, name
+    errors = section("Errors")
+    for code, kind in TYPES.items():
+        assert str(code) in errors
+        assert f"`{kind}`" in errors
+
+
+def test_metrics() -> None:
+    with echo_service.serving() as running:
+        httpx.post(f"{running.url}/v1/completions", json={"prompt": [5], "max_tokens": 2})
+        scrape = httpx.get(f"{running.url}/metrics").text
+    real = {line.split()[2].removesuffix("_total") for line in scrape.splitlines() if line.startswith("# TYPE")}
+    told = {name.split("{")[0].removesuffix("_total") for name in quoted(section("Metrics")) if name != "quire_"}
+    told = {name for name in told if name.startswith("quire_")}
+    assert told == real

@@ -1,0 +1,136 @@
+"""Makes the tables of docs/serving.md that say what the code says: flags, limits, and lists of fields.
+
+python tools/doc_tables.py           # rewrites them
+python tools/doc_tables.py --check   # says whether they are stale
+
+A table stands between `<!-- table NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire.cli import parsers
+from quire.config import EngineConfig
+from quire.files import LIMITS
+from quire.server import connections, descriptors, guards, run, size
+from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
+from quire.text import chat, library, prompts
+from quire.vocabulary import params
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "serving.md"
+MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
+FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
+         "model.safetensors.index.json", "chat template", "keys", "prefixes", "calibration")  # fmt: skip
+
+
+def bytes_of(number: int) -> str:
+    """As people write it."""
+    return f"{number >> 20} MiB" if number % (1 << 20) == 0 else f"{number >> 10} KiB"
+
+
+def flags() -> Iterator[str]:
+    """Every flag of `quire serve`, by its groups."""
+    _, named = parsers()
+    yield "| flag | what |\n|---|---|\n"
+    for group in named["serve"]._action_groups:
+        options = [action for action in group._group_actions if action.option_strings and action.dest != "help"]
+        if options and group.title != "options":
+            yield f"| **{group.title}** | |\n"
+        for action in options:
+            names = ", ".join(f"`{name}`" for name in action.option_strings)
+            if isinstance(action.metavar, str):
+                names += f" {action.metavar}"
+            elif action.choices:
+                names += " " + " \\| ".join(map(str, action.choices))
+            elif action.nargs != 0:
+                names += f" {action.dest.upper()}"
+            shown = (action.help or "").replace("%(default)s", str(action.default)).replace("|", "\\|")
+            yield f"| {names} | {shown} |\n"
+
+
+def limits() -> Iterator[str]:
+    """What is bounded, and what happens beyond."""
+    bounds, config = connections.Bounds(), EngineConfig()
+    yield "| what | how much | beyond | flag |\n|---|---|---|---|\n"
+    for row in (
+        ("prompt and output", "the model's length, or the KV memory if that is smaller", "400",
+         "`--max-model-len`, `--kv-tokens`, `--kv-gib`"),
+        ("characters of a prompt", f"{prompts.CHARS_PER_TOKEN} for each token that fits", "400", ""),
+        ("prompts of a request", f"{MAX_PROMPTS}", "400", ""),
+        ("messages, parts of one", f"{chat.MAX_MESSAGES:,}, {chat.MAX_PARTS:,}", "400", ""),
+        ("`n`, `best_of`; beams", f"{params.MAX_N}; {params.MAX_BEAM_WIDTH}", "400", "`--max-num-seqs`"),
+        ("`logprobs`, `top_logprobs`, `prompt_logprobs`", f"{params.MAX_LOGPROBS}", "400", "`--max-logprobs`"),
+        ("`logprob_token_ids`", f"{params.MAX_LOGPROB_IDS}", "400", ""),
+        ("stop strings, their length", f"{params.MAX_STOPS}, {params.MAX_STOP_CHARS} characters", "400", ""),
+        ("bad words, tokens in all of them", f"{params.MAX_BAD_WORDS}, {params.MAX_BAD_WORD_IDS:,}", "400", ""),
+        ("`logit_bias`, `stop_token_ids`", f"{params.MAX_BIASES:,}, {params.MAX_STOP_IDS:,} tokens", "400", ""),
+        ("log-probabilities in an answer", f"{size.MAX_LOGPROBS:,}: n x tokens x (logprobs + 1), and those of "
+         "the prompt in each choice that shows them", "400; unset `max_tokens` are what this leaves", ""),
+        ("tokens in an answer", f"{size.MAX_TOKENS:,}: n x prompts x tokens", "as above", ""),
+        ("bytes of an answer", f"{size.MAX_BYTES:,}", "400", ""),
+        ("log-probabilities in all answers under way", f"{size.MAX_HELD:,}", "503", ""),
+        ("a request's body", f"{bytes_of(guards.MAX_BODY)}, within {guards.BODY_SECONDS:g} s", "413, 408", ""),
+        ("request line and headers", f"{bytes_of(connections.MAX_HEAD)}, {connections.MAX_HEADERS} headers, a path of "
+         f"{bytes_of(connections.MAX_TARGET)}", "431, 414", ""),
+        ("time for complete headers", f"{bounds.head:g} s", "408", ""),
+        ("an idle connection", f"{bounds.idle:g} s", "closed", ""),
+        ("a client that reads nothing", f"{bounds.write:g} s", "closed", ""),
+        ("connections", f"the descriptors that are left less {descriptors.RESERVE}, at most "
+         f"{descriptors.MOST_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
+        ("requests waiting", f"{config.max_num_queued_reqs:,}", "503", "`--max-num-queued-reqs`"),
+        ("a chat template's run", "1 s, 256 MiB, in a process of its own; a prompt of 1 MiB", "400", ""),
+        ("a tokenizer's word at start", f"{library.WORD_SECONDS:g} s", "refused", ""),
+        *((f"the file of {name}" if "." not in name and name != "chat template" else f"`{name}`" if "." in name
+           else "a chat template", bytes_of(LIMITS[name]), "refused", "") for name in FILES),
+        ("an end", f"`--shutdown-timeout`, and {run.MARGIN:g} s at the most", "status 1, with all stacks in the log",
+         "`--shutdown-timeout`"),
+    ):  # fmt: skip
+        yield "| " + " | ".join(row) + " |\n"
+
+
+def fields(names: frozenset[str]) -> Iterator[str]:
+    """Names, a line of at most 120 characters each."""
+    line = ""
+    for name in sorted(names):
+        item = f"`{name}`, "
+        if len(line) + len(item) > 120:
+            yield line.rstrip() + "\n"
+            line = ""
+        line += item
+    yield line.rstrip(", ") + ".\n"
+
+
+TABLES = {"flags": flags, "limits": limits, "ignored": lambda: fields(IGNORED), "refused": lambda: fields(REFUSED)}
+
+
+def written(text: str) -> str:
+    """The document with every table as the code says."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"<!-- table {found[1]} -->\n{''.join(TABLES[found[1]]())}<!-- end of table -->\n"
+
+    return MARKED.sub(table, text)
+
+
+def main() -> int:
+    """0, or with --check 1 if the document is stale."""
+    parser = argparse.ArgumentParser(description="make the tables of docs/serving.md")
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    text = DOCUMENT.read_text(encoding="utf-8")
+    fresh = written(text)
+    if not check:
+        DOCUMENT.write_text(fresh, encoding="utf-8")
+    elif fresh != text:
+        print("docs/serving.md is stale: run tools/doc_tables.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
