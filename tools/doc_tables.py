@@ -38,7 +38,8 @@ def flags() -> Iterator[str]:
     _, named = parsers()
     yield "| flag | what |\n|---|---|\n"
     for group in named["serve"]._action_groups:
-        options = [action for action in group._group_actions if action.option_strings and action.dest != "help"]
+        options = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        options = [action for action in options if action.option_strings and action.dest != "help"]
         if options and group.title != "options":
             yield f"| **{group.title}** | |\n"
         for action in options:
