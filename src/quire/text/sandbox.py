@@ -174,10 +174,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return bounded
 
     def _list(self, items: Iterable[Any]) -> list[Any]:
-        found = []
+        found, size = [], 0
         for item in self._steps(items):
             found.append(item)
-            check_size(len(found))
+            size += len(item) if isinstance(item, str) else 1
+            check_size(max(size, len(found)))
         return found
 
     def _checked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,168 @@
+"""The process of chat templates: what it can reach, what it may take, and that it comes back after it was killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.errors import InputError, Overloaded, StartupError
+from quire.text import renderer as renderer_module
+from quire.text.chat import ChatTemplate
+from quire.text.renderer import MAX_FRAME, Renderer, RenderError
+
+ASK = [{"role": "user", "content": "x" * 1000}]
+
+
+def process(template: ChatTemplate) -> int:
+    """The process's id; it is the only child that a test has."""
+    return int(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()[-1])
+
+
+SLOW_CALLS = [  # one call into C each, which nothing within the process can interrupt
+    "{% set ns = namespace(x=[], y=[]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+    "{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "{{ ('x' * 1000).join(['y'] * 1000000) }}",
+    "{{ ('a' * 500000 in 'b') }}{{ ('ab' * 500000) | sort | unique | list | length }}"
+    "{% for i in range(60000) %}{{ ('ab' * 500000).count('ab' * 10) }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", SLOW_CALLS)
+def test_a_render_ends_in_its_time_whatever_it_calls(source: str) -> None:
+    template = ChatTemplate("{% if slow %}" + source + "{% else %}fast{% endif %}", {}, max_seconds=0.5)
+    began = time.monotonic()
+    with pytest.raises(InputError, match="chat template: "):
+        template.render(ASK, slow=True)
+    assert time.monotonic() - began < 2
+    assert template.render(ASK) == "fast"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system doesn't tell what is in use")
+def test_a_render_has_so_much_memory() -> None:
+    source = (
+        "{% if much %}{% set ns = namespace(x=[]) %}{% for i in range(600) %}"
+        "{% set ns.x = ns.x + ['x' * 1000000 ~ i] %}{% endfor %}{{ ns.x | length }}{% else %}little{% endif %}"
+    )
+    template = ChatTemplate(source, {}, max_seconds=20)
+    with pytest.raises(InputError, match="more than 224 MiB of memory"):
+        template.render(ASK, much=True)
+    assert template.render(ASK) == "little"
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_the_process_has_no_secrets_and_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    monkeypatch.setenv("TZ", "UTC")
+    with (tmp_path / "open").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        template = ChatTemplate("x", {})
+        child = Path(f"/proc/{process(template)}")
+        assert b"secret" not in child.joinpath("environ").read_bytes()
+        assert {int(entry.name) for entry in child.joinpath("fd").iterdir()} == {0, 1, 2}
+        assert os.getsid(int(child.name)) == int(child.name)  # a terminal's Ctrl-C goes elsewhere
+        limits = child.joinpath("limits").read_text()
+        assert "Max open files            3 " in limits
+        assert os.readlink(child / "cwd") == "/"
+    template.close()
+    assert not child.exists()
+
+
+def test_it_ends_with_close_and_with_the_template() -> None:
+    templates = [ChatTemplate("x", {}), ChatTemplate("x", {})]
+    ends = [template._renderer._end for template in templates]
+    templates[0].close()
+    assert not ends[0].alive
+    with pytest.raises(InputError, match="ended"):
+        templates[0].render(ASK)
+    other = templates.pop().with_special({"bos_token": "<s>"})
+    gc.collect()
+    assert ends[1].alive
+    assert other.render(ASK) == "x"
+    del other
+    gc.collect()
+    assert not ends[1].alive
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_it_ends_with_the_program_that_started_it() -> None:
+    code = (
+        "import threading, time, pathlib; from quire.text.chat import ChatTemplate; t = ChatTemplate('x', {})\n"
+        "print(pathlib.Path(f'/proc/self/task/{threading.get_native_id()}/children').read_text(), flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        child = Path(f"/proc/{program.stdout.readline().strip()}/cmdline")
+        assert child.exists()
+        program.send_signal(signal.SIGKILL)
+        program.wait()
+    end = time.monotonic() + 10
+    while child.exists() and child.read_bytes() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not (child.exists() and child.read_bytes())
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_a_killed_process_is_started_again() -> None:
+    template = ChatTemplate("{{ messages | length }}", {})
+    os.kill(process(template), signal.SIGKILL)
+    with pytest.raises(InputError, match="its process ended"):
+        template.render(ASK)
+    assert template.render(ASK) == "1"
+
+
+def test_what_it_is_given_is_bounded() -> None:
+    template = ChatTemplate("x", {})
+    with pytest.raises(InputError, match=f"{MAX_FRAME} are the most"):
+        template.render([{"role": "user", "content": "x" * MAX_FRAME}])
+    assert template.render(ASK) == "x"
+
+
+def test_lone_surrogates_pass() -> None:
+    assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": "a\ud800"}]) == "a\ud800"
+
+
+def test_a_turn_is_waited_for_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer_module, "TURN_SECONDS", 0.05)
+    template = ChatTemplate("x", {})
+    with template._renderer._my_turn(), pytest.raises(Overloaded, match="busy"):
+        template.render(ASK)
+    assert template.render(ASK) == "x"
+
+
+def test_compiling_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match="has 65537 bytes"):
+        ChatTemplate("é" * (1 << 15) + "x", {})
+    assert ChatTemplate("é" * (1 << 15), {}).render(ASK) == "é" * (1 << 15)
+    monkeypatch.setattr(renderer_module, "COMPILE_SECONDS", 0.02)
+    with pytest.raises(StartupError, match=r"can't be compiled: it ran longer than 0\.02 s"):
+        ChatTemplate("{% if a %}{{ b }}{% endif %}" * 2300, {})
+
+
+def test_the_source_of_the_largest_template_compiles_in_time() -> None:
+    began = time.monotonic()
+    ChatTemplate("{{ a ~ b }}" * 5957, {})
+    assert time.monotonic() - began < 20
+
+
+def test_a_renderer_without_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(StartupError, match="no process can be started"):
+        Renderer()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    renderer = Renderer()
+    with pytest.raises(RenderError, match="its process ended"):
+        renderer.compile("x")
+
+
+def test_the_templates_engine_is_not_loaded_here() -> None:
+    code = "import sys; from quire.text.chat import ChatTemplate; ChatTemplate('x', {}); assert 'jinja2' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
