@@ -25,15 +25,19 @@ class Pace:
     than MAX_BYTES for one answer."""
 
     def __init__(self) -> None:
-        self._end = time.perf_counter() + TURN
         self._left = MAX_BYTES
+        self.rested()
+
+    def rested(self) -> None:
+        """The event loop has turned just now."""
+        self._end = time.perf_counter() + TURN
 
     async def __call__(self, *written: str) -> None:
         """`written` was written since the last call."""
         self.count(*written)
         if time.perf_counter() >= self._end:
             await asyncio.sleep(0)
-            self._end = time.perf_counter() + TURN
+            self.rested()
 
     def count(self, *written: str) -> None:
         """As a call, without a turn. InputError when the answer becomes too long."""
