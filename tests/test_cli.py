@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -11,10 +12,12 @@ import types
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import echo_service
 import pytest
 
+import quire
 from quire.cli import main, parse
 from quire.cli.flags import ENGINE, config_from, sampling_from
 from quire.config import EngineConfig
@@ -259,3 +262,47 @@ def test_costs_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert str(path) in said
     assert "--debug" not in said
+
+
+HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "dtype": ("config.json", lambda config: config.update(dtype=[])),
+    "layer type": ("config.json", lambda config: config.update(layer_types=[[]] * config["num_hidden_layers"])),
+    "nameless template": (
+        "tokenizer_config.json",
+        lambda config: config.update(chat_template=[{"name": [], "template": "x"}, {"template": "y"}]),
+    ),
+    "long key": (
+        "tokenizer_config.json",
+        lambda config: config.update(added_tokens_decoder={"9" * 5000: {"content": "<a>"}}),
+    ),
+    "surrogate": ("tokenizer_config.json", lambda config: config.update(eos_token="\ud800")),
+    "huge number": ("config.json", lambda config: config.update(rms_norm_eps=10**400)),
+    "digits": ("generation_config.json", lambda config: config.update(temperature=10**4000)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_error_of_a_strangers_file_is_unknown(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundled = Path(quire.__file__).parent / "assets" / "tiny"
+    folder = tmp_path / "model"
+    shutil.copytree(bundled, folder)
+    name, change = HOSTILE[kind]
+    config = json.loads((folder / name).read_text())
+    change(config)
+    (folder / name).write_text(json.dumps(config))
+    status = main(["generate", str(folder), "--prompt", "a", "--max-tokens", "1", "--kv-gib", "0.01"])
+    error = capsys.readouterr().err
+    assert "Run again with --debug" not in error
+    assert status in (0, 2)
+    assert status == 0 or error.strip().splitlines()[-1].startswith("quire: error: ")
+
+
+def test_a_long_name_of_a_shard_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(Path(quire.__file__).parent / "assets" / "tiny", folder)
+    index = {"weight_map": {"a": "x" * 5000 + ".safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["generate", str(folder), "--prompt", "a", "--kv-gib", "0.01"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "model.safetensors.index.json names 'xxx" in line
+    assert len(line) < 400

@@ -20,13 +20,14 @@ from typing import Any
 import quire
 
 SOURCE = Path(quire.__file__).parent / "assets" / "tiny"
-CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
-           "model.safetensors.index.json")  # fmt: skip
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
+           "special_tokens_map.json", "model.safetensors.index.json")  # fmt: skip
 ODD: list[Any] = [
     [], {}, [[]], {"a": {}}, None, True, False, -1, 0, 1, 2**31 - 1, 2**63, 10**4000, -(10**400), 1e308, 1e-320, -1.5,
-    float("nan"), float("inf"), "", "x" * 100_000, "\ud800", "\x00", "a/b", "../../etc/passwd", "9" * 5000, ["a", ["b"]],
-    [1, None], "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}", "{% for a in range(65536) %}"
-    "{% for b in range(65536) %}{% endfor %}{% endfor %}", "{{ '%.1999999999f' | format(1.0) }}", ["x"] * 10_000,
+    float("nan"), float("inf"), "", "x" * 100_000, "\ud800", "\x00", "a/b", "../../etc/passwd", "9" * 5000,
+    ["a", ["b"]], [1, None], "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
+    "{% for a in range(65536) %}{% for b in range(65536) %}{% endfor %}{% endfor %}",
+    "{{ '%.1999999999f' | format(1.0) }}", ["x"] * 10_000,
 ]  # fmt: skip
 MORE = {  # what the bundled model's files don't say, and others' do
     "config.json": {

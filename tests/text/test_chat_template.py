@@ -63,6 +63,69 @@ def test_renders_as_transformers_does(name: str, prompt: bool) -> None:
     assert ChatTemplate(TEMPLATES[name], SPECIAL).render(CHAT, prompt, **values) == expected
 
 
+PREFILLS = {
+    "answer": "The answer is",
+    "spaces": "The answer is  \n",
+    "empty": "",
+    "tag": "CONTINUE_FINAL_MESSAGE_TAG and",
+    "twice": "Bye",
+}
+CONTINUED = {
+    **{name: TEMPLATES[name] for name in ("chatml", "generation", "macro", "tojson")},
+    "stripped": "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}</s>{% endfor %}",
+    "kept": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+    "twice": "{% for m in messages %}{{ m.content }}|{{ m.content }}{{ eos_token }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_the_last_message_goes_on_as_with_transformers(name: str, prefill: str) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **SPECIAL)
+    chat = [*CHAT, {"role": "assistant", "content": PREFILLS[prefill]}]
+    template = ChatTemplate(CONTINUED[name], SPECIAL)
+    try:
+        expected = theirs.apply_chat_template(
+            chat, chat_template=CONTINUED[name], tokenize=False, continue_final_message=True
+        )
+    except ValueError:
+        with pytest.raises(InputError, match="can't be continued") as refused:
+            template.render(chat, False, continue_final_message=True)
+        assert refused.value.param == "continue_final_message"
+    else:
+        assert template.render(chat, False, continue_final_message=True) == expected
+    assert chat[-1]["content"] == PREFILLS[prefill]
+
+
+def test_what_cannot_go_on_is_refused() -> None:
+    chat = [{"role": "assistant", "content": "The answer"}]
+    for template, words in (("{{ messages[0].content | upper }}", "as it is"), ("{{ messages[0].role }}", "as it is")):
+        with pytest.raises(InputError, match=words) as refused:
+            ChatTemplate(template, {}).render(chat, False, continue_final_message=True)
+        assert refused.value.param == "continue_final_message"
+    with pytest.raises(InputError, match="needs add_generation_prompt to be false") as refused:
+        ChatTemplate(CHATML, SPECIAL).render(chat, True, continue_final_message=True)
+    assert refused.value.param == "continue_final_message"
+
+
+def test_documents_are_given_to_templates_that_read_them() -> None:
+    source = "{% for d in documents or [] %}{{ d.title }}: {{ d.text }}; {% endfor %}{{ messages[0].content }}"
+    documents = [{"title": "Grass", "text": "It is green."}, {"title": "Sky", "text": "It is blue."}]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()), **SPECIAL)
+    expected = theirs.apply_chat_template(CHAT, chat_template=source, tokenize=False, documents=documents)
+    template = ChatTemplate(source, SPECIAL)
+    assert template.render(CHAT, documents=documents) == expected
+    assert template.render(CHAT) == CHAT[0]["content"]
+    assert "documents" not in template.variables
+    with pytest.raises(InputError, match="no variable 'documents'") as refused:
+        ChatTemplate(CHATML, SPECIAL).render(CHAT, documents=documents)
+    assert refused.value.param == "documents"
+    for bad in ("x", [1], [{"title": 5}], [{"a": "b"}] * 1025, [{str(i): "" for i in range(65)}], {"a": "b"}):
+        with pytest.raises(InputError, match="documents") as refused:
+            template.render(CHAT, documents=bad)  # type: ignore[arg-type]
+        assert refused.value.param == "documents"
+
+
 ATTACKS = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ lipsum.__globals__['os'].popen(COMMAND).read() }}",
@@ -236,6 +299,11 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     config.write_text(json.dumps({"chat_template": [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]}))
     with pytest.raises(StartupError, match="no default"):
         found()
+    for entries in ([{"name": ["default"], "template": "x"}, {"template": "y"}], [{"name": {}}], [{"name": "default"}],
+                    [], [5], {"default": "x"}, 7):  # fmt: skip
+        config.write_text(json.dumps({"chat_template": entries}))
+        with pytest.raises(StartupError, match="no default"):
+            found()
     (tmp_path / "chat_template.jinja").write_text("J")
     assert found() == "J"
     (tmp_path / "mine.jinja").write_text("M")

@@ -164,5 +164,8 @@ def test_a_renderer_without_python_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_templates_engine_is_not_loaded_here() -> None:
-    code = "import sys; from quire.text.chat import ChatTemplate; ChatTemplate('x', {}); assert 'jinja2' not in sys.modules"
+    code = (
+        "import sys; from quire.text.chat import ChatTemplate\n"
+        "ChatTemplate('x', {}); assert 'jinja2' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

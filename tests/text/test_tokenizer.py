@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from quire.errors import InputError, StartupError
+from quire.text import library
+from quire.text.library import refused
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -161,3 +167,110 @@ def test_importing_the_text_plane_is_light() -> None:
         "assert not {'transformers', 'torch', 'jinja2'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _saved(folder: Path, **changes: object) -> Path:
+    """A folder with a byte-level tokenizer whose parts are `changes`."""
+    made = Backend(models.BPE())
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    state = json.loads(made.to_str()) | changes
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAA="}),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing", "special_tokens": {},
+                "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_panics_is_refused_at_start(part: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="tokenizer"):
+        Tokenizer.load(_saved(tmp_path, **{part: value}))
+
+
+def test_a_panic_at_a_clients_text_is_an_input_error(tmp_path: Path) -> None:
+    """The pattern's search gives up at this text alone."""
+    split = {"type": "Split", "pattern": {"Regex": "(a*)*$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer.load(_saved(tmp_path, pre_tokenizer=split))
+    assert tokenizer.encode("bread")
+    with pytest.raises(InputError, match=r"text can't be encoded: .*limit"):
+        tokenizer.encode("a" * 40 + "b")
+    assert tokenizer.encode("bread")
+
+
+def test_what_ends_the_program_passes_the_wrapper() -> None:
+    for kind in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(kind), refused("x"):
+            raise kind
+    with pytest.raises(InputError, match="x: y"), refused("x"):
+        raise ValueError("y")
+
+
+def test_a_tokenizer_that_is_slow_at_a_word_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "WORD_SECONDS", 0.05)
+    ended = threading.Event()
+    monkeypatch.setattr(library, "encode", lambda *_: ended.wait(10) and [])
+    with pytest.raises(StartupError, match=r"takes more than 0\.05 s for a word"):
+        Tokenizer.load(folders["byte_level"])
+    ended.set()
+
+
+def test_replacements_of_replacements_are_refused(tmp_path: Path) -> None:
+    def steps(kind: str, content: str, count: int) -> dict[str, object]:
+        step = {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+        return {"type": "Sequence", kind: [step] * count}
+
+    for part, kind in (("normalizer", "normalizers"), ("decoder", "decoders")):
+        with pytest.raises(StartupError, match="lengthen a text more than 4096 times"):
+            Tokenizer.load(_saved(tmp_path, **{part: steps(kind, "aa", 40)}))
+        assert Tokenizer.load(_saved(tmp_path, **{part: steps(kind, "b", 40)}))
+
+
+def test_many_added_tokens_go_in_at_once(tmp_path: Path) -> None:
+    folder = _saved(tmp_path)
+    entries = {str(1000 + i): {"content": f"<t{i}>", "special": True} for i in range(100_000)}
+    config = {"added_tokens_decoder": {**entries, "9" * 5000: {"content": "<last>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    began = time.monotonic()
+    tokenizer = Tokenizer.load(folder)
+    assert time.monotonic() - began < 30  # one by one it takes many minutes
+    assert len(tokenizer.encode("<t0><t99999><last>")) == 3
+
+
+def test_odd_added_tokens(tmp_path: Path) -> None:
+    folder = _saved(tmp_path)
+    for declared, words in (({"1": {"content": "\ud800"}}, "no valid Unicode"), (["x"], ""), ({"1": 5, "x": {}}, "")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
+        if words:
+            with pytest.raises(StartupError, match=words):
+                Tokenizer.load(folder)
+        else:
+            assert Tokenizer.load(folder)
+
+
+def test_a_long_text_leaves_other_threads_running(folders: dict[str, Path]) -> None:
+    """The library's `encode` keeps the interpreter for itself until it returns."""
+    tokenizer, ticks, done = Tokenizer.load(folders["byte_level"]), 0, threading.Event()
+    encoding = threading.Thread(target=lambda: (tokenizer.encode("many pages and quires " * 30_000), done.set()))
+    encoding.start()
+    while not done.is_set():
+        time.sleep(0.001)
+        ticks += 1
+    encoding.join()
+    assert ticks > 20

@@ -102,7 +102,7 @@ class ChatTemplate:
             raise InputError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
         final = checked[-1]["content"]
         checked[-1]["content"] = final + CONTINUE
-        return _continued(self._rendered(variables), final)
+        return _continued(self._rendered(variables) if "content" in self.source else "", final)
 
     def _check_read(self, name: str, param: str) -> None:
         if name not in (self._read if param == "documents" else self.variables):

@@ -1,0 +1,67 @@
+"""Every key of a config.json with values of the wrong kind: a spec or a StartupError, never another error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.budget import plan_memory
+from quire.config import EngineConfig
+from quire.data.models import ARCHITECTURES, read_spec
+from quire.data.models.configs import CONFIGS
+from quire.errors import StartupError
+
+ODD: list[Any] = [
+    [], {}, [[]], {"a": {}}, None, True, False, -1, 0, 1, 2**31 - 1, 10**18, 10**4000, -(10**400), 1e308, 1e-320, -1.5,
+    float("nan"), float("inf"), "", "x" * 10_000, "\ud800", ["a", ["b"]], [1, None], [{}],
+]  # fmt: skip
+SCALING = {
+    "factor": 4.0, "mscale": 1, "mscale_all_dim": 1, "original_max_position_embeddings": 64, "attention_factor": 1,
+    "beta_fast": 1, "beta_slow": 1, "truncate": True, "low_freq_factor": 1, "high_freq_factor": 2,
+}  # fmt: skip
+MORE = {
+    "rope_theta": 1.0, "sliding_window": 4, "max_window_layers": 1,
+    "use_sliding_window": True, "attention_bias": False, "mlp_bias": False, "word_embed_proj_dim": 64, "n_inner": 5,
+    "do_layer_norm_before": True, "enable_bias": True, "_remove_final_layer_norm": True, "scale_attn_weights": True,
+    "quantization_config": None, "eos_token_id": [1], "head_dim": 64,
+}  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    entries = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, inner in entries:
+        yield from places(inner, (*path, key))
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    copy = json.loads(json.dumps(value))
+    at = copy
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = new
+    return copy
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "dynamic"])
+def test_any_value_of_any_key(architecture: str, kind: str) -> None:
+    shape = next((shape for shape in CONFIGS.values() if shape["architectures"] == [architecture]), None)
+    shape = shape or next(shape for shape in CONFIGS.values() if shape["architectures"] == ["LlamaForCausalLM"])
+    config = {**shape, **MORE, "architectures": [architecture], "rope_scaling": {**SCALING, "rope_type": kind}}
+    config["layer_types"] = ["full_attention"] * shape.get("num_hidden_layers", 1)
+    read, refusals = 0, set()
+    for path in places(config):
+        for odd in ODD if path else ():
+            try:
+                spec = read_spec(changed(config, path, odd))
+                read += 1
+                plan_memory(EngineConfig(), spec, "x", "float32", 4, "cpu")
+            except StartupError as error:
+                refusals.add(str(error))
+    assert read > 100
+    assert len(refusals) > 100
+    assert max(map(len, refusals)) < 400

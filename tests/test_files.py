@@ -1,0 +1,196 @@
+"""Files that others wrote: where a checkpoint's may be, what kind and size a file may have, and what errors show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.build import _read_costs
+from quire.data.weights.checkpoint import check_size, read_config, read_generation_config, tensor_files
+from quire.errors import StartupError, shown
+from quire.files import LIMITS, find, read, read_object
+from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
+from quire.server.prefixes import read_prefixes
+from quire.text.chat import ChatTemplate
+from quire.text.folder import special_tokens, tokenizer_config
+from quire.text.tokenizer import Tokenizer
+
+READERS: dict[str, Callable[[Path], Any]] = {  # every file of a checkpoint, and who reads it
+    "config.json": read_config,
+    "generation_config.json": read_generation_config,
+    "model.safetensors": tensor_files,
+    "model.safetensors.index.json": tensor_files,
+    "special_tokens_map.json": tokenizer_config,
+    "tokenizer_config.json": tokenizer_config,
+    "tokenizer.json": Tokenizer.load,
+    "chat_template.jinja": ChatTemplate.find,
+}
+OPERATORS: dict[str, Callable[[str], Any]] = {
+    "keys": read_keys,
+    "prefixes": read_prefixes,
+    "calibration": _read_costs,
+    "chat template": lambda path: ChatTemplate.find(Path(path).parent / "nowhere", path),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("target", ["/proc/self/environ", "/dev/zero", "../outside"])
+def test_a_checkpoints_files_are_its_own(name: str, target: str, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("{}")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / name).symlink_to(target)
+    with pytest.raises(StartupError, match="is a link that leads out of it"):
+        READERS[name](folder)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_checkpoints_files_are_regular(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    os.mkfifo(path)
+    with pytest.raises(StartupError, match="is not a regular file"):
+        READERS[name](tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StartupError, match="is not a regular file"):
+        READERS[name](tmp_path)
+    path.rmdir()
+    for target in ("absent", name):  # to nowhere, and in a circle
+        path.symlink_to(target)
+        with pytest.raises(StartupError, match="can't be read"):
+            READERS[name](tmp_path)
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", sorted(set(READERS) - {"model.safetensors"}))
+def test_a_checkpoints_files_are_bounded(name: str, tmp_path: Path) -> None:
+    limit = LIMITS.get(name, LIMITS["chat template"])
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(limit + 1)
+    with pytest.raises(StartupError, match=f"it has more than {limit} bytes"):
+        READERS[name](tmp_path)
+
+
+def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(tmp_path: Path) -> None:
+    entry = tmp_path / "models--owner--name"
+    snapshot = entry / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (entry / "blobs").mkdir()
+    (entry / "blobs" / "abc").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        assert read_config(folder) == {}
+        assert find(folder, "config.json") == entry / "blobs" / "abc"
+    (tmp_path / "models--other--name").mkdir()
+    (tmp_path / "models--other--name" / "x").write_text("{}")
+    (snapshot / "generation_config.json").symlink_to("../../../models--other--name/x")
+    with pytest.raises(StartupError, match="leads out of it"):
+        read_generation_config(snapshot)
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) -> None:
+    fifo, large = tmp_path / "fifo", tmp_path / "large"
+    os.mkfifo(fifo)
+    with large.open("wb") as file:
+        file.truncate(LIMITS[kind] + 1)
+    for path, words in (("/dev/zero", "not a regular file"), (str(fifo), "not a regular file"),
+                        (str(large), f"more than {LIMITS[kind]} bytes"), (str(tmp_path), "can't be read")):  # fmt: skip
+        with pytest.raises(StartupError, match=words):
+            OPERATORS[kind](path)
+
+
+def test_what_a_file_says_of_its_size_counts_for_nothing() -> None:
+    assert os.stat("/proc/self/status").st_size == 0
+    assert b"VmRSS" in read("/proc/self/status", 1 << 20)
+    with pytest.raises(StartupError, match="more than 10 bytes"):
+        read("/proc/self/status", 10)
+    with pytest.raises(StartupError, match="can't be read"):
+        read("a\0b", 10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": ' + "9" * 5000 + "}", '{"a": ' * 100_000, "[" * 100_000, '{"a"', "\ufeff{}",
+        '{"a": [' + "0," * (2 << 20) + "0]}",
+    ],
+    ids=["digits", "deep", "lists", "cut", "mark", "many"],
+)  # fmt: skip
+def test_json_that_is_not_sane(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(StartupError, match="can't be read as JSON"):
+        read_object(path, 64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a\nb\ud800", r"'a\nb\ud800'"), ("x" * 500, "'" + "x" * 37), ([[[[[[[[1]]]]]]]], "[[[[[[[...]]]]]]]"),
+        (None, "None"),
+    ],
+)  # fmt: skip
+def test_values_are_shown_on_one_line(value: object, expected: str) -> None:
+    assert shown(value).startswith(expected)
+    for odd in (value, [value] * 1000, {"a" * 100: value}, 10**4000, object()):
+        assert len(shown(odd)) <= 80
+        assert shown(odd).isprintable()
+
+
+def test_names_of_shards(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for name in ("x" * 5000 + ".safetensors", "a.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(StartupError, match=r"which .* lacks") as failure:
+            tensor_files(tmp_path)
+        assert len(str(failure.value)) < 300
+    for odd in (["x"], None, 7, "\ud800.safetensors", "../a.safetensors", "a\nb.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": odd}}))
+        with pytest.raises(StartupError, match="names the file"):
+            tensor_files(tmp_path)
+
+
+def test_a_checkpoint_smaller_than_its_config_says(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    check_size(tmp_path, 50)
+    with pytest.raises(StartupError, match=r"makes 51 parameters, and the files of .* have 100 bytes"):
+        check_size(tmp_path, 51)
+
+
+def test_special_tokens_are_bounded() -> None:
+    assert special_tokens({"a_token": "x" * 1024, "b_token": {"content": "é"}, "c": "d"}) == {
+        "a_token": "x" * 1024, "b_token": "é",
+    }  # fmt: skip
+    for bad in ({"a_token": "x" * 1025}, {"a_token": "\ud800"}, {f"{i}_token": "x" for i in range(1025)}):
+        with pytest.raises(StartupError, match="special token"):
+            special_tokens(bad)
+
+
+def test_keys_leave_the_environment() -> None:
+    code = (
+        "import os, pathlib, subprocess, sys; from quire.server.keys import read_keys\n"
+        "assert read_keys(None) == ('secret-one',)\n"
+        "assert read_keys(None, '--admin-key-file', 'QUIRE_ADMIN_KEY') == ('secret-two',)\n"
+        "assert not [name for name in os.environ if name.startswith('QUIRE_')]\n"
+        "assert 'secret' not in subprocess.run(['env'], capture_output=True, text=True).stdout\n"
+        "own = pathlib.Path('/proc/self/environ')\n"
+        "assert not own.exists() or b'secret' not in own.read_bytes()"
+    )
+    keys = {"QUIRE_API_KEY": "secret-one", ADMIN_KEY_VARIABLE: "secret-two"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, **keys})
+
+
+def test_a_variable_leaves_though_a_file_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("one")
+    monkeypatch.setenv("QUIRE_API_KEY", "two")
+    assert read_keys(str(tmp_path / "key")) == ("one",)
+    assert "QUIRE_API_KEY" not in os.environ
