@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from echo_service import Running
 from openai import AuthenticationError, OpenAI
 
 from quire.errors import StartupError
+from quire.server.guards import MAX_COMMAS, MAX_OPENED, BoundBody
 from quire.server.keys import read_keys
 
 KEY = "sk-quire-test-key"
@@ -125,6 +127,39 @@ def test_declared_body_too_large(locked: Running) -> None:
     answer = httpx.post(f"{locked.url}/v1/completions", content=b"x" * 10_001, headers=headers())
     assert answer.status_code == 413
     assert answer.json()["error"]["type"] == "PayloadTooLargeError"
+
+
+def dense(commas: int, opened: int) -> bytes:
+    """JSON with so many commas, and colons and brackets: a field that is too long, beside much that is unknown."""
+    rest = (b"[" * 900 + b"]" * 900 + b",") * ((opened - 3) // 900) + b"[" * ((opened - 3) % 900)
+    body = b'{"prompt":[%s' % rest + b"]" * ((opened - 3) % 900)
+    left = commas - body.count(b",")
+    return body + b"1" * (body[-1:] in b",[") + b",1" * left + b"]}"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("commas", "opened"), [(MAX_COMMAS, 3), (1000, MAX_OPENED)])
+def test_bodies_of_too_many_values(echo: Running, commas: int, opened: int, chunked: bool) -> None:
+    """What is parsed is bounded by what it holds, whatever its bytes are; what is sent is read to its end."""
+
+    def post(body: bytes) -> httpx.Response:
+        content = (body[at : at + 100_000] for at in range(0, len(body), 100_000)) if chunked else body
+        return httpx.post(f"{echo.url}/v1/completions", content=content, headers=headers(), timeout=20)
+
+    most = dense(commas, opened)
+    json.loads(most)
+    assert (most.count(b","), sum(map(most.count, (b":", b"[", b"{")))) == (commas, opened)
+    assert post(most).json()["error"]["param"] == "prompt"
+    more = dense(commas + 1, 3) if opened == 3 else dense(commas, opened + 1)
+    for body in (more, more + b" " * 4_000_000):
+        answer = post(body)
+        assert answer.status_code == 413
+        limit, name = (commas, "commas") if opened == 3 else (opened, "colons and opening brackets")
+        assert answer.json()["error"]["message"] == f"the request body may have at most {limit} {name}, got {limit + 1}"
+
+
+def test_longer_models_read_more_values(locked: Running) -> None:
+    assert [kind.most for kind in BoundBody(locked.app, max_len=1 << 20).most] == [1 << 22, 1 << 20]
 
 
 def test_endless_chunked_body_is_cut(locked: Running) -> None:

@@ -33,6 +33,9 @@ sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
 """
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 class Process:
     """A server process and what it printed so far."""
 
@@ -118,6 +121,16 @@ def test_the_printed_curl_line_works() -> None:
         assert '"role":"assistant"' in done.stdout, done
         server.child.send_signal(signal.SIGINT)
         assert server.end()[0] == 0
+
+
+def test_integers_of_many_digits_are_not_read() -> None:
+    """Reading one costs the square of its digits, and holds everything up meanwhile."""
+    with process(pause=0) as server:
+        for digits, told in ((640, "prompt token 0 is"), (641, "parsing the body")):
+            content = f'{{"prompt":[{"1" * digits}]}}'
+            answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=JSON)
+            assert answer.status_code == 400
+            assert told in answer.json()["error"]["message"], answer.text
 
 
 def test_drain_ends_at_its_timeout() -> None:

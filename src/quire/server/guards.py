@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +17,8 @@ OPEN = ("/health",)
 ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
 MAX_BODY = 8 << 20  # bytes
 BODY_SECONDS = 60.0  # for a whole body to arrive
+MAX_COMMAS = 1 << 18  # in a body, or four for each token that fits
+MAX_OPENED = 1 << 16  # colons and opening brackets in a body, or one for each token that fits
 
 
 def route_path(scope: Scope) -> str:
@@ -61,11 +64,26 @@ async def require_admin(request: Request) -> None:
         raise HTTPException(403, "an admin key is required; without one in the server's settings this route is shut")
 
 
-class BoundBody:
-    """Reads a request's body before the route sees it: at most `max_body` bytes, chunked or not, within `seconds`."""
+class Counted(NamedTuple):
+    """What a body may have `most` of."""
 
-    def __init__(self, app: ASGIApp, max_body: int = MAX_BODY, seconds: float = BODY_SECONDS) -> None:
+    name: str
+    which: tuple[bytes, ...]
+    most: int
+
+
+class BoundBody:
+    """Reads a request's body before the route sees it: at most `max_body` bytes, chunked or not, within `seconds`.
+
+    How long JSON holds the interpreter while it is parsed isn't a matter of its bytes but of its values: they are
+    counted by what separates and opens them. Limits grow with `max_len`, the most tokens of a prompt."""
+
+    def __init__(self, app: ASGIApp, max_body: int = MAX_BODY, max_len: int = 0, seconds: float = BODY_SECONDS) -> None:
         self.app, self.max_body, self.seconds = app, max_body, seconds
+        self.most = (
+            Counted("commas", (b",",), max(MAX_COMMAS, 4 * max_len)),
+            Counted("colons and opening brackets", (b":", b"[", b"{"), max(MAX_OPENED, max_len)),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,14 +115,25 @@ class BoundBody:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > self.max_body:
             return too_large
-        parts, size, more = [], 0, True
+        parts, size, more, counts = [], 0, True, [0 for _ in self.most]
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+            part = message.get("body", b"")
+            size += len(part)
             more = message.get("more_body", False)
             if size > self.max_body:
                 return too_large
-        return b"".join(parts)
+            counts = [count + sum(map(part.count, kind.which)) for count, kind in zip(counts, self.most)]
+            if self._dense(counts) is None:
+                parts.append(part)
+            else:
+                parts.clear()  # the rest is awaited nevertheless: most clients listen only once they sent all
+        return self._dense(counts) or b"".join(parts)
+
+    def _dense(self, counts: Sequence[int]) -> Failure | None:
+        for count, kind in zip(counts, self.most):
+            if count > kind.most:
+                return Failure(413, f"the request body may have at most {kind.most} {kind.name}, got {count}")
+        return None
