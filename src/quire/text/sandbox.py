@@ -134,8 +134,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def format(*args: Any, **kwargs: Any) -> str:
             if mapped and (len(args) != 1 or kwargs):
                 raise TypeError("format_map takes one mapping")
-            escaped = isinstance(text, Markup)
-            formatter = BoundedEscapeFormatter(self, escape=text.escape) if escaped else BoundedFormatter(self)
+            markup = hasattr(text, "__html__")
+            formatter = BoundedEscapeFormatter(self, escape=text.escape) if markup else BoundedFormatter(self)
             given = ((), args[0]) if mapped else (args, kwargs)
             return type(text)(formatter.vformat(text, *given))
 
