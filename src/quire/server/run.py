@@ -194,7 +194,7 @@ def with_template(built: Built, template: ChatTemplate | None) -> Built:
         return built
     if built.tokenizer is None:
         raise StartupError("--chat-template needs a tokenizer, and this model has none", "Give one: --tokenizer")
-    return built._replace(chat=type(template)(template.source, built.tokenizer.special))
+    return built._replace(chat=template.with_special(built.tokenizer.special))
 
 
 async def _serve(

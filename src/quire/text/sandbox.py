@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Markup, Undefined
+from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 

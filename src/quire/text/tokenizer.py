@@ -81,7 +81,9 @@ class Tokenizer:
         """The text of ids; an id without a token (padding of the model's vocabulary) has none. InputError below 0."""
         try:
             with refused("token ids can't be decoded"):
-                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+                # As a batch of one: other threads needn't wait for it.
+                [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+                return str(text)
         except (OverflowError, TypeError) as error:
             raise InputError(f"token ids must be integers between 0 and {self.vocab_size - 1}") from error
 
