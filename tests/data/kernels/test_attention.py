@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from geometries import one_size
 
+from quire.data.kernels import sdpa
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.reference import ReferenceBackend, paged_attention
 from quire.data.kernels.sdpa import SdpaBackend
@@ -26,6 +28,7 @@ BATCHES = {  # (tokens before, tokens of this step) a sequence
     "prompts": [(0, 1), (0, 16), (0, 29)],
     "chunk": [(8, 9), (31, 7)],
     "mixed": [(12, 1), (0, 20), (4, 6), (40, 1), (3, 1)],
+    "padded": [(5, 1)] * 9 + [(400, 1)],  # nine become ten, as many as the step has tokens
     "long": [(0, 300), (260, 40), (10, 290)],
 }
 
@@ -118,6 +121,24 @@ def test_every_page_size_equals_dense_attention(backend, page) -> None:
 def test_scale_and_softcap_are_the_layers(backend, batch, scale, softcap) -> None:
     got, expected = run(backend, BATCHES[batch], 4, 2, 16, 24, scale=scale, softcap=softcap)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bucket_keeps_to_the_most_scores_when_it_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    widest = 0
+
+    def products(query: torch.Tensor, keys: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal widest
+        widest = max(widest, query[:, :, :, :, 0].numel() * keys.shape[1])
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(sdpa, "_products", products)
+    monkeypatch.setattr(sdpa, "_fused", products)
+    monkeypatch.setattr(sdpa, "MAX_SCORES", 4 * 600 * 20)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        run("sdpa", [(int(rng.integers(500)), int(rng.integers(1, 100))) for _ in range(int(rng.integers(1, 12)))],
+            4, 2, 16, None)  # fmt: skip
+    assert 4 * 600 * 10 < widest <= 4 * 600 * 20
 
 
 def tokens_first(cache: LayerCache) -> LayerCache:

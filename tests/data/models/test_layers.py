@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -43,6 +44,23 @@ def test_packed_equals_plain(bias: bool, dtype: torch.dtype, tolerance: float) -
                 got = layer(view)
                 assert got.dtype == dtype
                 torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_few_numbers_of_rows_are_multiplied() -> None:
+    layer = linear(8, 8, False, torch.bfloat16)
+    layer.prepare()
+    assert isinstance(layer.packed, functools.partial)
+    seen = set()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.add(len(x))
+        return x
+
+    for rows in range(1, 2049):
+        x = torch.full((rows, 1), float(rows))
+        assert torch.equal(layer.packed.func(product, x), x)
+    assert {1, 2, 4, 32, 256, 2048} < seen, "powers of two stay as they are"
+    assert len(seen) == 40
 
 
 def test_packing_is_given_up_where_it_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.data.kernels.batch import Batch, LayerCache, to_device
 from quire.data.kernels.limits import MAX_SCORES, MOST_ROWS, TILE
 from quire.data.kernels.reference import write_pages
+from quire.data.kernels.shapes import rounded
 from quire.errors import StartupError
 from quire.vocabulary.specs import Layout
 
@@ -25,10 +26,11 @@ from quire.vocabulary.specs import Layout
 @dataclass(slots=True)
 class Bucket:
     """B tiles of up to Q queries over up to N pages. `queries` [B, Q] are rows of the step's tokens (a short tile
-    repeats its last one), `pages` [B, N] page ids, `rows` [B, kv_heads, N] the rows of their heads (None: there are no
-    LayerCache.head_rows), `hidden` [B, 1, Q, N * page_tokens] is true where a query may not look (None: nowhere),
-    `unwritten` are rows of the gathered values, as [B * kv_heads * N * page_tokens, dim], that
-    hold no token of the sequence. `places` are the real ones of [B, Q] (None: all), `tokens` the rows they answer.
+    repeats its last one, and a short bucket its last tile), `pages` [B, N] page ids, `rows` [B, kv_heads, N] the rows
+    of their heads (None: there are no LayerCache.head_rows), `hidden` [B, 1, Q, N * page_tokens] is true where a query
+    may not look (None: nowhere), `unwritten` are rows of the gathered values, as
+    [B * kv_heads * N * page_tokens, dim], that hold no token of the sequence. `places` are the real ones of [B, Q]
+    (None: all), `tokens` the rows they answer.
     """
 
     queries: Tensor
@@ -184,7 +186,8 @@ def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
     """Tiles as int64 [n, 6]: slot, first token of the step, queries, first position, first page, end position. Long
     contexts are cut into fewer queries, so that a tile's scores stay within MAX_SCORES."""
     ends = batch.contexts(cache.group)
-    most = np.clip(MAX_SCORES // (cache.heads * np.maximum(ends, 1)), 1, TILE)
+    asked = zip(batch.lengths.tolist(), ends.tolist())
+    most = np.array([_most(end, cache) if length > 1 else 1 for length, end in asked], dtype=np.int64)
     counts = -(-batch.lengths // most)
     row = np.repeat(np.arange(len(counts)), counts)
     cut = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most[row]
@@ -196,8 +199,15 @@ def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
     return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, position + queries], 1)
 
 
+def _most(end: int, cache: LayerCache) -> int:
+    """Queries of a tile whose context ends here: a power of two."""
+    pages = rounded(-(-end // cache.page_tokens), 3)
+    fit = MAX_SCORES // (cache.heads * pages * cache.page_tokens)
+    return 1 << min(max(fit, 1), TILE).bit_length() - 1
+
+
 def _parts(tiles: np.ndarray, cache: LayerCache) -> list[np.ndarray]:
-    """Indices of tiles that go together: of like size, so that little is padded, and within MAX_SCORES."""
+    """Indices of tiles that go together: of like size, so that little is padded, and within MAX_SCORES, padded."""
     span = tiles[:, 5] - tiles[:, 4] * cache.page_tokens
     order = np.lexsort((span, tiles[:, 2]))
     queries, spans = tiles[order, 2].tolist(), span[order].tolist()
@@ -206,19 +216,33 @@ def _parts(tiles: np.ndarray, cache: LayerCache) -> list[np.ndarray]:
         if i < len(order):
             widest = max(widest, spans[i])
             alike = queries[i] <= 1.5 * queries[first] and spans[i] <= 1.5 * spans[first] + 128
-            if i == first or (alike and (i + 1 - first) * queries[i] * widest * cache.heads <= MAX_SCORES):
+            if i == first or (alike and _scores(i + 1 - first, queries[i], widest, cache) <= MAX_SCORES):
                 continue
         parts.append(np.sort(order[first:i]))
         first, widest = i, spans[i] if i < len(order) else 0
     return parts
 
 
+def _padded(tiles: int, queries: int, pages: int) -> tuple[int, int, int]:
+    """What a bucket of so many is padded to, so that there are few shapes. Pages are what single queries read."""
+    return rounded(tiles, 3), rounded(queries, 1), rounded(pages, 3 if queries > 1 else 4)
+
+
+def _scores(tiles: int, queries: int, span: int, cache: LayerCache) -> int:
+    """Numbers in the score matrix of a bucket of so many."""
+    tiles, queries, pages = _padded(tiles, queries, -(-span // cache.page_tokens))
+    return tiles * queries * pages * cache.page_tokens * cache.heads
+
+
 def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
     """The host computes what depends on the number of tiles, the device what depends on the lengths of contexts."""
     size, device = cache.page_tokens, batch.device
+    known = len(tiles)
+    longest = int((-(-tiles[:, 5] // size) - tiles[:, 4]).max())
+    many, width, count = _padded(known, int(tiles[:, 2].max()), longest)
+    tiles = tiles[np.minimum(np.arange(many), known - 1)]
     _, tokens, queries, _, pages, ends = tiles.T
-    width, count = int(queries.max()), int((-(-ends // size) - pages).max())
-    slots, _, many, positions, first, end = to_device(np.ascontiguousarray(tiles.T), device)
+    slots, _, asked, positions, first, end = to_device(np.ascontiguousarray(tiles.T), device)
     logical = first[:, None] + torch.arange(count, device=device)
     table = batch.tables[cache.group]
     named = table[slots[:, None], logical.clamp(max=table.shape[1] - 1)]
@@ -228,14 +252,15 @@ def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
     if width > 1 or cache.window is not None or ((ends - pages * size) != count * size).any():
         key_at = (first * size)[:, None, None] + torch.arange(count * size, device=device)  # [B, 1, keys]
         across = torch.arange(width, device=device)
-        query_at = (positions[:, None] + torch.minimum(across, (many - 1)[:, None]))[:, :, None]
+        query_at = (positions[:, None] + torch.minimum(across, (asked - 1)[:, None]))[:, :, None]
         hidden = key_at > query_at
         if cache.window is not None:
             hidden |= key_at <= query_at - cache.window
         hidden = hidden[:, None]
     picked = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
     real = np.arange(width) < queries[:, None]
-    whole = width == 1 and len(tiles) == batch.tokens.numel()
+    real[known:] = False
+    whole = width == 1 and known == many == batch.tokens.numel()
     return Bucket(
         queries=to_device(picked, device),
         pages=named,

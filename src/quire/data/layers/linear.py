@@ -1,19 +1,24 @@
 """A linear layer whose weight may be several projections stacked (q, k, v or gate, up), so that one product does all.
 
-On a CPU `prepare` repacks the weight into oneDNN's own layout, which F.linear would otherwise do at every call.
+On a CPU `prepare` repacks the weight into oneDNN's own layout, which F.linear would otherwise do at every call, and rows
+are added to the input, so that there are few shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.data.kernels.shapes import bound_programs, rounded
+
 # The row count that oneDNN lays the weight out for. On Zen 5, 1 costs fp32 a factor of 1.5 to 3 at 4 to 32 rows; the
 # other values (and all of them in bf16) are equal at every row count from 1 to 2048.
 ROWS_HINT = 32
+ROWS_BITS = 3  # a quarter more rows at most
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
@@ -72,7 +77,10 @@ class Linear(nn.Module):
                 self.invariant, self.pdl = linear.invariant, early(self.weight.device)
             elif linear.supports(self.weight, 1):
                 self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
-        if self.weight.device.type != "cpu" or self.weight.dtype not in TOLERANCE:
+        if self.weight.device.type != "cpu":
+            return
+        bound_programs()
+        if self.weight.dtype not in TOLERANCE:
             return
         packed = pack(self.weight, self.bias)
         if packed is not None:
@@ -95,4 +103,11 @@ def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | No
     error, scale = (got - want).abs().max(), want.abs().max()
     if not error <= TOLERANCE[weight.dtype] * scale:  # false for NaN as well
         return None
-    return lambda x: linear(x, blocks, bias, "none", [], "")
+    return partial(_padded, lambda x: linear(x, blocks, bias, "none", [], ""))
+
+
+def _padded(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """product(x), of x [T, in_features], with rows added to x so that there are few shapes."""
+    rows = len(x)
+    more = rounded(rows, ROWS_BITS) - rows
+    return product(F.pad(x, (0, 0, 0, more)))[:rows] if more else product(x)
