@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -14,8 +15,10 @@ import httpx
 import pytest
 from echo_service import Running
 from openai import AuthenticationError, OpenAI
+from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import StartupError
+from quire.server import guards
 from quire.server.guards import MAX_COMMAS, MAX_OPENED, BoundBody
 from quire.server.keys import read_keys
 
@@ -188,3 +191,40 @@ def test_huge_headers(locked: Running) -> None:
         status = 400  # closed while the client was still sending
     assert status in (400, 431)
     assert httpx.get(f"{locked.url}/health").status_code == 200
+
+
+def test_bodies_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 60 bytes, while the others are being answered; the third finds room when one has gone."""
+    monkeypatch.setattr(guards, "MAX_BODIES", 130)
+    done = asyncio.Event()
+    told: list[int] = []
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await done.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    bound = BoundBody(slow)
+
+    async def ask() -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"x" * 60, "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                told.append(message["status"])
+
+        await bound({"type": "http", "headers": []}, receive, send)
+
+    async def all_of_them() -> None:
+        first = [asyncio.create_task(ask()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await ask()
+        assert told == [503]
+        done.set()
+        await asyncio.gather(*first)
+        await ask()
+
+    asyncio.run(all_of_them())
+    assert told == [503, 200, 200, 200]
+    assert bound.held == 0

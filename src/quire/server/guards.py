@@ -16,6 +16,7 @@ from quire.server.errors import Failure
 OPEN = ("/health",)
 ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
 MAX_BODY = 8 << 20  # bytes
+MAX_BODIES = 256 << 20  # bytes, of all requests under way
 BODY_SECONDS = 60.0  # for a whole body to arrive
 MAX_COMMAS = 1 << 18  # in a body, or four for each token that fits
 MAX_OPENED = 1 << 16  # colons and opening brackets in a body, or one for each token that fits
@@ -73,13 +74,15 @@ class Counted(NamedTuple):
 
 
 class BoundBody:
-    """Reads a request's body before the route sees it: at most `max_body` bytes, chunked or not, within `seconds`.
+    """Reads a request's body before the route sees it: at most `max_body` bytes, chunked or not, within `seconds`, and
+    MAX_BODIES for all requests under way.
 
     How long JSON holds the interpreter while it is parsed isn't a matter of its bytes but of its values: they are
     counted by what separates and opens them. Limits grow with `max_len`, the most tokens of a prompt."""
 
     def __init__(self, app: ASGIApp, max_body: int = MAX_BODY, max_len: int = 0, seconds: float = BODY_SECONDS) -> None:
         self.app, self.max_body, self.seconds = app, max_body, seconds
+        self.held = 0
         self.most = (
             Counted("commas", (b",",), max(MAX_COMMAS, 4 * max_len)),
             Counted("colons and opening brackets", (b":", b"[", b"{"), max(MAX_OPENED, max_len)),
@@ -89,15 +92,23 @@ class BoundBody:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        parts: list[bytes] = []
+        try:
+            await self._bounded(parts, scope, receive, send)
+        finally:
+            self.held -= sum(map(len, parts))
+
+    async def _bounded(self, parts: list[bytes], scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self.seconds):
-                body = await self._read(scope, receive)
+                body = await self._read(parts, scope, receive)
         except TimeoutError:
             body = Failure(408, f"the request body did not arrive within {self.seconds:g} s")
         if body is None:
             return  # the client left
         if isinstance(body, Failure):
-            await body._replace(headers={"Connection": "close"}).response()(scope, receive, send)
+            headers = {"Connection": "close", **(body.headers or {})}
+            await body._replace(headers=headers).response()(scope, receive, send)
             return
         first = True
 
@@ -110,12 +121,13 @@ class BoundBody:
 
         await self.app(scope, replay, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | Failure | None:
+    async def _read(self, parts: list[bytes], scope: Scope, receive: Receive) -> bytes | Failure | None:
+        """The body, of which `parts` are held."""
         too_large = Failure(413, f"the request body may have at most {self.max_body} bytes")
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > self.max_body:
             return too_large
-        parts, size, more, counts = [], 0, True, [0 for _ in self.most]
+        size, more, counts = 0, True, [0 for _ in self.most]
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -126,10 +138,15 @@ class BoundBody:
             if size > self.max_body:
                 return too_large
             counts = [count + sum(map(part.count, kind.which)) for count, kind in zip(counts, self.most)]
+            if self.held + len(part) > MAX_BODIES:
+                full = f"the bodies of requests under way have {self.held} bytes; the limit is {MAX_BODIES}"
+                return Failure(503, full, headers={"Retry-After": "1"})
             if self._dense(counts) is None:
                 parts.append(part)
-            else:
-                parts.clear()  # the rest is awaited nevertheless: most clients listen only once they sent all
+                self.held += len(part)
+            else:  # the rest is awaited nevertheless: most clients listen only once they sent all
+                self.held -= sum(map(len, parts))
+                parts.clear()
         return self._dense(counts) or b"".join(parts)
 
     def _dense(self, counts: Sequence[int]) -> Failure | None:

@@ -1,7 +1,7 @@
 """A linear layer whose weight may be several projections stacked (q, k, v or gate, up), so that one product does all.
 
-On a CPU `prepare` repacks the weight into oneDNN's own layout, which F.linear would otherwise do at every call, and rows
-are added to the input, so that there are few shapes.
+On a CPU `prepare` repacks the weight into oneDNN's own layout, which F.linear would otherwise do at every call.
+Rows are added to the input, so that there are few shapes.
 """
 
 from __future__ import annotations
