@@ -183,7 +183,12 @@ class Service:
             raise InputError("give either text or token_ids", "text")
         given = body.text if body.text is not None else body.token_ids
         assert given is not None, "one of the two is given"
-        tokens = await self.llm.register_prefix(body.name, given)
+        try:
+            tokens = await self.llm.register_prefix(body.name, given)
+        except InputError as error:
+            if error.param in ("prompt", "prefix"):  # what the engine calls it
+                error.param = "text" if body.text is not None else "token_ids"
+            raise
         return JSONResponse({"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"})
 
     async def drop_prefix(self, name: str) -> Response:
