@@ -18,7 +18,8 @@ from echo_service import MAX_LEN, Running
 import quire.server.size as size_limits
 from quire.control.outcomes import Output
 from quire.errors import InputError, Overloaded
-from quire.server.pieces import Pace, Words
+from quire.server import pieces
+from quire.server.pieces import Pace, Turns, Words
 from quire.server.protocol import ChatRequest, CompletionRequest
 from quire.server.render import ChatRenderer, CompletionRenderer
 from quire.server.size import MAX_HELD, MAX_LOGPROBS, MAX_TOKENS, Held, Shown, Size, bounded, size_of
@@ -228,6 +229,47 @@ def test_the_loop_turns_while_an_answer_is_written(chat: bool) -> None:
     gaps = [asyncio.run(longest()) for _ in range(3)]
     gap, whole = min(gaps)
     assert gap < whole / 3, gaps
+
+
+def test_writers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many write, the event loop turns after each slice; one that is cancelled is passed over."""
+    monkeypatch.setattr(pieces, "TURN", 0.0)
+    slices: list[int] = []
+
+    async def writer(number: int, turns: Turns) -> None:
+        pace = Pace(turns)
+        for _ in range(9):
+            slices.append(number)
+            await pace("x" * pieces.SHORT)
+
+    async def most() -> int:
+        turns = Turns()
+        writers = [asyncio.create_task(writer(number, turns)) for number in range(20)]
+        await asyncio.sleep(0)
+        writers[7].cancel()
+        seen, found = len(slices), 0
+        while not all(task.done() for task in writers):
+            await asyncio.sleep(0)
+            found, seen = max(found, len(slices) - seen), len(slices)
+        return found
+
+    assert asyncio.run(most()) == 1
+    assert [slices.count(number) for number in range(20)] == [1 if number == 7 else 9 for number in range(20)]
+
+
+def test_a_stream_of_short_chunks_waits_for_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "TURN", 0.0)
+    waited = []
+    monkeypatch.setattr(Turns, "next", lambda self: waited.append(1) or asyncio.sleep(0))
+
+    async def write(size: int, times: int) -> int:
+        pace = Pace(Turns())
+        for _ in range(times):
+            await pace("x" * size)
+        return len(waited)
+
+    assert asyncio.run(write(100, 100)) == 0
+    assert asyncio.run(write(100, 1000)) == 100_000 // pieces.SHORT
 
 
 def test_an_answer_of_unusual_tokens_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

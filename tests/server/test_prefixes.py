@@ -90,14 +90,14 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
     steps = shop.llm.engine.stats.steps
     for body, status, param in (
         ({"name": "a", "token_ids": [1]}, 409, "name"),
-        ({"name": "b", "token_ids": [1] * 41}, 413, "prefix"),
-        ({"name": "b", "token_ids": [1] * 17}, 413, "prefix"),  # five more pages; four are left
-        ({"name": "b", "token_ids": []}, 400, "prompt"),
-        ({"name": "b", "token_ids": [VOCAB]}, 400, "prompt"),
-        ({"name": "b", "token_ids": [-1]}, 400, "prompt"),
+        ({"name": "b", "token_ids": [1] * 41}, 413, "token_ids"),
+        ({"name": "b", "token_ids": [1] * 17}, 413, "token_ids"),  # five more pages; four are left
+        ({"name": "b", "token_ids": []}, 400, "token_ids"),
+        ({"name": "b", "token_ids": [VOCAB]}, 400, "token_ids"),
+        ({"name": "b", "token_ids": [-1]}, 400, "token_ids"),
         ({"name": "b", "token_ids": "abc"}, 400, "token_ids"),
         ({"name": "b", "text": 5}, 400, "text"),
-        ({"name": "b", "text": ""}, 400, "prompt"),
+        ({"name": "b", "text": ""}, 400, "text"),
         ({"name": "b", "text": "x", "token_ids": [1]}, 400, "text"),
         ({"name": "b"}, 400, "text"),
         ({"token_ids": [1]}, 400, "name"),
@@ -105,7 +105,7 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
         ({"name": "", "token_ids": [1]}, 400, "name"),
         ({"name": "a/b", "token_ids": [1]}, 400, "name"),
         ({"name": "x" * 65, "token_ids": [1]}, 400, "name"),
-        ({"name": "b", "text": "\U0001f600" * 100_000}, 400, "prompt"),
+        ({"name": "b", "text": "\U0001f600" * 100_000}, 400, "text"),
     ):
         answer = http.post("/v1/prefixes", json=body)
         error = answer.json()["error"]

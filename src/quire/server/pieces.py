@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
@@ -17,27 +18,51 @@ from quire.text.prompts import Prompts
 LOWEST = -9999.0  # what -inf becomes: JSON has no infinities
 SLICE = 32  # entries of a list between two looks at the clock
 TURN = 0.004  # seconds that a list is written for before the event loop turns
+SHORT = 1 << 14  # characters that are not worth a turn
 Pieces = list[str]
 
 
-class Pace:
-    """Awaited between slices of work, it lets the event loop turn every few milliseconds, and refuses to write more
-    than MAX_BYTES for one answer."""
+class Turns:
+    """Who writes long answers takes turns: in one turn of the event loop one of them writes, however many there are."""
 
     def __init__(self) -> None:
-        self._left = MAX_BYTES
-        self.rested()
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
-    def rested(self) -> None:
-        """The event loop has turned just now."""
+    async def next(self) -> None:
+        """Returns when it is the caller's turn."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._wake)
+        self._waiting.append(loop.create_future())
+        await self._waiting[-1]
+
+    def _wake(self) -> None:
+        while self._waiting:
+            if not (first := self._waiting.popleft()).done():  # else its writer has left
+                first.set_result(None)
+                break
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._wake)
+
+
+class Pace:
+    """Awaited between slices of work, it lets the event loop and other writers turn every few milliseconds, and refuses
+    to write more than MAX_BYTES for one answer."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.turns = turns or Turns()
         self._end = time.perf_counter() + TURN
+        self._left = MAX_BYTES
+        self._next = MAX_BYTES - SHORT
 
     async def __call__(self, *written: str) -> None:
         """`written` was written since the last call."""
         self.count(*written)
         if time.perf_counter() >= self._end:
-            await asyncio.sleep(0)
-            self.rested()
+            if self._left <= self._next:  # else most of the time was spent waiting for something to write
+                await self.turns.next()
+                self._next = self._left - SHORT
+            self._end = time.perf_counter() + TURN
 
     def count(self, *written: str) -> None:
         """As a call, without a turn. InputError when the answer becomes too long."""

@@ -16,7 +16,7 @@ from quire.async_llm import AsyncLLM
 from quire.errors import InputError
 from quire.server.errors import UnknownModel
 from quire.server.metrics import Metrics
-from quire.server.pieces import Numbers, Pace, Words, numbers, strings
+from quire.server.pieces import Numbers, Pace, Turns, Words, numbers, strings
 from quire.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -48,7 +48,7 @@ class Service:
     ) -> None:
         self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
         self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
-        self.held, self.log_requests = Held(), log_requests
+        self.held, self.turns, self.log_requests = Held(), Turns(), log_requests
         self.started = int(time.time())
 
     # Generation
@@ -99,6 +99,7 @@ class Service:
         await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
+        renderer.pace.turns = self.turns
         headers = warnings(body)
         if not body.stream:
             return await respond(call, renderer, headers, http.receive)
@@ -148,7 +149,7 @@ class Service:
         else:
             [prompt] = await self.prompts.read([body.prompt], body.add_special_tokens is not False, cut)
         pieces = [f'{{"count":{len(prompt.ids)},"max_model_len":{self.prompts.max_len},"tokens":']
-        pace = Pace()
+        pace = Pace(self.turns)
         pieces += [*await numbers(prompt.ids, pace), ',"token_strs":']
         pieces += await strings(map(self.prompts.piece, prompt.ids), pace) if body.return_token_strs else ["null"]
         return WholeAnswer([*pieces, "}"], warnings(body))
@@ -183,7 +184,12 @@ class Service:
             raise InputError("give either text or token_ids", "text")
         given = body.text if body.text is not None else body.token_ids
         assert given is not None, "one of the two is given"
-        tokens = await self.llm.register_prefix(body.name, given)
+        try:
+            tokens = await self.llm.register_prefix(body.name, given)
+        except InputError as error:
+            if error.param in ("prompt", "prefix"):  # what the engine calls it
+                error.param = "text" if body.text is not None else "token_ids"
+            raise
         return JSONResponse({"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"})
 
     async def drop_prefix(self, name: str) -> Response:

@@ -183,7 +183,6 @@ class EventStream(Response):
             yield [head, *choice.pieces, "]", *tail, *self._end(choice)]
             tail = []
         async for at, output in self._call.outputs():
-            renderer.pace.rested()
             found = await renderer.choice(at, output, whole=False)
             if found is not None:
                 yield [head, *found.pieces, "]", *self._end(found)]
