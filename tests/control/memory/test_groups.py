@@ -187,3 +187,26 @@ def test_a_hit_must_be_valid_for_every_group() -> None:
     for page in list(memory.pages.index[1].values())[5:]:
         memory.pages.evict(1, page)
     assert serve(memory, sequence(2, 30)) == 20
+
+
+@pytest.mark.parametrize("name", ["paged-4", "mixed"])
+def test_twins_that_were_swapped_out_come_back_to_one_page(name: str) -> None:
+    """Two branches that drew the same tokens have pages of their own with the same content, of which one is cached. When
+    both come back to that one it is named twice, and has two references."""
+    memory = MEMORIES[name](Build(tokens=256, max_seqs=8, host=1000))
+    stem = sequence(1, 6)
+    assert serve(memory, stem) == 0
+    twin = stem.fork(2, 1, 0)
+    assert memory.fork(stem, twin)
+    for seq in (stem, twin):
+        seq.tokens += [7] * 8
+        assert compute(memory, seq, 8)
+    memory.check()
+    assert memory.swap_out([stem, twin])
+    memory.check()
+    assert memory.swap_in([stem, twin])
+    memory.check()
+    for seq in (stem, twin):
+        memory.free(seq)
+    memory.check()
+    assert memory.account().usage.used == 0

@@ -57,7 +57,8 @@ class Swap:
         moves, names = _pages(away), self._names(seqs, away)
         for (g, host), name in names.items():
             moves[g, host] = ledger.find(g, name) or SCRATCH
-        cached = [(g, page) for (g, _), page in moves.items() if page]
+        # Of sequences that drew the same tokens several host pages may come back to one.
+        cached = list(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
         missing = self._counts(move for move, page in moves.items() if not page)
         spare = len(seqs) if tables.residents else 0  # a page more for each, to go on; alone they fit
         needs = [need + rest + spare for need, rest in zip(missing, ledger.resting(cached))]
