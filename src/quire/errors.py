@@ -81,5 +81,8 @@ def shown(value: object) -> str:
     """A value as errors show it: as Python writes it, in one printable line of at most 80 characters."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = MAX_SHOWN
-    text = brief.repr(value)
+    try:
+        text = brief.repr(value)
+    except ValueError:  # an integer, here or within, of more digits than this process writes
+        text = f"a {type(value).__name__} with a huge integer"
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

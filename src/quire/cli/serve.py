@@ -15,6 +15,7 @@ from quire.server.run import ServeOptions
 from quire.server.run import serve as run
 from quire.vocabulary.params import MAX_LOGPROBS
 
+MOST_DIGITS = 640  # of an integer in JSON, the least that Python allows to set; reading it costs their square
 ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:_-]{1,300}")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 
@@ -27,7 +28,12 @@ def serve(args: argparse.Namespace) -> int:
     logging.getLogger("uvicorn.error").setLevel(args.uvicorn_log_level.upper())
     if args.access_log:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return run(config, options, lambda line: print(line, flush=True))
+    digits = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(MOST_DIGITS)
+    try:
+        return run(config, options, lambda line: print(line, flush=True))
+    finally:
+        sys.set_int_max_str_digits(digits)
 
 
 def options_from(args: argparse.Namespace) -> ServeOptions:

@@ -35,7 +35,6 @@ LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its cl
 LAST_RESPONSES = 5  # seconds for what is answered already to be sent
 MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
 FEW = 256  # connections
-MOST_DIGITS = 640  # of an integer in JSON, the least that Python allows to set; reading it costs their square
 log = logging.getLogger("quire.server")
 
 
@@ -69,7 +68,6 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     began = time.perf_counter()
     if not 0 <= options.shutdown_timeout < float("inf"):
         raise StartupError(f"--shutdown-timeout is {options.shutdown_timeout:g}", "It is in seconds, from 0 on")
-    sys.set_int_max_str_digits(MOST_DIGITS)
     raise_limit()
     capacity(options.max_connections)
     keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
