@@ -69,11 +69,14 @@ def limits() -> Iterator[str]:
         ("`logprob_token_ids`", f"{params.MAX_LOGPROB_IDS}", "400", ""),
         ("stop strings, their length", f"{params.MAX_STOPS}, {params.MAX_STOP_CHARS} characters", "400", ""),
         ("bad words, tokens in all of them", f"{params.MAX_BAD_WORDS}, {params.MAX_BAD_WORD_IDS:,}", "400", ""),
+        ("`allowed_token_ids`", f"{params.MAX_TOKEN_IDS:,}", "400", ""),
         ("`logit_bias`, `stop_token_ids`", f"{params.MAX_BIASES:,}, {params.MAX_STOP_IDS:,} tokens", "400", ""),
         ("log-probabilities in an answer", f"{size.MAX_LOGPROBS:,}: n x tokens x (logprobs + 1), and those of "
          "the prompt in each choice that shows them", "400; unset `max_tokens` are what this leaves", ""),
         ("tokens in an answer", f"{size.MAX_TOKENS:,}: n x prompts x tokens", "as above", ""),
-        ("bytes of an answer", f"{size.MAX_BYTES:,}", "400", ""),
+        ("bytes of an answer that isn't streamed", f"{size.MAX_BYTES:,}", "400", ""),
+        ("bytes of all answers that wait for their clients", f"{size.MAX_HELD_BYTES:,}", "503", ""),
+        ("conversations that wait for the chat template", f"{prompts.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{size.MAX_HELD:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, within {guards.BODY_SECONDS:g} s", "413, 408", ""),
         ("values of a body: commas; colons and opening brackets", f"{guards.MAX_COMMAS:,}; {guards.MAX_OPENED:,}; more "

@@ -8,6 +8,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import echo_service
@@ -292,6 +293,27 @@ def test_a_stalled_reader_of_a_large_answer_holds_nothing_up(http: httpx.Client,
         httpx.Client(base_url=echo.url, timeout=20) as slow,
         slow.stream("POST", "/v1/completions", json=body) as answer,
     ):
-        assert answer.status_code == 200
+        assert answer.status_code == 200, (answer.text, running.llm.active)
         assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code == 200
         assert int(answer.headers["content-length"]) == len(answer.read())
+
+
+def test_a_written_answer_counts_until_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers that take nothing hold at most so many bytes; when they are gone there is room again."""
+    body = {"prompt": [5] * 250, "echo": True, "logprobs": 20, "n": 15, "max_tokens": 1, "prompt_logprobs": 20}
+    with echo_service.serving(echo_service.built(kv_tokens=4096)) as running, ExitStack() as stack:
+        url = f"{running.url}/v1/completions"
+        size = len(httpx.post(url, json=body).content)
+        monkeypatch.setattr(size_limits, "MAX_HELD_BYTES", size * 3 // 2)
+        slow = [stack.enter_context(httpx.Client(timeout=20)) for _ in range(2)]
+        first = stack.enter_context(slow[0].stream("POST", url, json=body))
+        assert first.status_code == 200
+        with slow[1].stream("POST", url, json=body) as second:
+            assert second.status_code == 503
+            assert "wait for their clients" in second.read().decode()
+        assert httpx.post(url, json={"prompt": [5], "max_tokens": 1}).status_code == 200
+        first.close()
+        end = time.monotonic() + 10
+        while (answer := httpx.post(url, json=body)).status_code == 503 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert answer.status_code == 200, (answer.text, running.llm.active)

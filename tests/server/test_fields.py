@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from echo_service import MAX_LEN, VOCAB, Running, tokenizer
+from asking import TALK, events, ids_of, refusal, tokens_of
+from echo_service import VOCAB, Running, tokenizer
 from openai import OpenAI
 
 from quire.server.protocol import (
@@ -23,42 +23,12 @@ from quire.server.protocol import (
     PrefixRequest,
     TokenizeRequest,
 )
-from quire.sim.echo import expected
-from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.seeds import branch_seed
-
-TALK = [{"role": "user", "content": "once upon a time"}]
 
 
 @pytest.fixture
 def http(echo: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=echo.url, timeout=20) as client:
         yield client
-
-
-def tokens_of(prompt: list[int], seed: int, branch: int, count: int) -> list[int]:
-    params = SamplingParams(max_tokens=count, ignore_eos=True)
-    return expected(prompt, params, branch_seed(seed, branch), vocab_size=VOCAB, max_len=MAX_LEN)
-
-
-def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    answer = http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    lines = [line for line in answer.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = http.post(path, json=body)
-    assert answer.status_code == 400, answer.text
-    return answer.json()["error"]
-
-
-def ids_of(http: httpx.Client, **given: Any) -> list[int]:
-    answer = http.post("/tokenize", json=given)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["tokens"]
 
 
 # Token ids and usage
@@ -211,85 +181,13 @@ def test_echo_in_a_chat_begins_with_what_the_assistant_said(http: httpx.Client, 
         assert text.startswith("a\nb") == (messages is not TALK)
 
 
-# Truncation
-
-
-@pytest.mark.parametrize("side", [None, "left", "right"])
-def test_a_truncated_prompt_is_a_sliced_one(http: httpx.Client, side: str | None) -> None:
-    chance = random.Random(3)
-    given: dict[str, Any] = {} if side is None else {"truncation_side": side}
-    whole = ids_of(http, messages=TALK)
-    for _ in range(20):
-        ids = [chance.randrange(1, 400) for _ in range(chance.randrange(1, 60))]
-        keep = chance.randrange(1, 60)
-        cut = ids[:keep] if side == "right" else ids[-keep:]
-        asked = {"max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True}
-        answer = http.post("/v1/completions", json={**asked, **given, "prompt": ids, "truncate_prompt_tokens": keep})
-        [choice] = answer.json()["choices"]
-        assert choice["prompt_token_ids"] == cut
-        assert choice["token_ids"] == tokens_of(cut, 1, 0, 3)
-        text = "once upon a time there was a quire " * 3
-        words = ids_of(http, prompt=text)
-        assert ids_of(http, prompt=text, truncate_prompt_tokens=keep, **given) == (
-            words[:keep] if side == "right" else words[-keep:]
-        )
-        chat = {**asked, **given, "messages": TALK, "truncate_prompt_tokens": keep}
-        found = http.post("/v1/chat/completions", json=chat).json()["prompt_token_ids"]
-        assert found == (whole[:keep] if side == "right" else whole[-keep:])
-        assert found == ids_of(http, messages=TALK, truncate_prompt_tokens=keep, **given)
-
-
-def test_truncating_to_what_fits(http: httpx.Client) -> None:
-    long = [1 + at % 300 for at in range(1000)]
-    asked = {"prompt": long, "truncate_prompt_tokens": -1, "return_token_ids": True, "ignore_eos": True}
-    for count in (1, 7):
-        [choice] = http.post("/v1/completions", json={**asked, "max_tokens": count}).json()["choices"]
-        assert choice["prompt_token_ids"] == long[-(MAX_LEN - count) :]
-        assert len(choice["token_ids"]) == count
-    echoed = http.post("/v1/completions", json={**asked, "truncate_prompt_tokens": 4, "echo": True, "max_tokens": 0})
-    assert echoed.json()["choices"][0]["text"] == tokenizer().decode(long[-4:])
-    for wrong in (0, -2, 2**31, 10**30):
-        error = refusal(http, "/v1/completions", {"prompt": [1], "truncate_prompt_tokens": wrong})
-        assert error["param"] == "truncate_prompt_tokens"
-        assert str(wrong)[:40] in error["message"]
-    assert refusal(http, "/v1/completions", {"prompt": [1], "truncation_side": "top"})["param"] == "truncation_side"
-    assert refusal(http, "/v1/completions", {"prompt": long, "truncate_prompt_tokens": 300})["param"] == "prompt"
-
-
-# Conversations
-
-
-def test_a_final_message_that_goes_on(http: httpx.Client) -> None:
-    said = [*TALK, {"role": "assistant", "content": "there was"}]
-    text = "<|im_start|>user\nonce upon a time<|im_end|>\n<|im_start|>assistant\nthere was"
-    wanted = tokenizer().encode(text)
-    assert ids_of(http, messages=said, continue_final_message=True) == wanted
-    asked = {"messages": said, "continue_final_message": True, "max_tokens": 2, "return_token_ids": True}
-    assert http.post("/v1/chat/completions", json=asked).json()["prompt_token_ids"] == wanted
-    for path in ("/tokenize", "/v1/chat/completions"):
-        error = refusal(http, path, {**asked, "add_generation_prompt": True})
-        assert error["param"] == "continue_final_message"
-
-
-def test_documents_and_effort_are_for_templates_that_read_them(http: httpx.Client) -> None:
-    for name, value in (("documents", [{"title": "a", "text": "b"}]), ("reasoning_effort", "high")):
-        for path in ("/tokenize", "/v1/chat/completions"):
-            error = refusal(http, path, {"messages": TALK, name: value})
-            assert name in error["message"]
-
-
-def test_special_tokens_of_a_chat_are_the_templates(http: httpx.Client) -> None:
-    """Unless they are asked for; this tokenizer adds none."""
-    assert ids_of(http, messages=TALK, add_special_tokens=True) == ids_of(http, messages=TALK)
-
-
 # Names and lists
 
 
 def test_unknown_fields_are_named(http: httpx.Client, client: OpenAI) -> None:
     body = {"prompt": [5], "max_tokens": 1, "mirostat": 2, "top_a": 0.1, "user": "me", "metadata": {"a": "b"}}
     answer = http.post("/v1/completions", json=body)
-    assert answer.headers["warning"] == '299 quire "unknown fields were ignored: mirostat, top_a"'
+    assert answer.headers["warning"] == '299 quire "fields were ignored: mirostat, top_a"'
     assert "warning" not in http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1, "user": "me"}).headers
     streamed = {"messages": TALK, "max_tokens": 1, "stream": True, "stream_options": {'x\n\u1234"': 1}}
     assert (

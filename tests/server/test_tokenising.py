@@ -11,7 +11,7 @@ from typing import Any
 import echo_service
 import pytest
 
-from quire.errors import PromptTooLong
+from quire.errors import Overloaded, PromptTooLong
 from quire.text.prompts import CHARS_PER_TOKEN, INLINE_CHARS, LONG_CHARS, LONG_THREADS, Cut, Prompt, Prompts
 
 MOST = CHARS_PER_TOKEN * echo_service.MAX_LEN
@@ -65,7 +65,7 @@ def test_the_longest_text_is_read_first(prompts: Prompts) -> None:
     noted(prompts).read.clear()
     prompts.max_len = 9
     prompts._limits = prompts._limits._replace(max_len=9)
-    prompts._check_text = lambda text: None  # type: ignore[method-assign]
+    prompts._check_characters = lambda count: None  # type: ignore[method-assign]
     with pytest.raises(PromptTooLong, match="9 tokens"):
         asyncio.run(prompts.read(["a" * 2000, "b" * 9000, "c" * 4000]))
     assert noted(prompts).read == [9000]
@@ -99,21 +99,38 @@ def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
     assert asyncio.run(both()) < 10
 
 
-def test_a_long_chat_is_a_long_text() -> None:
-    model = echo_service.built()
-    prompts = Prompts(model)  # type: ignore[arg-type]
-    seen: list[tuple[int, int]] = []
+def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread that nothing else needs, a bounded number of them; and not at all if they are too long."""
+    prompts = Prompts(echo_service.built())  # type: ignore[arg-type]
+    monkeypatch.setattr("quire.text.prompts.MAX_WAITING", 3)
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "once upon a time"}]
+    go, threads = threading.Event(), []
 
-    async def apart(chars: int, work: Any, inline: int = INLINE_CHARS) -> Any:
-        seen.append((chars, inline))
-        return work()
+    def written(*args: Any, **kwargs: Any) -> str:
+        threads.append(threading.current_thread().name)
+        assert go.wait(20)
+        return "once"
 
-    prompts.apart = apart  # type: ignore[method-assign]
-    parts = [{"type": "text", "text": "b" * 40}, {"type": "text", "text": "c"}]
-    talk: list[dict[str, Any]] = [{"role": "user", "content": "a" * 30}, {"role": "user", "content": parts}]
-    found = asyncio.run(prompts.converse(talk, variables={}))
-    assert seen == [(71, -1)]  # never on the event loop: a template is a program
-    assert found == prompts.chat(talk)
+    async def all_of_them() -> None:
+        waiting = [asyncio.create_task(prompts.converse(talk, variables={})) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert [len(prompt.ids) for prompt in await prompts.read(["b" * (INLINE_CHARS + 1)])]
+        with pytest.raises(Overloaded, match="3 conversations"):
+            await prompts.converse(talk, variables={})
+        go.set()
+        assert len({tuple(prompt.ids) for prompt in await asyncio.gather(*waiting)}) == 1
+        await prompts.converse(talk, variables={})
+
+    assert asyncio.run(prompts.converse(talk, variables={})) == prompts.chat(talk)
+    parts = [{"type": "text", "text": "b" * MOST}, {"type": "text", "text": "c"}]
+    with pytest.raises(PromptTooLong):
+        asyncio.run(prompts.converse([{"role": "user", "content": parts}], variables={}))
+    prompts.max_len = 10_000  # the texts beside them are longer than the model
+    prompts._limits = prompts._limits._replace(max_len=10_000)
+    prompts.written = written  # type: ignore[method-assign]
+    asyncio.run(all_of_them())
+    assert threads == [threads[0]] * 4
+    assert threads[0].startswith("quire-chat-template")
 
 
 def test_cuts() -> None:

@@ -47,27 +47,27 @@ class Turns:
 
 class Pace:
     """Awaited between slices of work, it lets the event loop and other writers turn every few milliseconds, and refuses
-    to write more than MAX_BYTES for one answer."""
+    to write more than `most` bytes for one answer."""
 
     def __init__(self, turns: Turns | None = None) -> None:
-        self.turns = turns or Turns()
+        self.turns, self.most = turns or Turns(), float(MAX_BYTES)
         self._end = time.perf_counter() + TURN
-        self._left = MAX_BYTES
-        self._next = MAX_BYTES - SHORT
+        self._written = 0
+        self._next = SHORT
 
     async def __call__(self, *written: str) -> None:
         """`written` was written since the last call."""
         self.count(*written)
         if time.perf_counter() >= self._end:
-            if self._left <= self._next:  # else most of the time was spent waiting for something to write
+            if self._written >= self._next:  # else most of the time was spent waiting for something to write
                 await self.turns.next()
-                self._next = self._left - SHORT
+                self._next = self._written + SHORT
             self._end = time.perf_counter() + TURN
 
     def count(self, *written: str) -> None:
         """As a call, without a turn. InputError when the answer becomes too long."""
-        self._left -= sum(map(len, written))
-        if self._left < 0:
+        self._written += sum(map(len, written))
+        if self._written > self.most:
             raise InputError(f"the answer has more than {MAX_BYTES} bytes: ask for fewer log-probabilities or outputs")
 
 

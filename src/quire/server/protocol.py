@@ -8,6 +8,7 @@ itself; ranges are SamplingParams' business, the schema only shows them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
@@ -227,13 +228,13 @@ def unknown(request: Fields) -> list[str]:
     return names + [f"stream_options.{name}" for name in (options.model_extra if options is not None else None) or ()]
 
 
-def warnings(request: Fields) -> dict[str, str]:
-    """The header that names the fields that nobody knows, cut; none if there are none."""
-    names = [re.sub(r"[^!#-~]", "?", name[:40]) for name in unknown(request)]
+def warnings(request: Fields, unread: Sequence[str] = ()) -> dict[str, str]:
+    """The header that names the fields that nobody knows, or that are `unread`, cut; none if there are none."""
+    names = [re.sub(r"[^!#-~]", "?", name[:40]) for name in (*unread, *unknown(request))]
     if not names:
         return {}
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return {"Warning": f'299 quire "unknown fields were ignored: {", ".join(names[:8])}{more}"'}
+    return {"Warning": f'299 quire "fields were ignored: {", ".join(names[:8])}{more}"'}
 
 
 def check_supported(request: Fields) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from quire.control.outcomes import Output
@@ -204,7 +205,8 @@ class CompletionRenderer(Renderer):
         prompt, tokenizer = self.prompts[at], self.text.tokenizer
         text = prompt.text
         if text is None:
-            text = tokenizer.decode(prompt.ids, skip_special_tokens=False) if tokenizer is not None else ""
+            decode = partial(tokenizer.decode, prompt.ids, skip_special_tokens=False) if tokenizer is not None else str
+            text = await self.text.apart(len(prompt.ids), decode)
         scored: list[Scored] = []
         if self.scored:
             scored = [Scored(prompt.ids[0], None), *map(Scored, prompt.ids[1:], self._prompt_tops.get(at, ()))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -100,7 +99,7 @@ class Service:
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
         renderer.pace.turns = self.turns
-        headers = warnings(body)
+        headers = warnings(body, self._unread(body))
         if not body.stream:
             return await respond(call, renderer, headers, http.receive)
         options = body.stream_options or StreamOptions()
@@ -119,7 +118,7 @@ class Service:
         given = dict(body.chat_template_kwargs or {})
         if taken := RESERVED & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
-        if body.reasoning_effort is not None:
+        if body.reasoning_effort is not None and not self._unread(body):
             given.setdefault("reasoning_effort", body.reasoning_effort)
         return await self.prompts.converse(
             body.messages or [],
@@ -130,6 +129,16 @@ class Service:
             cut=cut,
             variables=given,
         )
+
+    def _unread(self, body: Sampling | TokenizeRequest) -> list[str]:
+        """The name of a reasoning_effort that the template doesn't read: clients send it to any model. InputError for
+        it if unknown fields are refused."""
+        template = self.prompts.chat_template
+        if getattr(body, "reasoning_effort", None) is None or (template and "reasoning_effort" in template.variables):
+            return []
+        if self.terms.strict:
+            raise InputError("the chat template reads no reasoning_effort", "reasoning_effort")
+        return ["reasoning_effort"]
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model not in self.names:
@@ -152,7 +161,7 @@ class Service:
         pace = Pace(self.turns)
         pieces += [*await numbers(prompt.ids, pace), ',"token_strs":']
         pieces += await strings(map(self.prompts.piece, prompt.ids), pace) if body.return_token_strs else ["null"]
-        return WholeAnswer([*pieces, "}"], warnings(body))
+        return WholeAnswer([*pieces, "}"], warnings(body, self._unread(body)))
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
@@ -161,9 +170,13 @@ class Service:
         tokenizer, vocab = self.prompts.tokenizer, self.llm.engine.limits.vocab_size
         if tokenizer is None:
             raise InputError("this model has no tokenizer", "tokens")
-        if bad := next((token for token in body.tokens if not 0 <= token < vocab), None):
-            raise InputError(f"token ids are integers from 0 to {vocab - 1}, got {str(bad)[:40]}", "tokens")
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+
+        def decode() -> str:
+            if bad := next((token for token in body.tokens if not 0 <= token < vocab), None):
+                raise InputError(f"token ids are integers from 0 to {vocab - 1}, got {str(bad)[:40]}", "tokens")
+            return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+        text = await self.prompts.apart(len(body.tokens), decode)
         return JSONResponse({"prompt": text}, headers=warnings(body))
 
     # Registered prefixes (admin routes)

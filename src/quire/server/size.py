@@ -18,6 +18,7 @@ MAX_TOKENS = 1 << 22  # in one answer
 MAX_LOGPROBS = 1 << 19  # in one answer
 MAX_BYTES = 64_000_000  # of one answer
 MAX_HELD = 16 * MAX_LOGPROBS  # in the answers under way
+MAX_HELD_BYTES = 16 * MAX_BYTES  # of answers that are written and not yet sent
 
 
 class Size(NamedTuple):
@@ -59,27 +60,29 @@ def bounded(params: SamplingParams, prompts: Sequence[int], max_len: int, shown:
             left = min(left, (MAX_LOGPROBS - scored * shown.logprobs) // (branches * _each(params)))
         params = replace(params, max_tokens=max(left, params.min_tokens, 1))
         size = size_of(params, prompts, max_len, shown)
+    name = "beam_width" if params.beam_width else "best_of" if params.ranked else "n"
     asked = f"{params.width} x {len(prompts)} outputs of {params.max_tokens} tokens to {sum(prompts)} prompt tokens"
     if size.logprobs > MAX_LOGPROBS:
         raise InputError(
             f"the answer would hold {size.logprobs} log-probabilities ({asked}, {max(_each(params), shown.logprobs)} "
-            f"a token), and the limit is {MAX_LOGPROBS}: ask for less of n, max_tokens, logprobs or prompts",
+            f"a token), and the limit is {MAX_LOGPROBS}: ask for less of {name}, max_tokens, logprobs or prompts",
             "logprobs" if _each(params) else "prompt_logprobs",
         )
     if size.tokens > MAX_TOKENS:
         raise InputError(
             f"the answer would hold {size.tokens} tokens ({asked}), and the limit is {MAX_TOKENS}: "
-            "ask for less of n, max_tokens or prompts",
-            "n",
+            f"ask for less of {name}, max_tokens or prompts",
+            name,
         )
     return params, size
 
 
 class Held:
-    """The log-probabilities that the answers under way may hold together."""
+    """What the answers under way may hold together: log-probabilities until they are sent, and bytes once they are
+    written."""
 
     def __init__(self) -> None:
-        self.logprobs = 0
+        self.logprobs = self.bytes = 0
 
     def add(self, size: Size) -> None:
         """Count an answer in. Overloaded if there are too many."""
@@ -90,6 +93,15 @@ class Held:
             )
         self.logprobs += size.logprobs
 
-    def drop(self, size: Size) -> None:
+    def weigh(self, bytes: int) -> None:
+        """It is written, and has so many bytes. Overloaded if there are too many."""
+        if self.bytes + bytes > MAX_HELD_BYTES:
+            raise Overloaded(
+                f"answers that wait for their clients hold {self.bytes} bytes; the limit is {MAX_HELD_BYTES}"
+            )
+        self.bytes += bytes
+
+    def drop(self, size: Size, bytes: int = 0) -> None:
         """Count it out."""
         self.logprobs -= size.logprobs
+        self.bytes -= bytes

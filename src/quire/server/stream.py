@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from quire.text.streams import Delta, Stream
 from quire.vocabulary.params import SamplingParams
 
 PART = 1 << 16  # characters sent at once
+MANY = 256  # tokens of an output that are worth a turn of the event loop
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499
 T = TypeVar("T")
@@ -58,7 +60,7 @@ class Call:
     def __init__(self, llm: AsyncLLM, id: str, held: Held, size: Size) -> None:
         self.llm, self.id = llm, id
         self.streams: list[Stream] = []
-        self._held, self._size = held, size
+        self._held, self._size, self._bytes = held, size, 0
 
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, patient: bool) -> None:
         """Queue all prompts, or none."""
@@ -97,12 +99,20 @@ class Call:
         deltas: dict[tuple[int, int], Delta] = {}
         async for at, output in self.outputs():
             deltas.setdefault((at, output.branch), Delta()).add(output)
+            if len(output.tokens) > MANY:
+                await asyncio.sleep(0)
         return [(at, deltas[at, branch].output()) for at, branch in sorted(deltas)]
 
+    def weigh(self, bytes: int) -> None:
+        """The answer was written and has so many bytes, which are held until it is sent. Overloaded if all that are
+        held are too many."""
+        self._held.weigh(bytes)
+        self._bytes = bytes
+
     def close(self) -> None:
-        """Abort what hasn't ended."""
+        """Abort what hasn't ended; nothing of the answer is held any more."""
         if self.streams:
-            self._held.drop(self._size)
+            self._held.drop(self._size, self._bytes)
         for stream in self.streams:
             if not stream.done:
                 self.llm.abort(stream.id)
@@ -155,6 +165,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._call, self._renderer, self._usage, self._continuous = call, renderer, usage, usage and continuous
+        renderer.pace.most = math.inf  # nothing of it is held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -197,27 +208,36 @@ class EventStream(Response):
 
 
 class WholeAnswer(Response):
-    """A response whose JSON was written in pieces."""
+    """A response whose JSON was written in pieces; ends its call, if it is the answer to one, once it is sent."""
 
     media_type = "application/json"
 
-    def __init__(self, pieces: Pieces, headers: dict[str, str]) -> None:
+    def __init__(self, pieces: Pieces, headers: dict[str, str], call: Call | None = None) -> None:
         super().__init__(headers=headers)
         self.headers["content-length"] = str(sum(map(len, pieces)))
-        self._pieces = pieces
+        self._pieces, self._call = pieces, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send_pieces(send, self._pieces, more=False)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send_pieces(send, self._pieces, more=False)
+        finally:
+            if self._call is not None:
+                self._call.close()
 
 
 async def respond(call: Call, renderer: Renderer, headers: dict[str, str], receive: Receive) -> Response:
     """The whole response of a call; 499, which nobody reads, when the client left."""
     try:
         pieces = await unless_left(receive, _whole(call, renderer))
-    finally:
+        if pieces is not None:
+            call.weigh(sum(map(len, pieces)))
+            return WholeAnswer(pieces, headers, call)
+    except BaseException:
         call.close()
-    return Response(status_code=CLIENT_LEFT) if pieces is None else WholeAnswer(pieces, headers)
+        raise
+    call.close()
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _whole(call: Call, renderer: Renderer) -> Pieces:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
-from quire.errors import InputError, PromptTooLong
+from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 INLINE_CHARS = 4096  # text longer than this is worth another thread, where an event loop would wait
 LONG_CHARS = 100_000  # text longer than this waits for threads of its own, so that chats don't wait for it
 LONG_THREADS = 2
+MAX_WAITING = 256  # conversations that wait for the chat template, which writes one at a time
 CHARS_PER_TOKEN = 32  # text longer than so many characters for each token that fits is refused before tokenising
 PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -66,14 +67,16 @@ class Prompts:
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in built.defaults.items() if name in names}
         self._long: ThreadPoolExecutor | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._conversations = 0
 
-    async def apart(self, chars: int, work: Callable[[], T], inline: int = INLINE_CHARS) -> T:
-        """What `work` returns, which reads so many characters: done here if they are few (`inline` at most), else on
-        another thread, and if they are very many on one of a few of their own."""
+    async def apart(self, chars: int, work: Callable[[], T]) -> T:
+        """What `work` returns, which reads so many characters: done here if they are few, else on another thread, and
+        if they are very many on one of a few of their own."""
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
-        if chars <= inline:
+        if chars <= INLINE_CHARS:
             return work()
         if chars > LONG_CHARS and self._long is None:
             self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="quire-long-text")
@@ -108,14 +111,31 @@ class Prompts:
         variables: Mapping[str, Any],
     ) -> Prompt:
         """A conversation, as `chat` takes it, cut. Templates are programs of unknown cost: always on another thread."""
+        self._check_characters(_characters(messages))
         work = partial(
-            self.chat, messages, add_generation_prompt, continue_final_message, documents, add_special_tokens,
-            **variables,
+            self.written, messages, add_generation_prompt, continue_final_message, documents, **variables
         )  # fmt: skip
-        prompt = await self.apart(_characters(messages), work, inline=-1)
+        text = await self._alone(work)
+        prompt = await self.apart(len(text), lambda: Prompt(text, self.encode(text, add_special_tokens)))
         prompt = prompt if cut is None else cut.of(prompt)
         self._check_length(prompt.ids, None)
         return prompt
+
+    async def _alone(self, work: Callable[[], T]) -> T:
+        """What `work` returns, on the one thread that waits for chat templates: programs of unknown cost, which hold up
+        nothing but each other. Overloaded if too many wait."""
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
+        if self._conversations >= MAX_WAITING:
+            raise Overloaded(f"{self._conversations} conversations wait for the chat template")
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="quire-chat-template")
+        self._conversations += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+        finally:
+            self._conversations -= 1
 
     def cut(self, tokens: int, first: bool, output: int) -> Cut:
         """vLLM's truncate_prompt_tokens: -1 leaves room for `output` tokens. InputError for what is no length."""
@@ -129,14 +149,14 @@ class Prompts:
     def _check_length(self, given: Any, cut: Cut | None) -> None:
         """PromptTooLong for token ids that don't fit, unless they will be cut, and for a text that can't."""
         if isinstance(given, str):
-            self._check_text(given)
+            self._check_characters(len(given))
         elif cut is None and len(given) >= self.max_len:
             self._limits.check_length(len(given))
 
-    def _check_text(self, text: str) -> None:
-        if len(text) > CHARS_PER_TOKEN * self.max_len:
+    def _check_characters(self, count: int) -> None:
+        if count > CHARS_PER_TOKEN * self.max_len:
             raise PromptTooLong(
-                f"the prompt has {len(text)} characters, but at most {CHARS_PER_TOKEN * self.max_len} "
+                f"the prompt has {count} characters, but at most {CHARS_PER_TOKEN * self.max_len} "
                 f"are read for {self.max_len} tokens",
                 "prompt",
             )
@@ -145,7 +165,7 @@ class Prompts:
         """Token ids of `text`. InputError without a tokenizer, PromptTooLong for text that can't fit."""
         if self.tokenizer is None:
             raise InputError("this model has no tokenizer: give prompts as token ids", "prompt")
-        self._check_text(text)
+        self._check_characters(len(text))
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode_token(self, token: int) -> str:
@@ -178,12 +198,22 @@ class Prompts:
         add_special_tokens: bool = False,
         **kwargs: Any,
     ) -> Prompt:
-        """A conversation, rendered by the model's chat template, which adds the special tokens itself. `kwargs` are
-        variables of the template."""
+        """A conversation, as `written`. The template adds the special tokens itself."""
+        text = self.written(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
+        return Prompt(text, self.encode(text, add_special_tokens))
+
+    def written(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Messages | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """A conversation as the model's chat template writes it. `kwargs` are variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
-        text = self.chat_template.render(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
-        return Prompt(text, self.encode(text, add_special_tokens))
+        return self.chat_template.render(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
 
     def prefix(self, name: str, given: Any) -> list[int]:
         """Token ids of a prefix to register as `name`: a string or token ids. InputError for a bad name too."""

@@ -191,8 +191,8 @@ def test_a_hit_must_be_valid_for_every_group() -> None:
 
 @pytest.mark.parametrize("name", ["paged-4", "mixed"])
 def test_twins_that_were_swapped_out_come_back_to_one_page(name: str) -> None:
-    """Two branches that drew the same tokens have pages of their own with the same content, of which one is cached. When
-    both come back to that one it is named twice, and has two references."""
+    """Two branches that drew the same tokens have pages of their own with the same content, of which one is cached.
+    When both come back to that one it is named twice, and has two references."""
     memory = MEMORIES[name](Build(tokens=256, max_seqs=8, host=1000))
     stem = sequence(1, 6)
     assert serve(memory, stem) == 0
