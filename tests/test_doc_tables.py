@@ -67,3 +67,16 @@ def test_metrics() -> None:
     told = {name.split("{")[0].removesuffix("_total") for name in quoted(section("Metrics")) if name != "quire_"}
     told = {name for name in told if name.startswith("quire_")}
     assert told == real
+
+
+def test_the_tests_that_security_names_are_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    folder = Path("tests")
+    for name in re.findall(
+        r"`((?:tests/)?[\w/]+(?:\.py)?)`", text[text.index("| promise |") : text.index("## What is not")]
+    ):
+        if name.startswith("tests/"):
+            folder = Path(name).parent if name.endswith(".py") else Path(name)
+            assert (ROOT / name).exists(), name
+        elif name.endswith(".py"):
+            assert (ROOT / folder / name).exists(), name
