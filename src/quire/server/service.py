@@ -95,11 +95,11 @@ class Service:
         params: SamplingParams,
         http: Request,
     ) -> Response:
+        headers = warnings(body, self._unread(body))
         await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
         renderer.pace.turns = self.turns
-        headers = warnings(body, self._unread(body))
         if not body.stream:
             return await respond(call, renderer, headers, http.receive)
         options = body.stream_options or StreamOptions()
