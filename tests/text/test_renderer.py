@@ -106,10 +106,38 @@ def test_it_ends_with_the_program_that_started_it() -> None:
         assert child.exists()
         program.send_signal(signal.SIGKILL)
         program.wait()
-    end = time.monotonic() + 10
-    while child.exists() and child.read_bytes() and time.monotonic() < end:
+    assert ends(child, 10)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_it_ends_within_its_time_though_nobody_is_left_to_end_it() -> None:
+    code = (
+        "import os, signal, threading; from quire.text.chat import ChatTemplate\n"
+        f"t = ChatTemplate({SLOW_CALLS[0]!r}, {{}}, max_seconds=2)\n"
+        "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
+        "t._renderer._restart()\n"  # with what it inherits now
+        "print(t._renderer._end.peek()[2][0].pid, flush=True)\n"
+        "t._renderer._compile()\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "t.render([{'role': 'user', 'content': 'x'}])"
+    )
+    program = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert program.returncode == -signal.SIGKILL
+    child = Path(f"/proc/{program.stdout.strip()}/cmdline")
+    try:
+        assert ends(child, 10)
+    finally:
+        if child.exists() and child.read_bytes():
+            os.kill(int(child.parent.name), signal.SIGKILL)
+
+
+def ends(child: Path, seconds: float) -> bool:
+    """Is the process whose cmdline in /proc is `child` gone, or a zombie, in so much time?"""
+    end = time.monotonic() + seconds
+    while (there := child.exists() and child.read_bytes()) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not (child.exists() and child.read_bytes())
+    return not there
 
 
 def kill(template: ChatTemplate) -> None:
@@ -177,6 +205,14 @@ def test_no_request_is_to_blame_for_want_of_descriptors(monkeypatch: pytest.Monk
     with pytest.raises(Overloaded, match="Too many open files"):
         template.render(ASK)
     monkeypatch.undo()
+    assert template.render(ASK) == "x"
+
+
+def test_a_process_that_is_gone_when_its_time_is_over_was_late() -> None:
+    template = ChatTemplate("x", {})
+    kill(template)
+    with pytest.raises(RenderError, match="it ran longer than 2 s"):
+        template._renderer._answer(time.monotonic(), 2.0, 100)
     assert template.render(ASK) == "x"
 
 

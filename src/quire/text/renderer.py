@@ -136,7 +136,7 @@ class Renderer:
         if not self._up:
             self._answer(time.monotonic() + START_SECONDS, START_SECONDS, MAX_REASON)
             self._up = True
-        read: list[str] = self._ask(["compile", self._source], COMPILE_SECONDS, 2 * MAX_FRAME)
+        read: list[str] = self._ask(["compile", self._source, COMPILE_SECONDS], COMPILE_SECONDS, 2 * MAX_FRAME)
         self._compiled = True
         return read
 
@@ -178,6 +178,8 @@ class Renderer:
         while len(data) < size:
             self._socket.settimeout(max(end - time.monotonic(), 0.001))
             chunk = self._socket.recv(min(size - len(data), 1 << 20))
+            if not chunk and time.monotonic() >= end:
+                raise TimeoutError  # it ended by itself, being late
             if not chunk:
                 raise EOFError
             data += chunk

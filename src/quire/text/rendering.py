@@ -1,7 +1,8 @@
 """The program that compiles and renders a chat template, in a process of its own with limits; renderer.py starts it.
 
-It says when it is up, then answers frames from descriptor 0 on descriptor 1. It ends when its input does, and after a
-render that ran out of memory. It opens nothing, and knows of nothing but the template.
+It says when it is up, then answers frames from descriptor 0 on descriptor 1. It ends when its input does, after a
+render that ran out of memory, and when nobody ended it in time. It opens nothing, and knows of nothing but the
+template.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quire.text.frames import HEADER, pack, unpack
 from quire.text.sandbox import Budget, Sandbox
 
 MEMORY = 224 << 20  # bytes of addresses beyond those of the start, so that in all it stays below 256 MiB
+SPARE = 1.0  # seconds beyond those that are given, within which whoever started this process ends it
 MAX_REASON = 200
 WARM_UP = (
     r"{% for m in messages %}{{ m.role | striptags ~ '\u00e9' ~ strftime_now('%d') }}{% endfor %}"  # loads the rest
@@ -30,8 +32,10 @@ WARM_UP = (
 def main() -> None:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # may be ignored or blocked by inheritance
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     work = Work()
-    for asked in (["compile", WARM_UP], ["render", {"messages": [{"role": "a"}]}, 10.0, 100]):
+    for asked in (["compile", WARM_UP, 20.0], ["render", {"messages": [{"role": "a"}]}, 20.0, 100]):
         work.answer(asked)
     _limit()
     _write(pack(["done", None]))
@@ -52,13 +56,16 @@ class Work:
         self._template: Template | None = None
 
     def answer(self, asked: list[Any]) -> list[Any]:
-        """What ["compile", source] or ["render", variables, seconds, bytes] gives: ["done", what], ["failed", why] or
-        ["large", ""]. MemoryError passes through."""
+        """What ["compile", source, seconds] or ["render", variables, seconds, bytes] gives: ["done", what],
+        ["failed", why] or ["large", ""]. MemoryError passes through. Ends the process after `seconds` and SPARE: one
+        call into C may take longer, and nobody may be left to end it."""
         try:
             match asked:
-                case ["compile", source]:
+                case ["compile", source, seconds]:
+                    signal.setitimer(signal.ITIMER_REAL, seconds + SPARE)
                     return ["done", self._compile(source)]
                 case ["render", variables, seconds, most]:
+                    signal.setitimer(signal.ITIMER_REAL, seconds + SPARE)
                     text = self._render(variables, seconds, most)
                     return ["large", ""] if text is None else ["done", text]
             raise AssertionError("an unknown frame")
@@ -66,6 +73,8 @@ class Work:
             raise
         except Exception as error:  # a template is a program: it may fail in any way
             return ["failed", (str(error) or type(error).__name__)[:MAX_REASON]]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _compile(self, source: str) -> list[str]:
         """The variables that the template reads, in order."""
