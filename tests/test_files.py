@@ -96,6 +96,27 @@ def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(tmp_path: Path) -> N
         read_generation_config(snapshot)
 
 
+def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "model", tmp_path / "hub" / "models--owner--name" / "blobs"
+    refused = [
+        blobs.parent / "x", blobs / "deeper" / "x", tmp_path / "blobs" / "x", tmp_path / "hub" / "blobs" / "x",
+        tmp_path / "hub" / "datasets--owner--name" / "blobs" / "x", blobs / "out",
+    ]  # fmt: skip
+    for path in (folder / "x", blobs / "abc", *refused[:-1]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    refused[-1].symlink_to("/proc/self/environ")
+    link = folder / "config.json"
+    link.symlink_to(blobs / "abc")
+    assert read_config(folder) == {}
+    assert find(folder, "config.json") == blobs / "abc"
+    for path in [*refused, Path("/etc/passwd")]:
+        link.unlink()
+        link.symlink_to(path)
+        with pytest.raises(StartupError, match="leads out of it"):
+            read_config(folder)
+
+
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) -> None:
     fifo, large = tmp_path / "fifo", tmp_path / "large"

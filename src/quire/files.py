@@ -34,8 +34,8 @@ CHUNK = 1 << 20
 def find(folder: Path, name: str) -> Path | None:
     """Where the file `name` of a checkpoint really is; None if there is none.
 
-    StartupError unless it is a regular file within `folder`, or within the entry of the hub's cache that `folder` is a
-    snapshot of, links followed.
+    StartupError unless it is a regular file, links followed, within `folder`, within the entry of the hub's cache that
+    `folder` is a snapshot of, or among the blobs of an entry, to which older hub clients link from a local folder.
     """
     path = folder / name
     if not os.path.lexists(path):
@@ -45,7 +45,7 @@ def find(folder: Path, name: str) -> Path | None:
         mode = real.stat().st_mode
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise StartupError(f"{shown(name)} in {folder} can't be read: {_reason(error)}", AGAIN) from error
-    if not real.is_relative_to(root):
+    if not (real.is_relative_to(root) or _is_blob(real)):
         raise StartupError(f"{shown(name)} in {folder} is a link that leads out of it", "Copy the file into the folder")
     if not stat.S_ISREG(mode):
         raise StartupError(f"{shown(name)} in {folder} is not a regular file", AGAIN)
@@ -57,6 +57,10 @@ def _root(folder: Path) -> Path:
     real = folder.resolve()
     entry = real.parent.parent
     return entry if real.parent.name == "snapshots" and entry.name.startswith("models--") else real
+
+
+def _is_blob(real: Path) -> bool:
+    return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
 
 
 def read(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) -> bytes:
