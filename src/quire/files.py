@@ -63,14 +63,16 @@ def _is_blob(real: Path) -> bool:
     return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
 
 
-def read(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) -> bytes:
+def read(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN, follow: bool = True) -> bytes:
     """The bytes of a regular file, which StartupError calls `called` (or by its path) if it can't be read or has more
-    than `limit`. What a file says of its own size counts for nothing: those of the system say 0."""
+    than `limit`. What a file says of its own size counts for nothing: those of the system say 0. Without `follow`,
+    which is for what `find` returned, it must be no link, as it was none then."""
     called = called or str(path)
     data = bytearray()
     try:
         # Not blocking, so that opening a FIFO doesn't wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise StartupError(f"{called} can't be read: it is not a regular file", remedy)
@@ -83,19 +85,21 @@ def read(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) ->
     return bytes(data)
 
 
-def read_text(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) -> str:
+def read_text(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN, follow: bool = True) -> str:
     """As `read`, decoded as UTF-8."""
     called = called or str(path)
     try:
-        return read(path, limit, called, remedy).decode("utf-8")
+        return read(path, limit, called, remedy, follow).decode("utf-8")
     except UnicodeDecodeError as error:
         raise StartupError(f"{called} can't be read: {_reason(error)}", remedy) from error
 
 
-def read_object(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) -> dict[str, Any]:
-    """The object in a JSON file; StartupError for anything else."""
+def read_object(
+    path: str | Path, limit: int, called: str = "", remedy: str = AGAIN, follow: bool = True
+) -> dict[str, Any]:
+    """The object in a JSON file, read as by `read`; StartupError for anything else."""
     called = called or str(path)
-    data = read(path, limit, called, remedy)
+    data = read(path, limit, called, remedy, follow)
     if sum(data.count(mark) for mark in b",[{") > MAX_VALUES:
         raise StartupError(f"{called} can't be read as JSON: it has more than {MAX_VALUES} values", remedy)
     try:
@@ -110,7 +114,7 @@ def read_object(path: str | Path, limit: int, called: str = "", remedy: str = AG
 def read_config(folder: Path, name: str) -> dict[str, Any]:
     """The object in a checkpoint's JSON file `name`, empty if there is no such file."""
     path = find(folder, name)
-    return {} if path is None else read_object(path, LIMITS[name], str(folder / name))
+    return {} if path is None else read_object(path, LIMITS[name], str(folder / name), follow=False)
 
 
 def _reason(error: Exception) -> str:
