@@ -136,12 +136,12 @@ class Renderer:
         if not self._up:
             self._answer(time.monotonic() + START_SECONDS, START_SECONDS, MAX_REASON)
             self._up = True
-        read: list[str] = self._ask(["compile", self._source, COMPILE_SECONDS], COMPILE_SECONDS, 2 * MAX_FRAME)
+        read: list[str] = self._ask(["compile", self._source], COMPILE_SECONDS, 2 * MAX_FRAME)
         self._compiled = True
         return read
 
     def _ask(self, asked: list[Any], seconds: float, most: int) -> Any:
-        frame = pack(asked)
+        frame = pack([seconds, asked])
         if len(frame) > MAX_FRAME:
             raise RenderError(f"what it is given has {len(frame)} bytes; {MAX_FRAME} are the most")
         end = time.monotonic() + seconds

@@ -22,7 +22,7 @@ from quire.text.frames import HEADER, pack, unpack
 from quire.text.sandbox import Budget, Sandbox
 
 MEMORY = 224 << 20  # bytes of addresses beyond those of the start, so that in all it stays below 256 MiB
-SPARE = 1.0  # seconds beyond those that are given, within which whoever started this process ends it
+SPARE = 1.0  # seconds beyond those after which whoever asks ends this process
 MAX_REASON = 200
 WARM_UP = (
     r"{% for m in messages %}{{ m.role | striptags ~ '\u00e9' ~ strftime_now('%d') }}{% endfor %}"  # loads the rest
@@ -35,13 +35,17 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # may be ignored or blocked by inheritance
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     work = Work()
-    for asked in (["compile", WARM_UP, 20.0], ["render", {"messages": [{"role": "a"}]}, 20.0, 100]):
+    for asked in (["compile", WARM_UP], ["render", {"messages": [{"role": "a"}]}, 10.0, 100]):
         work.answer(asked)
     _limit()
     _write(pack(["done", None]))
     while (header := _read(HEADER)) is not None and (body := _read(int.from_bytes(header, "big"))) is not None:
         try:
-            answer = work.answer(unpack(body))
+            seconds, asked = unpack(body)
+            # Ends the process: one call into C may go on for ever, and nobody may be left to end it.
+            signal.setitimer(signal.ITIMER_REAL, seconds + SPARE)
+            answer = work.answer(asked)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         except MemoryError:
             _write(pack(["exhausted", f"it needs more than {MEMORY >> 20} MiB of memory"]))
             sys.exit(1)
@@ -56,16 +60,13 @@ class Work:
         self._template: Template | None = None
 
     def answer(self, asked: list[Any]) -> list[Any]:
-        """What ["compile", source, seconds] or ["render", variables, seconds, bytes] gives: ["done", what],
-        ["failed", why] or ["large", ""]. MemoryError passes through. Ends the process after `seconds` and SPARE: one
-        call into C may take longer, and nobody may be left to end it."""
+        """What ["compile", source] or ["render", variables, seconds, bytes] gives: ["done", what], ["failed", why] or
+        ["large", ""]. MemoryError passes through."""
         try:
             match asked:
-                case ["compile", source, seconds]:
-                    signal.setitimer(signal.ITIMER_REAL, seconds + SPARE)
+                case ["compile", source]:
                     return ["done", self._compile(source)]
                 case ["render", variables, seconds, most]:
-                    signal.setitimer(signal.ITIMER_REAL, seconds + SPARE)
                     text = self._render(variables, seconds, most)
                     return ["large", ""] if text is None else ["done", text]
             raise AssertionError("an unknown frame")
@@ -73,8 +74,6 @@ class Work:
             raise
         except Exception as error:  # a template is a program: it may fail in any way
             return ["failed", (str(error) or type(error).__name__)[:MAX_REASON]]
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _compile(self, source: str) -> list[str]:
         """The variables that the template reads, in order."""
