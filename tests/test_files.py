@@ -70,6 +70,24 @@ def test_a_checkpoints_files_are_regular(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(READERS) - {"model.safetensors"}))
+def test_a_file_that_becomes_a_link_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at where it is, and the reading."""
+    for path in (tmp_path / name, tmp_path / "outside"):
+        path.write_text("{}")
+    system = os.open
+
+    def swap(path: Any, *args: Any, **options: Any) -> int:
+        if Path(path).name == name:
+            os.unlink(path)
+            os.symlink(tmp_path / "outside", path)
+        return system(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", swap)
+    with pytest.raises(StartupError, match="symbolic link"):
+        READERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(set(READERS) - {"model.safetensors"}))
 def test_a_checkpoints_files_are_bounded(name: str, tmp_path: Path) -> None:
     limit = LIMITS.get(name, LIMITS["chat template"])
     with (tmp_path / name).open("wb") as file:
@@ -96,6 +114,27 @@ def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(tmp_path: Path) -> N
         read_generation_config(snapshot)
 
 
+def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "model", tmp_path / "hub" / "models--owner--name" / "blobs"
+    refused = [
+        blobs.parent / "x", blobs / "deeper" / "x", tmp_path / "blobs" / "x", tmp_path / "hub" / "blobs" / "x",
+        tmp_path / "hub" / "datasets--owner--name" / "blobs" / "x", blobs / "out",
+    ]  # fmt: skip
+    for path in (folder / "x", blobs / "abc", *refused[:-1]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    refused[-1].symlink_to("/proc/self/environ")
+    link = folder / "config.json"
+    link.symlink_to(blobs / "abc")
+    assert read_config(folder) == {}
+    assert find(folder, "config.json") == blobs / "abc"
+    for path in [*refused, Path("/etc/passwd")]:
+        link.unlink()
+        link.symlink_to(path)
+        with pytest.raises(StartupError, match="leads out of it"):
+            read_config(folder)
+
+
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) -> None:
     fifo, large = tmp_path / "fifo", tmp_path / "large"
@@ -106,6 +145,12 @@ def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) 
                         (str(large), f"more than {LIMITS[kind]} bytes"), (str(tmp_path), "can't be read")):  # fmt: skip
         with pytest.raises(StartupError, match=words):
             OPERATORS[kind](path)
+
+
+def test_the_operators_files_may_be_links(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key-one")
+    (tmp_path / "keys").symlink_to("secret")
+    assert read_keys(str(tmp_path / "keys")) == ("key-one",)
 
 
 def test_what_a_file_says_of_its_size_counts_for_nothing() -> None:

@@ -292,6 +292,19 @@ def test_close_and_context_manager() -> None:
         llm.generate([[1]], PARAMS)
 
 
+def test_close_ends_the_chat_templates_process() -> None:
+    llm = LLM.of(echo_service.built())  # type: ignore[arg-type]
+    process, _ = llm.built.chat._renderer._end.peek()[2]  # type: ignore[union-attr]
+    assert process.poll() is None
+    llm.close()
+    llm.close()
+    assert process.poll() is not None
+    with pytest.raises(EngineDead, match="closed"):
+        llm.chat([{"role": "user", "content": "a"}], PARAMS)
+    with LLM.of(echo_service.built(text=False)):  # type: ignore[arg-type]
+        pass
+
+
 def test_bad_settings_name_the_flag() -> None:
     with pytest.raises(StartupError, match="--page-size is 0"):
         LLM(page_size=0)

@@ -236,12 +236,14 @@ class AsyncLLM:
         return True
 
     def close(self, timeout: float = CLOSE_SECONDS) -> bool:
-        """Abort everything, end the thread and release the engine; closing twice is fine. Returns whether the thread
-        ended: one whose step still hangs after `timeout` seconds is left to itself."""
+        """Abort everything, end the thread and the chat template's process and release the engine; closing twice is
+        fine. Returns whether the thread ended: one whose step still hangs after `timeout` seconds is left to itself."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         atexit.unregister(self.close)
+        if self.built.chat is not None:
+            self.built.chat.close()
         if self._thread is threading.current_thread():
             return True
         self._thread.join(timeout)

@@ -34,8 +34,8 @@ CHUNK = 1 << 20
 def find(folder: Path, name: str) -> Path | None:
     """Where the file `name` of a checkpoint really is; None if there is none.
 
-    StartupError unless it is a regular file within `folder`, or within the entry of the hub's cache that `folder` is a
-    snapshot of, links followed.
+    StartupError unless it is a regular file, links followed, within `folder`, within the entry of the hub's cache that
+    `folder` is a snapshot of, or among the blobs of an entry, to which older hub clients link from a local folder.
     """
     path = folder / name
     if not os.path.lexists(path):
@@ -45,7 +45,7 @@ def find(folder: Path, name: str) -> Path | None:
         mode = real.stat().st_mode
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise StartupError(f"{shown(name)} in {folder} can't be read: {_reason(error)}", AGAIN) from error
-    if not real.is_relative_to(root):
+    if not (real.is_relative_to(root) or _is_blob(real)):
         raise StartupError(f"{shown(name)} in {folder} is a link that leads out of it", "Copy the file into the folder")
     if not stat.S_ISREG(mode):
         raise StartupError(f"{shown(name)} in {folder} is not a regular file", AGAIN)
@@ -59,14 +59,20 @@ def _root(folder: Path) -> Path:
     return entry if real.parent.name == "snapshots" and entry.name.startswith("models--") else real
 
 
-def read(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) -> bytes:
+def _is_blob(real: Path) -> bool:
+    return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+
+
+def read(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN, follow: bool = True) -> bytes:
     """The bytes of a regular file, which StartupError calls `called` (or by its path) if it can't be read or has more
-    than `limit`. What a file says of its own size counts for nothing: those of the system say 0."""
+    than `limit`. What a file says of its own size counts for nothing: those of the system say 0. Without `follow`,
+    which is for what `find` returned, it must be no link, as it was none then."""
     called = called or str(path)
     data = bytearray()
     try:
         # Not blocking, so that opening a FIFO doesn't wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise StartupError(f"{called} can't be read: it is not a regular file", remedy)
@@ -79,19 +85,21 @@ def read(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) ->
     return bytes(data)
 
 
-def read_text(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) -> str:
+def read_text(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN, follow: bool = True) -> str:
     """As `read`, decoded as UTF-8."""
     called = called or str(path)
     try:
-        return read(path, limit, called, remedy).decode("utf-8")
+        return read(path, limit, called, remedy, follow).decode("utf-8")
     except UnicodeDecodeError as error:
         raise StartupError(f"{called} can't be read: {_reason(error)}", remedy) from error
 
 
-def read_object(path: str | Path, limit: int, called: str = "", remedy: str = AGAIN) -> dict[str, Any]:
-    """The object in a JSON file; StartupError for anything else."""
+def read_object(
+    path: str | Path, limit: int, called: str = "", remedy: str = AGAIN, follow: bool = True
+) -> dict[str, Any]:
+    """The object in a JSON file, read as by `read`; StartupError for anything else."""
     called = called or str(path)
-    data = read(path, limit, called, remedy)
+    data = read(path, limit, called, remedy, follow)
     if sum(data.count(mark) for mark in b",[{") > MAX_VALUES:
         raise StartupError(f"{called} can't be read as JSON: it has more than {MAX_VALUES} values", remedy)
     try:
@@ -106,7 +114,7 @@ def read_object(path: str | Path, limit: int, called: str = "", remedy: str = AG
 def read_config(folder: Path, name: str) -> dict[str, Any]:
     """The object in a checkpoint's JSON file `name`, empty if there is no such file."""
     path = find(folder, name)
-    return {} if path is None else read_object(path, LIMITS[name], str(folder / name))
+    return {} if path is None else read_object(path, LIMITS[name], str(folder / name), follow=False)
 
 
 def _reason(error: Exception) -> str:

@@ -202,9 +202,11 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """Release the engine. Closing twice is fine."""
+        """Release the engine, and end the chat template's process. Closing twice is fine."""
         if not self._closed:
             self._closed = True
+            if self.built.chat is not None:
+                self.built.chat.close()
             self.engine.close()
 
     def __enter__(self) -> LLM:

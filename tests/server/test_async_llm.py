@@ -203,6 +203,23 @@ def test_close_fails_what_is_in_flight_and_what_comes_later() -> None:
     run(work, pause=0.01)
 
 
+def test_close_ends_the_chat_templates_process() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        process, _ = llm.built.chat._renderer._end.peek()[2]  # type: ignore[union-attr]
+        assert process.poll() is None
+        llm.close()
+        assert process.poll() is not None
+        with pytest.raises(EngineDead):
+            await anext(llm.chat([{"role": "user", "content": "a"}], LONG))
+
+    run(work)
+    run(_collect_none, {"text": False})
+
+
+async def _collect_none(llm: AsyncLLM) -> None:
+    assert llm.built.chat is None
+
+
 def test_an_idle_engine_uses_no_time() -> None:
     async def work(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.1)

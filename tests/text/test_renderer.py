@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.errors import InputError, Overloaded, StartupError
+from quire.errors import EngineDead, InputError, Overloaded, StartupError
 from quire.text import renderer as renderer_module
 from quire.text.chat import ChatTemplate
 from quire.text.renderer import MAX_FRAME, Renderer, RenderError
@@ -80,7 +82,7 @@ def test_it_ends_with_close_and_with_the_template() -> None:
     ends = [template._renderer._end for template in templates]
     templates[0].close()
     assert not ends[0].alive
-    with pytest.raises(InputError, match="ended"):
+    with pytest.raises(EngineDead, match="closed"):
         templates[0].render(ASK)
     other = templates.pop().with_special({"bos_token": "<s>"})
     gc.collect()
@@ -104,19 +106,124 @@ def test_it_ends_with_the_program_that_started_it() -> None:
         assert child.exists()
         program.send_signal(signal.SIGKILL)
         program.wait()
-    end = time.monotonic() + 10
-    while child.exists() and child.read_bytes() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not (child.exists() and child.read_bytes())
+    assert ends(child, 10)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_it_ends_within_its_time_though_nobody_is_left_to_end_it() -> None:
+    code = (
+        "import os, signal, threading; from quire.text.chat import ChatTemplate\n"
+        f"t = ChatTemplate({SLOW_CALLS[0]!r}, {{}}, max_seconds=2)\n"
+        "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
+        "t._renderer._restart()\n"  # with what it inherits now
+        "print(t._renderer._end.peek()[2][0].pid, flush=True)\n"
+        "t._renderer._compile()\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "t.render([{'role': 'user', 'content': 'x'}])"
+    )
+    program = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert program.returncode == -signal.SIGKILL
+    child = Path(f"/proc/{program.stdout.strip()}/cmdline")
+    try:
+        assert ends(child, 10)
+    finally:
+        if child.exists() and child.read_bytes():
+            os.kill(int(child.parent.name), signal.SIGKILL)
+
+
+def ends(child: Path, seconds: float) -> bool:
+    """Is the process whose cmdline in /proc is `child` gone, or a zombie, in so much time?"""
+    end = time.monotonic() + seconds
+    while (there := child.exists() and child.read_bytes()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not there
+
+
+def kill(template: ChatTemplate) -> None:
+    process, _ = template._renderer._end.peek()[2]
+    process.kill()
+    process.wait()
+
+
 def test_a_killed_process_is_started_again() -> None:
     template = ChatTemplate("{{ messages | length }}", {})
-    os.kill(process(template), signal.SIGKILL)
+    kill(template)
+    assert template.render(ASK) == "1"
+    template._renderer._restart()  # as after a render that took too long
+    kill(template)
+    assert template.render(ASK) == "1"
+
+
+def test_a_process_that_ends_twice_in_a_render_is_the_templates_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = "rendering.Work._render = lambda *_: os._exit(1)"  # once it is up
+    monkeypatch.setattr(
+        renderer_module,
+        "BOOT",
+        "import os, sys; sys.path += sys.argv[1:]; from quire.text import rendering\n"
+        f"def limit():\n    {ending}\nrendering._limit = limit; rendering.main()",
+    )
+    starts = []
+    start = Renderer._start
+    monkeypatch.setattr(Renderer, "_start", lambda self: (starts.append(1), start(self)))
+    template = ChatTemplate("x", {})
     with pytest.raises(InputError, match="its process ended"):
         template.render(ASK)
-    assert template.render(ASK) == "1"
+    assert len(starts) == 3  # at first, for the second try, and for the next to ask
+    monkeypatch.undo()
+    kill(template)
+    assert template.render(ASK) == "x"
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (sys, "executable", "/nonexistent/python"), (sys, "executable", "/bin/false"),
+        (renderer_module, "START_SECONDS", 0.001), (renderer_module, "COMPILE_SECONDS", 0.01),
+    ],
+)  # fmt: skip
+def test_no_request_is_to_blame_for_a_process_that_does_not_come_up(
+    place: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate("x" + "{% if a %}{{ b }}{% endif %}" * 500, {})
+    monkeypatch.setattr(place, name, value)
+    kill(template)
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="can't be started again"):
+            template.render(ASK)
+    monkeypatch.undo()
+    assert template.render(ASK) == "x"
+
+
+def test_no_request_is_to_blame_for_want_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    template = ChatTemplate("x", {})
+    monkeypatch.setattr(socket, "socketpair", full)
+    kill(template)
+    with pytest.raises(Overloaded, match="Too many open files"):
+        template.render(ASK)
+    monkeypatch.undo()
+    assert template.render(ASK) == "x"
+
+
+def test_a_process_that_is_gone_when_its_time_is_over_was_late() -> None:
+    template = ChatTemplate("x", {})
+    kill(template)
+    with pytest.raises(RenderError, match="it ran longer than 2 s"):
+        template._renderer._answer(time.monotonic(), 2.0, 100)
+    assert template.render(ASK) == "x"
+
+
+def test_closing_ends_the_render_under_way() -> None:
+    template = ChatTemplate(SLOW_CALLS[0], {}, max_seconds=30)
+    timer = threading.Timer(0.5, template.close)
+    timer.start()
+    with pytest.raises(EngineDead, match="closed"):
+        template.render(ASK)
+    timer.join()
+    assert not template._renderer._end.alive
 
 
 def test_what_it_is_given_is_bounded() -> None:

@@ -129,7 +129,7 @@ class ChatTemplate:
                 raise StartupError(f"There is no chat template {override}", "Give --chat-template a file")
             source: str | None = read_text(override, most, f"the chat template {override}", remedy)
         elif file := find(folder, "chat_template.jinja"):
-            source = read_text(file, most, f"the chat template of {folder}", remedy)
+            source = read_text(file, most, f"the chat template of {folder}", remedy, follow=False)
         else:
             source = _configured(config.get("chat_template"))
         return None if source is None else cls(source, special_tokens(config), renderer=renderer)

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quire.errors import Overloaded, StartupError
+from quire.errors import EngineDead, Overloaded, StartupError
 from quire.text.frames import HEADER, pack, unpack
 
 START_SECONDS = 20.0  # for the process to come up: it loads Jinja from a disk that may be busy
@@ -34,6 +34,10 @@ BOOT = "import sys; sys.path += sys.argv[1:]; from quire.text.rendering import m
 
 class RenderError(Exception):
     """The template failed, or didn't end within its limits; says how."""
+
+
+class Ended(RenderError):
+    """The process was gone before it answered: the template's doing, or the system's, which may kill any process."""
 
 
 class Renderer:
@@ -55,14 +59,13 @@ class Renderer:
 
     def render(self, variables: dict[str, Any], seconds: float, most: int) -> str | None:
         """The text; None when it has more than `most` bytes. RenderError for what the template raised and for what it
-        took beyond its limits, within `seconds`; Overloaded when others' renders take too long."""
+        took beyond its limits, within `seconds` (of each of two tries, should the process end in the first). Overloaded
+        when others' renders take too long, or the process can't be started again; EngineDead after `close`."""
         with self._my_turn():
-            if not self._compiled:  # started again
-                self._compile()
-            text = self._ask(["render", variables, seconds, most], SHARE * seconds, 6 * most + MAX_REASON)
-            if text is not None and not isinstance(text, str):
-                raise RenderError("its process answered with no text")
-            return text
+            try:
+                return self._render(variables, seconds, most)
+            except Ended:  # killed for want of memory, say: only in a second one it's the template's doing
+                return self._render(variables, seconds, most)
 
     def close(self) -> None:
         """End the process; nothing can be rendered any more."""
@@ -79,8 +82,13 @@ class Renderer:
             self._turn.release()
 
     def _start(self) -> None:
+        if self._closed:
+            raise EngineDead("the chat template is closed")
         self._up = self._compiled = False
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise StartupError(f"no socket can be had for the chat template: {error.strerror}") from error
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         command = [sys.executable, "-I", "-S", "-c", BOOT, *_libraries()]
         try:
@@ -94,13 +102,37 @@ class Renderer:
         finally:
             theirs.close()
         self._socket, self._end = ours, weakref.finalize(self, _end, process, ours)
+        if self._closed:  # meanwhile, by another thread
+            self._end()
 
     def _restart(self) -> None:
+        """Another process comes up, if one can be started now; else whoever asks next tries again."""
         self._end()
-        if not self._closed:
+        self._up = self._compiled = False
+        with suppress(StartupError):
             self._start()
 
+    def _render(self, variables: dict[str, Any], seconds: float, most: int) -> str | None:
+        if not self._compiled:
+            self._compile_again()
+        text = self._ask(["render", variables, seconds, most], SHARE * seconds, 6 * most + MAX_REASON)
+        if text is not None and not isinstance(text, str):
+            raise RenderError("its process answered with no text")
+        return text
+
+    def _compile_again(self) -> None:
+        """What compiled once: that it doesn't now is no request's doing."""
+        try:
+            try:
+                self._compile()
+            except Ended:
+                self._compile()
+        except (RenderError, StartupError) as error:
+            raise Overloaded(f"the chat template's process can't be started again: {error}", 1) from error
+
     def _compile(self) -> list[str]:
+        if not self._end.alive:
+            self._start()
         if not self._up:
             self._answer(time.monotonic() + START_SECONDS, START_SECONDS, MAX_REASON)
             self._up = True
@@ -109,7 +141,7 @@ class Renderer:
         return read
 
     def _ask(self, asked: list[Any], seconds: float, most: int) -> Any:
-        frame = pack(asked)
+        frame = pack([seconds, asked])
         if len(frame) > MAX_FRAME:
             raise RenderError(f"what it is given has {len(frame)} bytes; {MAX_FRAME} are the most")
         end = time.monotonic() + seconds
@@ -124,14 +156,17 @@ class Renderer:
         try:
             size = int.from_bytes(self._receive(HEADER, end), "big")
             if size > most:
-                raise EOFError
+                raise ValueError
             kind, value = unpack(self._receive(size, end))
         except TimeoutError as error:
             self._restart()
             raise RenderError(f"it ran longer than {seconds:g} s") from error
-        except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
+        except (EOFError, OSError) as error:
             self._restart()
-            raise RenderError("its process ended") from error
+            raise Ended("its process ended") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            self._restart()
+            raise RenderError("its process gave no answer") from error
         if kind == "exhausted":
             self._restart()
         if kind in ("failed", "exhausted"):
@@ -143,6 +178,8 @@ class Renderer:
         while len(data) < size:
             self._socket.settimeout(max(end - time.monotonic(), 0.001))
             chunk = self._socket.recv(min(size - len(data), 1 << 20))
+            if not chunk and time.monotonic() >= end:
+                raise TimeoutError  # it ended by itself, being late
             if not chunk:
                 raise EOFError
             data += chunk

@@ -1,7 +1,8 @@
 """The program that compiles and renders a chat template, in a process of its own with limits; renderer.py starts it.
 
-It says when it is up, then answers frames from descriptor 0 on descriptor 1. It ends when its input does, and after a
-render that ran out of memory. It opens nothing, and knows of nothing but the template.
+It says when it is up, then answers frames from descriptor 0 on descriptor 1. It ends when its input does, after a
+render that ran out of memory, and when nobody ended it in time. It opens nothing, and knows of nothing but the
+template.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quire.text.frames import HEADER, pack, unpack
 from quire.text.sandbox import Budget, Sandbox
 
 MEMORY = 224 << 20  # bytes of addresses beyond those of the start, so that in all it stays below 256 MiB
+SPARE = 1.0  # seconds beyond those after which whoever asks ends this process
 MAX_REASON = 200
 WARM_UP = (
     r"{% for m in messages %}{{ m.role | striptags ~ '\u00e9' ~ strftime_now('%d') }}{% endfor %}"  # loads the rest
@@ -30,6 +32,8 @@ WARM_UP = (
 def main() -> None:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # may be ignored or blocked by inheritance
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     work = Work()
     for asked in (["compile", WARM_UP], ["render", {"messages": [{"role": "a"}]}, 10.0, 100]):
         work.answer(asked)
@@ -37,7 +41,11 @@ def main() -> None:
     _write(pack(["done", None]))
     while (header := _read(HEADER)) is not None and (body := _read(int.from_bytes(header, "big"))) is not None:
         try:
-            answer = work.answer(unpack(body))
+            seconds, asked = unpack(body)
+            # Ends the process: one call into C may go on for ever, and nobody may be left to end it.
+            signal.setitimer(signal.ITIMER_REAL, seconds + SPARE)
+            answer = work.answer(asked)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         except MemoryError:
             _write(pack(["exhausted", f"it needs more than {MEMORY >> 20} MiB of memory"]))
             sys.exit(1)

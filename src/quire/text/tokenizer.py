@@ -55,7 +55,7 @@ class Tokenizer:
         file = find(folder, "tokenizer.json")
         if file is None:
             return cls(*_convert(folder), has_chat_template)
-        data = read(file, LIMITS["tokenizer.json"], str(folder / "tokenizer.json"))
+        data = read(file, LIMITS["tokenizer.json"], str(folder / "tokenizer.json"), follow=False)
         with unreadable(folder / "tokenizer.json"):
             backend = tokenizers.Tokenizer.from_buffer(data)
             special = special_tokens(config)

@@ -135,7 +135,7 @@ def _no_tensors(folder: Path) -> NoReturn:
 
 
 def _shards(index: Path, real: Path) -> list[str]:
-    weight_map = read_object(real, LIMITS[INDEX], str(index)).get("weight_map")
+    weight_map = read_object(real, LIMITS[INDEX], str(index), follow=False).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{index} has no weight_map", AGAIN)
     names = set()
