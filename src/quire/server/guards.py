@@ -79,7 +79,8 @@ class BoundBody:
     MAX_BODIES for all requests under way.
 
     How long JSON holds the interpreter while it is parsed isn't a matter of its bytes but of its values: they are
-    counted by what separates and opens them, and the escapes in strings beside. Limits grow with `max_len`, the most tokens of a prompt."""
+    counted by what separates and opens them, and escapes in strings beside. Limits grow with `max_len`, the most tokens
+    of a prompt."""
 
     def __init__(self, app: ASGIApp, max_body: int = MAX_BODY, max_len: int = 0, seconds: float = BODY_SECONDS) -> None:
         self.app, self.max_body, self.seconds = app, max_body, seconds
