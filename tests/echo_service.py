@@ -150,13 +150,14 @@ def serving(
     `bounds` those of connections."""
     from quire.async_llm import AsyncLLM
     from quire.server.app import create_app
-    from quire.server.run import ServeOptions, bind, make_server
+    from quire.server.run import ServeOptions, bind
+    from quire.server.web import WebServer
 
     llm = AsyncLLM.of(model or built(), stall_after=stall_after)
     app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
-    server = make_server(app, ServeOptions(**serve or {}), ready.set, bounds=bounds)
+    server = WebServer(app, ServeOptions(**serve or {}), ready.set, bounds=bounds)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

@@ -79,8 +79,8 @@ def limits() -> Iterator[str]:
         ("conversations that wait for the chat template", f"{prompts.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{size.MAX_HELD:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, within {guards.BODY_SECONDS:g} s", "413, 408", ""),
-        ("values of a body: commas; colons and opening brackets", f"{guards.MAX_COMMAS:,}; {guards.MAX_OPENED:,}; more "
-         "for a model of more tokens", "413", ""),
+        ("values of a body: commas; colons and opening brackets; backslashes", f"{guards.MAX_COMMAS:,}; "
+         f"{guards.MAX_OPENED:,}; {guards.MAX_BACKSLASHES:,}; more for a model of more tokens", "413", ""),
         ("bodies of all requests under way", bytes_of(guards.MAX_BODIES), "503", ""),
         ("request line and headers", f"{bytes_of(connections.MAX_HEAD)}, {connections.MAX_HEADERS} headers, a path of "
          f"{bytes_of(connections.MAX_TARGET)}", "431, 414", ""),

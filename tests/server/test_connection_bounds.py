@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import echo_service
+import h11
 import httpx
 import pytest
 from echo_service import Running
@@ -26,7 +27,9 @@ from fastapi import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from quire.errors import StartupError
+from quire.server.connections import BoundedParser
 from quire.server.descriptors import RESERVE, capacity
+from quire.server.errors import Failure
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 KEY = "sk-quire-test-key"
@@ -173,9 +176,13 @@ def running_class() -> Iterator[Running]:
         yield running
 
 
-def test_100_headers_are_fine(running_class: Running) -> None:
+@pytest.mark.parametrize("split", [0, 2, 1])
+def test_100_headers_are_fine(running_class: Running, split: int) -> None:
     with connect(running_class) as client:
-        client.sendall(GET + b"X: y\r\n" * 99 + b"\r\n")
+        head = GET + b"X: y\r\n" * 99 + b"\r\n"
+        client.sendall(head[: len(head) - split])
+        time.sleep(0.05 * bool(split))
+        client.sendall(head[len(head) - split :])
         assert b" 200 OK" in client.recv(1000)
 
 
@@ -218,6 +225,63 @@ def test_chunks_of_a_byte(running_class: Running) -> None:
     with connect(running_class) as client:
         client.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
         assert b" 200 OK" in client.recv(10_000)
+
+
+CHUNKED = GET.replace(b"GET", b"POST") + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def parsed(*pieces: bytes) -> tuple[BoundedParser, list[object]]:
+    """The parser and its events after these pieces."""
+    parser, events = BoundedParser(), []
+    for piece in pieces:
+        parser.receive_data(piece)
+        while (event := parser.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+            events.append(event)
+    return parser, events
+
+
+@pytest.mark.parametrize("end", [b"0\r\n", b"1\r\nx\r\n0\r\n", b"000;a=b\r\n", b"7\r\n0\n0\r\n0\n\r\n0\r\n"])
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+def test_trailers_are_bounded_as_headers_are(end: bytes, step: int) -> None:
+    def sent(trailers: int) -> list[bytes]:
+        data = CHUNKED + end + b"X: y\r\n" * trailers + b"\r\n"
+        return [data[at : at + step] for at in range(0, len(data), step)]
+
+    parser, events = parsed(*sent(100))
+    assert parser.fault is None
+    assert isinstance(events[-1], h11.EndOfMessage)
+    assert len(events[-1].headers) == 100
+    parser, events = parsed(*sent(101))
+    assert parser.fault == Failure(431, "there are more than 100 trailers")
+    assert not any(isinstance(event, h11.EndOfMessage) for event in events)
+
+
+def test_trailers_of_many_bytes() -> None:
+    parser, _ = parsed(CHUNKED, b"0\r\nX: " + b"y" * 70_000 + b"\r\n\r\n")
+    assert parser.fault == Failure(431, "the trailers have more than 65536 bytes")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        CHUNKED + b"800\r\n" + b"0\r\n\n" * 512 + b"\r\n0\r\n\r\n",
+        CHUNKED + b"0\r\n\r\n" + GET + b"X: y\r\n" * 99 + b"\r\n",
+        GET + b"Content-Length: 2000\r\n\r\n" + b"0\r\n\n" * 500,
+    ],
+    ids=["a chunk", "a request behind", "no chunks"],
+)
+@pytest.mark.parametrize("step", [1, 100, 1 << 20])
+def test_what_looks_like_trailers(sent: bytes, step: int) -> None:
+    parser, events = parsed(*(sent[at : at + step] for at in range(0, len(sent), step)))
+    assert parser.fault is None
+    assert isinstance(events[-1], h11.EndOfMessage)
+
+
+def test_many_trailers_over_a_connection(running_class: Running) -> None:
+    head = CHUNKED.replace(b"Host", b"Authorization: Bearer %b\r\nHost" % KEY.encode())
+    with connect(running_class) as client:
+        client.sendall(head + b"0\r\n" + b"a:\r\n" * 12_500 + b"\r\n")
+        refusal(client, 431, "more than 100 trailers")
 
 
 def test_a_request_for_another_protocol_is_answered_in_this_one(

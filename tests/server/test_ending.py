@@ -177,14 +177,15 @@ def test_what_is_no_exception_is_a_500_in_the_same_shape(where: str, caplog: pyt
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [Panic]
 
 
-def test_an_exception_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_an_exception_is_logged_once(root: str, caplog: pytest.LogCaptureFixture) -> None:
     async def route(request: Request) -> Response:
         raise ZeroDivisionError
 
     async def cancelled(request: Request) -> Response:
         raise asyncio.CancelledError
 
-    with echo_service.serving() as running:
+    with echo_service.serving(root_path=root) as running:
         running.app.add_route("/fault", route)
         running.app.add_route("/cancelled", cancelled)
         for path, kind in (("fault", ZeroDivisionError), ("cancelled", RuntimeError)):

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import StartupError
 from quire.server import guards
-from quire.server.guards import MAX_COMMAS, MAX_OPENED, BoundBody
+from quire.server.guards import MAX_BACKSLASHES, MAX_COMMAS, MAX_OPENED, BoundBody
 from quire.server.keys import read_keys
 
 KEY = "sk-quire-test-key"
@@ -161,8 +161,25 @@ def test_bodies_of_too_many_values(echo: Running, commas: int, opened: int, chun
         assert answer.json()["error"]["message"] == f"the request body may have at most {limit} {name}, got {limit + 1}"
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_of_too_many_escapes(echo: Running, chunked: bool) -> None:
+    """A string is parsed in pieces, from one escape to the next."""
+
+    def post(escapes: int) -> httpx.Response:
+        body = b'{"prompt":"%s"}' % (b"\\n" * escapes)
+        content = (body[at : at + 99_999] for at in range(0, len(body), 99_999)) if chunked else body
+        return httpx.post(f"{echo.url}/v1/completions", content=content, headers=headers(), timeout=20)
+
+    assert post(MAX_BACKSLASHES).json()["error"]["param"] == "prompt"
+    for escapes in (MAX_BACKSLASHES + 1, 4_000_000):
+        answer = post(escapes)
+        assert answer.status_code == 413
+        told = f"the request body may have at most {MAX_BACKSLASHES} backslashes, got {escapes}"
+        assert answer.json()["error"]["message"] == told
+
+
 def test_longer_models_read_more_values(locked: Running) -> None:
-    assert [kind.most for kind in BoundBody(locked.app, max_len=1 << 20).most] == [1 << 22, 1 << 20]
+    assert [kind.most for kind in BoundBody(locked.app, max_len=1 << 20).most] == [1 << 22, 1 << 20, 1 << 23]
 
 
 def test_endless_chunked_body_is_cut(locked: Running) -> None:

@@ -142,6 +142,17 @@ def test_requests_are_logged_without_their_text(caplog: pytest.LogCaptureFixture
     assert "\n" not in line
 
 
+def test_long_parameters_are_logged_by_their_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.server")
+    with echo_service.serving(log_requests=True) as running:
+        asked = body(stop=["a\n" * 100] * 16, allowed_token_ids=[*range(500)], skip_special_tokens=False)
+        httpx.post(f"{running.url}/v1/completions", json=asked)
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+    assert "allowed_token_ids=(0, 1, 2, 3, 4, 5, ...), max_tokens=2, skip_special_tokens=False" in line
+    assert "automaton" not in line
+    assert "\n" not in line
+
+
 def test_requests_are_not_logged_unasked(echo: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire.server")
     httpx.post(f"{echo.url}/v1/completions", json=body())

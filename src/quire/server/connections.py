@@ -12,6 +12,7 @@ import errno
 import http
 import json
 import logging
+import re
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -26,13 +27,14 @@ from uvicorn.server import ServerState
 from quire.server.errors import Failure
 
 MAX_HEAD = 64 << 10  # bytes of a request line and its headers
-MAX_HEADERS = 100
+MAX_HEADERS = 100  # and as many trailers, which are headers after a chunked body
 MAX_TARGET = 8 << 10  # bytes of a path with its query
 FREE_CHUNKS = 1024  # of a chunked body; beyond, they have CHUNK_BYTES on average. Each costs as much as a whole head
 CHUNK_BYTES = 256
 ACCEPTS = 32  # connections taken before something else has its turn
 BACKLOG = 2048
 LINGERING = 16  # refused connections that are left a second to read why
+LAST_CHUNK = re.compile(rb"[\r\n]{0,2}0+(?![0-9A-Fa-f])[^\n]*\n")  # before the trailers
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 log = logging.getLogger("quire.server")
 
@@ -81,11 +83,12 @@ class BoundedParser(h11.Connection):
         super().__init__(h11.SERVER, MAX_HEAD)
         self.fault: Failure | None = None
         self._chunks = self._size = 0
+        self._between = self._trailing = False  # what comes next of a chunked body: a chunk's size, or its trailers
 
     def next_event(self) -> Any:
         """The next event, or NEED_DATA also when there is a fault."""
         if self.fault is None:
-            self.fault = self._wrong_head() if self.their_state is h11.IDLE else None
+            self.fault = self._wrong_head()
         if self.fault is not None:
             return h11.NEED_DATA
         try:
@@ -95,25 +98,41 @@ class BoundedParser(h11.Connection):
             return h11.NEED_DATA
         if isinstance(event, h11.Request):
             self._chunks = self._size = 0
+            self._between, self._trailing = b"transfer-encoding" in dict(event.headers), False
             if len(event.target) > MAX_TARGET:
                 self.fault = Failure(414, f"the path has {len(event.target)} bytes; {MAX_TARGET} are the most")
         elif isinstance(event, h11.Data):
             self._chunks, self._size = self._chunks + event.chunk_start, self._size + len(event.data)
+            self._between = event.chunk_end
             if self._chunks > FREE_CHUNKS and self._size < CHUNK_BYTES * self._chunks:
                 cause = f"the body comes in chunks of {self._size // self._chunks} bytes"
                 self.fault = Failure(400, f"{cause}; beyond {FREE_CHUNKS} they have {CHUNK_BYTES} at least on average")
         return event if self.fault is None else h11.NEED_DATA
 
     def _wrong_head(self) -> Failure | None:
-        """Before it is parsed, as each header takes time: whether the head that begins what was received is bounded."""
-        data, _ = self.trailing_data
+        """Before it is parsed, as each header takes time: whether the head or the trailers that begin what was received
+        are bounded."""
+        data, name = self._head()
         ends = [at for at in (data.find(b"\n\r\n"), data.find(b"\n\n")) if at >= 0]
-        end = min(ends, default=len(data))
+        end = min(ends) if ends else len(data.rstrip(b"\r\n"))
         if end > MAX_HEAD:
-            return Failure(431, f"the headers have more than {MAX_HEAD} bytes")
+            return Failure(431, f"the {name} have more than {MAX_HEAD} bytes")
         if data.count(b"\n", 0, end) > MAX_HEADERS:
-            return Failure(431, f"there are more than {MAX_HEADERS} headers")
+            return Failure(431, f"there are more than {MAX_HEADERS} {name}")
         return None
+
+    def _head(self) -> tuple[bytes, str]:
+        """What was received, if it begins with a line and headers, else nothing; and what the headers are called."""
+        if self.their_state is h11.IDLE:
+            return self.trailing_data[0], "headers"
+        if self.their_state is not h11.SEND_BODY or not (self._between or self._trailing):
+            return b"", ""
+        # Looked at where h11 holds it: a copy for each chunk takes longer than the chunk.
+        if not self._trailing and LAST_CHUNK.match(self._receive_buffer._data) is None:
+            return b"", ""
+        first, self._trailing = not self._trailing, True
+        data = self.trailing_data[0]
+        return data.lstrip(b"\r\n") if first else b"0\n" + data, "trailers"
 
 
 class BoundedProtocol(H11Protocol):

@@ -15,6 +15,7 @@ from quire.server.connections import Tally
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
+LAST_RESPONSES = 5  # seconds for what is answered already to be sent
 LOOK_EVERY = 0.5  # seconds between two looks at the engine's pulse
 FRAMES = 40  # of a thread, the innermost ones
 log = logging.getLogger("quire.server")

@@ -56,7 +56,7 @@ class RootPath:
         if self.root and scope["type"] == "http":
             path = scope["path"]
             whole = path if path.startswith(self.root + "/") else self.root + path
-            scope = {**scope, "root_path": self.root, "path": whole}
+            scope["root_path"], scope["path"] = self.root, whole  # in place: what is noted inside is read outside
         await self.app(scope, receive, send)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import fields
+from reprlib import repr as short
 
 from starlette.types import Scope
 
@@ -17,10 +18,10 @@ log = logging.getLogger("quire.server")
 
 
 def log_request(id: str, prompts: Sequence[Prompt], params: SamplingParams, scope: Scope) -> None:
-    """Log a request that was queued. What the client chose is shown as repr, so it can't forge a line."""
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
-    given = {field.name: values[field.name] for field in fields(params) if values[field.name] != field.default}
-    shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    """Log a request that was queued. What the client chose is shown as repr, so it can't forge a line, of which only
+    the beginning is made."""
+    values = [(field, getattr(params, field.name)) for field in fields(params) if field.repr]
+    shown = ", ".join(f"{field.name}={short(value)}" for field, value in values if value != field.default)
     tokens = sum(len(prompt.ids) for prompt in prompts)
     text = "request %s (X-Request-Id %s): %d prompts, %d tokens; %s"
     log.info(text, id, scope.get(REQUEST_ID, "-"), len(prompts), tokens, shown[:MOST] or "no parameters")

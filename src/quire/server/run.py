@@ -9,12 +9,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.config import EngineConfig
 from quire.errors import EngineDead, StartupError
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 
 STATUS_EVERY = 10.0  # seconds
 LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
-LAST_RESPONSES = 5  # seconds for what is answered already to be sent
 MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
-FEW = 256  # connections
+MOST_TIMEOUT = 86_400  # seconds of --shutdown-timeout
 log = logging.getLogger("quire.server")
 
 
@@ -66,29 +64,15 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     """Serve until SIGTERM or Ctrl-C. Returns 0 after a clean end, 1 when the engine died or hangs. StartupError before
     that."""
     began = time.perf_counter()
-    if not 0 <= options.shutdown_timeout < float("inf"):
-        raise StartupError(f"--shutdown-timeout is {options.shutdown_timeout:g}", "It is in seconds, from 0 on")
-    raise_limit()
-    capacity(options.max_connections)
+    _check(options)
     keys, template = read_keys(options.api_key_file), read_template(options.chat_template)
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
-    check_certificate(options.ssl_keyfile, options.ssl_certfile)
     listener = bind(options.host, options.port)
-    # The web libraries load while the model does: both wait for files, and torch's import leaves the interpreter free.
-    libraries = threading.Thread(target=_import_libraries, name="quire-imports")
-    libraries.start()
-    try:
-        from quire.build import build
-
-        built = build(config, progress=sys.stderr.isatty())
-    finally:
-        libraries.join()
-    spare_the_loaded()
+    built = with_template(_load(config), template)
     from quire.async_llm import AsyncLLM
     from quire.server.app import create_app
 
-    built = with_template(built, template)
     names = options.served_model_name or (built.name,)
     for line in [*built.plan.lines(), *built.notices]:
         say(line)
@@ -114,6 +98,31 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     return status if ended else 1
 
 
+def _check(options: ServeOptions) -> None:
+    """What can be refused at once; and the process's own limits are set."""
+    if not 0 <= options.shutdown_timeout <= MOST_TIMEOUT:
+        cause = f"--shutdown-timeout is {options.shutdown_timeout:g}"
+        raise StartupError(cause, f"It is in seconds, from 0 to {MOST_TIMEOUT:,}")
+    check_certificate(options.ssl_keyfile, options.ssl_certfile)
+    raise_limit()
+    capacity(options.max_connections)
+
+
+def _load(config: EngineConfig) -> Built:
+    """The model. The web libraries load meanwhile: both wait for files, and torch's import leaves the interpreter
+    free."""
+    libraries = threading.Thread(target=_import_libraries, name="quire-imports")
+    libraries.start()
+    try:
+        from quire.build import build
+
+        built = build(config, progress=sys.stderr.isatty())
+    finally:
+        libraries.join()
+    spare_the_loaded()
+    return built
+
+
 def _run(serving: Coroutine[Any, Any, int]) -> int:
     """asyncio.run, which SystemExit and KeyboardInterrupt from anywhere in it end with a line in the log and a 1."""
     try:
@@ -125,7 +134,7 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 def close(llm: AsyncLLM) -> bool:
     """Close the engine; False, with all stacks in the log, if its thread hangs. The process ends nevertheless."""
-    from quire.server.ending import arm, disarm, stacks
+    from quire.server.ending import LAST_RESPONSES, arm, disarm, stacks
 
     ended = llm.close()
     if ended:
@@ -205,6 +214,7 @@ async def _serve(
     say: Callable[[str], None],
 ) -> int:
     from quire.server.ending import LoopErrors, arm, watch
+    from quire.server.web import WebServer
 
     loop = asyncio.get_running_loop()
     LoopErrors(loop)
@@ -215,14 +225,9 @@ async def _serve(
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
     aside = [*waits, asyncio.ensure_future(watch(llm)), asyncio.ensure_future(_status(llm))]
     try:
-        if prefixes:
-            registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
-            await asyncio.wait([registering, *waits], return_when=asyncio.FIRST_COMPLETED)
-            if not registering.done() or isinstance(registering.exception(), EngineDead):
-                registering.cancel()
-                return await _end(llm, options, stop)
-            say(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
-        server = make_server(app, options, ready, died.set)
+        if prefixes and not await _registered(llm, prefixes, waits, say):
+            return await _end(llm, options, stop)
+        server = WebServer(app, options, ready, died.set)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -235,6 +240,19 @@ async def _serve(
         for task in aside:
             task.cancel()
         arm(MARGIN)
+
+
+async def _registered(
+    llm: AsyncLLM, prefixes: dict[str, Prefix], waits: list[asyncio.Task[Literal[True]]], say: Callable[[str], None]
+) -> bool:
+    """Whether the prefixes are there; False when a signal or the engine's death, of which `waits` are, came before."""
+    registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
+    await asyncio.wait([registering, *waits], return_when=asyncio.FIRST_COMPLETED)
+    if not registering.done() or isinstance(registering.exception(), EngineDead):
+        registering.cancel()
+        return False
+    say(f"{len(prefixes)} prefixes registered, {registering.result()} tokens")
+    return True
 
 
 async def _end(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event) -> int:
@@ -262,68 +280,6 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
-
-
-def make_server(
-    app: Any,
-    options: ServeOptions,
-    ready: Callable[[], None],
-    end: Callable[[], object] = bool,
-    bounds: dict[str, float] | None = None,
-) -> Any:
-    """A uvicorn.Server whose connections are bounded; `bounds` are fields of connections.Bounds. `ready` is called once
-    it listens, `end` when a request asked for the process's end."""
-    import uvicorn
-
-    from quire.server.connections import BoundedProtocol, Bounds, Door
-    from quire.server.errors import LastResort
-
-    class Server(uvicorn.Server):
-        """uvicorn, less its signal handlers, which end with the signal's exit status and know nothing of draining, and
-        less its way of accepting connections, which knows no bound."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=[])
-            room = capacity(options.max_connections)
-            if room < FEW and options.max_connections is None:
-                log.warning("there is room for %d connections only: raise the limit of open files (ulimit -n)", room)
-            [listener] = sockets or []
-            make = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state)
-            self.door = Door(listener, Bounds(room)._replace(**(bounds or {})), make, self.config.ssl)
-            ready()
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            self.door.close()
-            await super().shutdown(sockets)
-
-    if options.access_log:
-        logging.getLogger("uvicorn.access").addFilter(without_query)
-    return Server(
-        uvicorn.Config(
-            LastResort(app, end),
-            log_config=None,
-            access_log=options.access_log,
-            http="h11",
-            ws="none",
-            ssl_keyfile=options.ssl_keyfile,
-            ssl_certfile=options.ssl_certfile,
-            timeout_keep_alive=round(Bounds().idle),
-            timeout_graceful_shutdown=LAST_RESPONSES,
-            server_header=False,
-        )
-    )
-
-
-def without_query(record: logging.LogRecord) -> bool:
-    """Cuts the query, where clients put keys, from a line of uvicorn's access log."""
-    if isinstance(record.args, tuple) and len(record.args) == 5:
-        client, method, path, version, status = record.args
-        record.args = client, method, str(path).partition("?")[0][:200], version, status
-    return True
 
 
 async def _status(llm: AsyncLLM) -> None:
