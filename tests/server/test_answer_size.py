@@ -293,7 +293,7 @@ def test_a_stalled_reader_of_a_large_answer_holds_nothing_up(http: httpx.Client,
         httpx.Client(base_url=echo.url, timeout=20) as slow,
         slow.stream("POST", "/v1/completions", json=body) as answer,
     ):
-        assert answer.status_code == 200, (answer.text, running.llm.active)
+        assert answer.status_code == 200
         assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code == 200
         assert int(answer.headers["content-length"]) == len(answer.read())
 
@@ -316,4 +316,4 @@ def test_a_written_answer_counts_until_it_is_sent(monkeypatch: pytest.MonkeyPatc
         end = time.monotonic() + 10
         while (answer := httpx.post(url, json=body)).status_code == 503 and time.monotonic() < end:
             time.sleep(0.05)
-        assert answer.status_code == 200, (answer.text, running.llm.active)
+        assert answer.status_code == 200
