@@ -16,6 +16,8 @@ from echo_service import Running
 
 from quire.server.schemas import ANSWERS, REASONS, Chunk
 
+ALWAYS = ("POST /ping", "GET /health", "GET /metrics", "GET /v1/models", "GET /v1/prefixes", "GET /version")
+NEVER = ("GET /v1/models/{name}", "POST /v1/prefixes", "DELETE /v1/prefixes/{name}")  # no schema says which names are
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 
 
@@ -25,10 +27,15 @@ def explored(running: Running, examples: int, folder: Path) -> None:
         sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS), "run", f"{running.url}/openapi.json",
         "--checks", "all", "--max-examples", str(examples), "--seed", "1", "--continue-on-failure", "--no-color",
         "--request-timeout", "20", "--header", "Authorization: Bearer admin",
+        "--report", "json", "--report-json-path", "report.json",
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3000)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
     assert "15 selected / 15 total" in found.stdout, "the document has other operations than this test knows"
+    for name, rates in json.loads((folder / "report.json").read_text())["valid_rates"].items():
+        accepted, rejected = (sum(rate[kind] for rate in rates.values()) for kind in ("accepted", "rejected"))
+        assert accepted or name in NEVER, (name, rates)
+        assert not (name in ALWAYS and rejected), (name, rates)
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])

@@ -46,6 +46,7 @@ MESSAGE = {
 TEXT_ONLY = {
     "anyOf": [{"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}, {"type": "null"}]
 }
+TEXT_MODALITY = {"anyOf": [{"const": ["text"]}, {"type": "null"}]}
 BIASES = {
     "anyOf": [
         {
@@ -135,7 +136,7 @@ class Sampling(Truncation):
     stop: str | Strings | None = ranged(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
     stop_token_ids: Ids | None = None
     bad_words: Strings | None = None
-    allowed_token_ids: Ids | None = None
+    allowed_token_ids: Ids | None = ranged(minItems=1)
     logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(BIASES)] = None
     ignore_eos: bool | None = None
     max_tokens: int | None = ranged(0)
@@ -155,7 +156,7 @@ class Sampling(Truncation):
     early_stopping: bool | Literal["never"] | None = None
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(TEXT_ONLY)] = None
     tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
-    modalities: Strings | None = None
+    modalities: Annotated[Strings | None, WithJsonSchema(TEXT_MODALITY)] = None
 
 
 class CompletionRequest(Sampling):

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,7 +34,7 @@ class WebServer(uvicorn.Server):
         options: ServeOptions,
         ready: Callable[[], None],
         end: Callable[[], object] = bool,
-        bounds: dict[str, float] | None = None,
+        bounds: dict[str, Any] | None = None,
     ) -> None:
         """`ready` is called once it listens, `end` when a request asked for the process's end; `bounds` are fields of
         connections.Bounds."""
