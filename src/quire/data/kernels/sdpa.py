@@ -201,7 +201,7 @@ def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
 
 def _most(end: int, cache: LayerCache) -> int:
     """Queries of a tile whose context ends here: a power of two."""
-    pages = rounded(-(-end // cache.page_tokens), 3)
+    pages = rounded(-(-end // cache.page_tokens), 5)
     fit = MAX_SCORES // (cache.heads * pages * cache.page_tokens)
     return 1 << min(max(fit, 1), TILE).bit_length() - 1
 
@@ -224,8 +224,8 @@ def _parts(tiles: np.ndarray, cache: LayerCache) -> list[np.ndarray]:
 
 
 def _padded(tiles: int, queries: int, pages: int) -> tuple[int, int, int]:
-    """What a bucket of so many is padded to, so that there are few shapes. Pages are what single queries read."""
-    return rounded(tiles, 3), rounded(queries, 1), rounded(pages, 3 if queries > 1 else 4)
+    """What a bucket of so many is padded to, so that there are few shapes."""
+    return rounded(tiles, 4 if queries > 1 else 3), rounded(queries, 1), rounded(pages, 5)
 
 
 def _scores(tiles: int, queries: int, span: int, cache: LayerCache) -> int:
