@@ -17,7 +17,7 @@ from pathlib import Path
 from quire.cli import parsers
 from quire.config import EngineConfig
 from quire.files import LIMITS
-from quire.server import connections, descriptors, guards, run, size
+from quire.server import connections, descriptors, guards, run, sampling, size
 from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
 from quire.text import chat, library, prompts
 from quire.vocabulary import params
@@ -69,7 +69,7 @@ def limits() -> Iterator[str]:
         ("`logprob_token_ids`", f"{params.MAX_LOGPROB_IDS}", "400", ""),
         ("stop strings, their length", f"{params.MAX_STOPS}, {params.MAX_STOP_CHARS} characters", "400", ""),
         ("bad words, tokens in all of them", f"{params.MAX_BAD_WORDS}, {params.MAX_BAD_WORD_IDS:,}", "400", ""),
-        ("`allowed_token_ids`", f"{params.MAX_TOKEN_IDS:,}", "400", ""),
+        ("`allowed_token_ids`", f"{sampling.MAX_ALLOWED:,}", "400", ""),
         ("`logit_bias`, `stop_token_ids`", f"{params.MAX_BIASES:,}, {params.MAX_STOP_IDS:,} tokens", "400", ""),
         ("log-probabilities in an answer", f"{size.MAX_LOGPROBS:,}: n x tokens x (logprobs + 1), and those of "
          "the prompt in each choice that shows them", "400; unset `max_tokens` are what this leaves", ""),

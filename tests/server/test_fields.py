@@ -238,6 +238,7 @@ def test_what_changes_the_output_is_refused(http: httpx.Client, name: str) -> No
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("allowed_token_ids", [5] * 32_769),
         ("modalities", ["text", "audio"]),
         ("spaces_between_special_tokens", False),
         ("request_id", "a b"),

@@ -18,6 +18,8 @@ from quire.server.protocol import (
 )
 from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
 
+MAX_ALLOWED = 1 << 15  # allowed_token_ids: what the event loop reads in some milliseconds
+
 
 class Terms(NamedTuple):
     """What holds for every request: the model's sampling `defaults`, whether there is text at all, the most
@@ -50,6 +52,11 @@ def _check(request: Sampling, terms: Terms) -> None:
         raise InputError("stream_options needs stream to be true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:
         raise InputError("prompt_logprobs can't be streamed", "prompt_logprobs")
+    if len(request.allowed_token_ids or ()) > MAX_ALLOWED:
+        raise InputError(
+            f"allowed_token_ids may have at most {MAX_ALLOWED} entries, got {len(request.allowed_token_ids or ())}",
+            "allowed_token_ids",
+        )
     if request.cache_salt == "":
         raise InputError("cache_salt must not be empty", "cache_salt")
     if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
