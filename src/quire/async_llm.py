@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,7 @@ from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.errors import EngineDead, InputError, Overloaded, UnknownPrefix
 from quire.text.outputs import Assembly, RequestOutput, check_registered
-from quire.text.prompts import INLINE_CHARS, Messages, Prompt, Prompts, engine_config
+from quire.text.prompts import Messages, Prompt, Prompts, characters, engine_config
 from quire.text.pulse import Health, Pulse
 from quire.text.streams import Observer, Stream, dead, deliver, named, settle, told
 from quire.vocabulary.params import SamplingParams
@@ -99,8 +99,8 @@ class AsyncLLM:
     ) -> list[Stream]:
         """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none."""
         self._check_open(len(prompts))
-        long = sum(map(len, (*(params.bad_words or ()), *(params.stop or ())))) > INLINE_CHARS
-        resolved = await asyncio.to_thread(self.prompts.resolve, params) if long else self.prompts.resolve(params)
+        size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()))))
+        resolved = await self.prompts.apart(size, partial(self.prompts.resolve, params))
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = [Stream(id, accepted, patient) for id, _ in prompts]
         await self._accepted(streams, lambda: self.engine.add_all(prompts, resolved, salt=salt))
@@ -128,8 +128,8 @@ class AsyncLLM:
         """Continue a prompt (as LLM.generate takes it): all that there is of it, each time that there is more. Of what
         came while its reader was away only the last is seen. Leaving the iterator aborts the request."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        long = isinstance(text, str) and len(text) > INLINE_CHARS
-        return self._results(lambda: self.prompts.prompt(prompt), long, sampling_params, request_id, salt)
+        read = partial(self.prompts.apart, characters(text), partial(self.prompts.prompt, prompt))
+        return self._results(read, sampling_params, request_id, salt)
 
     def chat(
         self,
@@ -139,17 +139,22 @@ class AsyncLLM:
         *,
         salt: str = "",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Messages | None = None,
+        add_special_tokens: bool = False,
         **kwargs: Any,
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, for the answer to a conversation. `kwargs` are variables of the chat template."""
-        # Templates are programs of unknown cost, so always on another thread.
-        read = partial(self.prompts.chat, messages, add_generation_prompt, **kwargs)
-        return self._results(read, True, sampling_params, request_id, salt)
+        read = partial(
+            self.prompts.converse, messages, add_generation_prompt, continue_final_message, documents=documents,
+            add_special_tokens=add_special_tokens, variables=kwargs,
+        )  # fmt: skip
+        return self._results(read, sampling_params, request_id, salt)
 
     async def _results(
-        self, read: Callable[[], Prompt], long: bool, given: SamplingParams | None, request_id: str | None, salt: str
+        self, read: Callable[[], Awaitable[Prompt]], given: SamplingParams | None, request_id: str | None, salt: str
     ) -> AsyncIterator[RequestOutput]:
-        prompt = await asyncio.to_thread(read) if long else read()
+        prompt = await read()
         params = given if given is not None else self.prompts.params()
         stream = await self.submit(prompt.ids, params, request_id, salt=salt)
         assembly = Assembly(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
@@ -171,10 +176,7 @@ class AsyncLLM:
         """Compute a text or token ids and pin them as the prefix `name`; returns their number once requests find them.
         PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead otherwise. Leaving early ends it."""
         self._check_open()
-        if isinstance(prefix, str) and len(prefix) > INLINE_CHARS:
-            tokens = await asyncio.to_thread(self.prompts.prefix, name, prefix)
-        else:
-            tokens = self.prompts.prefix(name, prefix)
+        tokens = await self.prompts.apart(characters(prefix), partial(self.prompts.prefix, name, prefix))
         stream = Stream(f"prefix:{name}", asyncio.get_running_loop().create_future())
         await self._accepted([stream], lambda: self.engine.register_prefix(name, tokens))
         last = None

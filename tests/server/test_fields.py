@@ -215,6 +215,25 @@ def test_strict_refuses_unknown_fields() -> None:
             assert http.post(path, json={**body, "user": "me"}).status_code == 200
 
 
+def test_fields_of_prefixes_are_no_more_silent() -> None:
+    key = {"Authorization": "Bearer admin"}
+    for strict in (False, True):
+        model = echo_service.built(prefix_tokens=64)
+        with echo_service.serving(model, strict=strict, admin_keys=["admin"]) as running:
+            body = {"name": "a", "token_ids": [5, 6, 7, 8], "pinned": True}
+            answer = httpx.post(f"{running.url}/v1/prefixes", json=body, headers=key)
+            if strict:
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pinned")
+            else:
+                assert answer.headers["warning"] == '299 quire "fields were ignored: pinned"'
+
+
+def test_no_request_brings_a_template(http: httpx.Client) -> None:
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/tokenize", {"messages": TALK}),
+                       ("/v1/chat/completions", {"messages": TALK})):  # fmt: skip
+        assert refusal(http, path, {**body, "chat_template": "x"})["param"] == "chat_template"
+
+
 def test_most_log_probabilities_are_the_operators() -> None:
     with echo_service.serving(max_logprobs=3) as running, httpx.Client(base_url=running.url, timeout=20) as http:
         for path, name, body in (

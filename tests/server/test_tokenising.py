@@ -11,7 +11,7 @@ from typing import Any
 import echo_service
 import pytest
 
-from quire.errors import Overloaded, PromptTooLong
+from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.text.prompts import CHARS_PER_TOKEN, INLINE_CHARS, LONG_CHARS, LONG_THREADS, Cut, Prompt, Prompts
 
 MOST = CHARS_PER_TOKEN * echo_service.MAX_LEN
@@ -125,6 +125,9 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
     parts = [{"type": "text", "text": "b" * MOST}, {"type": "text", "text": "c"}]
     with pytest.raises(PromptTooLong):
         asyncio.run(prompts.converse([{"role": "user", "content": parts}], variables={}))
+    for wrong in (5, None, {"role": "user"}, [5], ["a"]):
+        with pytest.raises(InputError):
+            asyncio.run(prompts.converse(wrong, variables={}))  # type: ignore[arg-type]
     prompts.max_len = 10_000  # the texts beside them are longer than the model
     prompts._limits = prompts._limits._replace(max_len=10_000)
     prompts.written = written  # type: ignore[method-assign]

@@ -169,10 +169,9 @@ class CompletionRequest(Sampling):
 
 
 class Conversation(Fields):
-    """Messages, and how the model's template is to write them. `continue_final_message` leaves the last one open, for
-    the output to go on with; `documents` and `reasoning_effort` are for templates that read them."""
+    """How the model's template is to write messages. `continue_final_message` leaves the last one open, for the output
+    to go on with; `documents` and `reasoning_effort` are for templates that read them."""
 
-    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -185,6 +184,7 @@ class Conversation(Fields):
 class ChatRequest(Sampling, Conversation):
     """The body of /v1/chat/completions. `echo` puts the last message before the output, if the assistant said it."""
 
+    messages: Messages
     max_completion_tokens: int | None = ranged(1)
     logprobs: bool | None = None
     top_logprobs: int | None = ranged(0, MAX_LOGPROBS)
@@ -199,20 +199,13 @@ class PrefixRequest(Fields):
     token_ids: Ids | None = None
 
 
-class TokenizeRequest(Truncation):
+class TokenizeRequest(Truncation, Conversation):
     """The body of /tokenize: either a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    documents: Objects | None = None
-    reasoning_effort: str | None = None
     return_token_strs: bool | None = None
-    chat_template: NoTemplate = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Fields):
@@ -243,6 +236,8 @@ def check_supported(request: Fields) -> None:
     for name, value in (request.model_extra or {}).items():
         if name in REFUSED and value not in NOTHING:
             raise InputError(f"{name} is not supported", name)
+    if getattr(request, "chat_template", None) is not None:
+        raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
 
 
 UNIONS = {

@@ -109,7 +109,7 @@ class Lists(NamedTuple):
         return [*pieces, "}"]
 
 
-class Renderer:
+class Answer:
     """What both kinds of answers have in common. `index` of a choice: prompt * n + branch."""
 
     objects = ("", "")
@@ -131,10 +131,6 @@ class Renderer:
         """Chunks that come before any output."""
         return []
 
-    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
-        """What `output` adds to its choice; None when there is nothing to show."""
-        raise NotImplementedError
-
     async def tail(self, whole: bool) -> Pieces:
         """What a response has beside its choices and its usage; a stream's first chunk too."""
         return []
@@ -143,7 +139,7 @@ class Renderer:
         return [f',"{name}":', *(await numbers(ids, self.pace) if self.with_ids else ["null"])]
 
 
-class CompletionRenderer(Renderer):
+class CompletionRenderer(Answer):
     """/v1/completions."""
 
     objects = ("text_completion", "text_completion")
@@ -246,7 +242,7 @@ class CompletionRenderer(Renderer):
         return "{" + ",".join(f"{name}:{value}" for name, value in named.items()) + "}"
 
 
-class ChatRenderer(Renderer):
+class ChatRenderer(Answer):
     """/v1/chat/completions. `before` is what `echo` puts before each output."""
 
     objects = ("chat.completion", "chat.completion.chunk")
@@ -318,6 +314,9 @@ class ChatRenderer(Renderer):
     def _named(self, token: int, logprob: float) -> str:
         words = self.words
         return f'"token":{words.quoted(token)},"logprob":{finite(logprob)},"bytes":{words.bytes(token)}'
+
+
+Renderer = CompletionRenderer | ChatRenderer
 
 
 def last_said(request: ChatRequest) -> str:

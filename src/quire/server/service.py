@@ -113,8 +113,6 @@ class Service:
 
     async def _render(self, body: ChatRequest | TokenizeRequest, cut: Cut | None) -> Prompt:
         """A conversation as a prompt. Templates are programs of unknown cost, so always on another thread."""
-        if body.chat_template is not None:
-            raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
         given = dict(body.chat_template_kwargs or {})
         if taken := RESERVED & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
@@ -193,6 +191,7 @@ class Service:
 
     async def add_prefix(self, body: PrefixRequest) -> Response:
         """Register a text or token ids; answers once requests find it."""
+        check_known(body, self.terms.strict)
         if (body.text is None) == (body.token_ids is None):
             raise InputError("give either text or token_ids", "text")
         given = body.text if body.text is not None else body.token_ids
@@ -203,7 +202,8 @@ class Service:
             if error.param in ("prompt", "prefix"):  # what the engine calls it
                 error.param = "text" if body.text is not None else "token_ids"
             raise
-        return JSONResponse({"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"})
+        found = {"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"}
+        return JSONResponse(found, headers=warnings(body))
 
     async def drop_prefix(self, name: str) -> Response:
         """Let go of one."""

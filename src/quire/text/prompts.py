@@ -73,11 +73,11 @@ class Prompts:
     async def apart(self, chars: int, work: Callable[[], T]) -> T:
         """What `work` returns, which reads so many characters: done here if they are few, else on another thread, and
         if they are very many on one of a few of their own."""
+        if chars <= INLINE_CHARS:
+            return work()
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
-        if chars <= INLINE_CHARS:
-            return work()
         if chars > LONG_CHARS and self._long is None:
             self._long = ThreadPoolExecutor(LONG_THREADS, thread_name_prefix="quire-long-text")
         pool = self._long if chars > LONG_CHARS else None
@@ -97,7 +97,7 @@ class Prompts:
                 self._check_length(found[at].ids, None)
             return [found[at] for at in range(len(given))]
 
-        return await self.apart(sum(len(item) for item in given if isinstance(item, str)), encode)
+        return await self.apart(sum(map(characters, given)), encode)
 
     async def converse(
         self,
@@ -111,7 +111,7 @@ class Prompts:
         variables: Mapping[str, Any],
     ) -> Prompt:
         """A conversation, as `chat` takes it, cut. Templates are programs of unknown cost: always on another thread."""
-        self._check_characters(_characters(messages))
+        self._check_characters(spoken(messages))
         work = partial(
             self.written, messages, add_generation_prompt, continue_final_message, documents, **variables
         )  # fmt: skip
@@ -233,9 +233,14 @@ class Prompts:
         return SamplingParams(**{**self.defaults, **given})
 
 
-def _characters(messages: Any) -> int:
-    """About how long a conversation is; it isn't checked yet."""
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
-    return sum(len(text) for text in texts if isinstance(text, str))
+def characters(given: Any) -> int:
+    """Of a text; 0 of anything else."""
+    return len(given) if isinstance(given, str) else 0
+
+
+def spoken(messages: Any) -> int:
+    """About how many characters a conversation has; it isn't checked yet, and may be anything."""
+    said = messages if isinstance(messages, list | tuple) else ()
+    contents = [message.get("content") for message in said if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return sum(map(characters, (*contents, *(part.get("text") for part in parts if isinstance(part, Mapping)))))
