@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.errors import LogError, StartupError
+from quire.vocabulary.columns import MOST_BYTES, WireError
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Group, Layout
-from quire.vocabulary.wire import MOST_BYTES, WireError, decode, encode
+from quire.vocabulary.wire import decode, encode
 
 MAGIC = b"quire plans 1\n"
 LENGTH = struct.Struct("<I")

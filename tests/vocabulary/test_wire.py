@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.vocabulary import wire
+from quire.vocabulary.columns import MOST_BYTES, WireError
 from quire.vocabulary.plan import (
     LAST,
     Birth,
@@ -31,7 +32,7 @@ from quire.vocabulary.plan import (
     Table,
     Top,
 )  # fmt: skip
-from quire.vocabulary.wire import ENTRIES, MOST_BYTES, VERSION, Message, WireError, decode, encode
+from quire.vocabulary.wire import ENTRIES, VERSION, Message, decode, encode
 
 small, large = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
 numbers = st.one_of(st.integers(-1, 300), large)

@@ -1,0 +1,171 @@
+"""Columns of numbers as bytes, little-endian, and a reader of them: what the wire forms of messages are made of.
+
+A reader checks each count against the bytes that remain before it makes anything of that size."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise, repeat
+from typing import Any
+
+from quire.vocabulary.plan import Top
+
+MOST_BYTES, MOST_ROWS = 2**28, 2**16  # of a frame; of a step, more than a launch takes
+COUNT = struct.Struct("<I")
+WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code before a column
+ZEROS, ONES = 0, 1  # codes in place of a column of counts
+
+
+new = tuple.__new__  # makes a NamedTuple of a tuple at half the cost of its constructor
+
+
+class WireError(ValueError):
+    """A frame that can't be read, or a message that can't be said in one: `field` is where, `at` the byte."""
+
+    def __init__(self, field: str, why: str, at: int | None = None) -> None:
+        super().__init__(f"{field}{'' if at is None else f' at byte {at}'}: {why}")
+        self.field, self.at = field, at
+
+
+def pack(form: struct.Struct, field: str, *values: Any) -> bytes:
+    try:
+        return form.pack(*values)
+    except struct.error as error:
+        raise WireError(field, str(error)) from error
+
+
+def write_ints(values: Sequence[int], field: str, width: str = "i") -> bytes:
+    """A column: the code of a width that holds all values, `width` if it does, and the values."""
+    try:
+        return struct.pack(f"<c{len(values)}{width}", width.encode(), *values)
+    except struct.error as error:
+        if width == "q":
+            raise WireError(field, str(error)) from error
+        return write_ints(values, field, "i" if width == "b" else "q")
+
+
+def write_floats(values: Sequence[float], field: str) -> bytes:
+    return pack(struct.Struct(f"<{len(values)}d"), field, *values)
+
+
+def write_counts(runs: Sequence[Sequence[Any]], field: str) -> bytes:
+    """How long each of some runs is."""
+    if not any(runs):
+        return b"\0"
+    lengths = list(map(len, runs))
+    return b"\1" if lengths.count(1) == len(runs) else write_ints(lengths, field)
+
+
+def write_runs(runs: Sequence[Sequence[int]], field: str) -> Iterator[bytes]:
+    """Runs of integers: how long each is, and all of them end to end."""
+    counts = write_counts(runs, field)
+    yield counts
+    if counts != b"\0":
+        yield write_ints(list(chain.from_iterable(runs)), field)
+
+
+def write_tops(tops: Sequence[Top]) -> Iterator[bytes]:
+    if not tops:
+        return
+    tokens, logprobs, ranks, ids, alternatives = zip(*tops)
+    yield write_ints(tokens, "top tokens")
+    yield write_floats(logprobs, "top logprobs")
+    yield write_ints(ranks, "top ranks")
+    yield from write_runs(ids, "top ids")
+    yield write_counts(alternatives, "numbers of top alternatives")
+    yield write_floats(list(chain.from_iterable(alternatives)), "top alternatives")
+
+
+class Reader:
+    """A frame, read up to byte `at`."""
+
+    __slots__ = ("at", "end", "frame")
+
+    def __init__(self, frame: bytes | bytearray | memoryview) -> None:
+        self.frame, self.at, self.end = frame, 0, len(frame)
+
+    def error(self, field: str, why: str) -> WireError:
+        return WireError(field, why, self.at)
+
+    def bounded(self, count: int, field: str) -> int:
+        if count <= MOST_ROWS:
+            return count
+        raise self.error(field, f"{count} are announced, at most {MOST_ROWS} are read")
+
+    def skip(self, size: int, field: str) -> int:
+        """Go on by `size` bytes; returns where they begin."""
+        at = self.at
+        if size > self.end - at:
+            raise self.error(field, f"{size} bytes are announced, {self.end - at} remain")
+        self.at = at + size
+        return at
+
+    def take(self, form: struct.Struct, field: str) -> tuple[Any, ...]:
+        return form.unpack_from(self.frame, self.skip(form.size, field))
+
+    def ints(self, count: int, field: str) -> tuple[int, ...]:
+        """A column of `count` integers."""
+        at = self.skip(1, field)
+        size = WIDTHS.get(self.frame[at])
+        if size is None:
+            raise WireError(field, f"{self.frame[at]} is no width of a number", at)
+        start = self.skip(size * count, field)
+        return struct.unpack_from(f"<{count}{self.frame[at]:c}", self.frame, start)
+
+    def floats(self, count: int, field: str) -> tuple[float, ...]:
+        return struct.unpack_from(f"<{count}d", self.frame, self.skip(8 * count, field))
+
+    def counts(self, runs: int, field: str) -> int | Sequence[int]:
+        """How long each of `runs` runs is, one number if all are as long. There must be other proof of `runs`."""
+        at = self.skip(1, field)
+        if self.frame[at] in (ZEROS, ONES):
+            return self.frame[at]
+        self.at = at
+        return self.lengths(runs, field)
+
+    def lengths(self, runs: int, field: str) -> Sequence[int]:
+        at = self.at
+        lengths = self.ints(runs, field)
+        if lengths and min(lengths) < 0:
+            raise WireError(field, f"a length is {min(lengths)}", at)
+        return lengths
+
+    def runs(self, count: int, field: str) -> Iterable[tuple[int, ...]]:
+        """`count` runs of integers. There must be other proof of `count`."""
+        lengths = self.counts(count, field)
+        if lengths == ZEROS:
+            return repeat((), count)
+        if lengths == ONES:
+            return zip(self.ints(count, field))
+        assert not isinstance(lengths, int)
+        return split(self.ints(sum(lengths), field), lengths)
+
+
+def split(values: tuple[Any, ...], lengths: Iterable[int]) -> list[tuple[Any, ...]]:
+    return [values[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def read_text(reader: Reader, length: int) -> str:
+    at = reader.skip(length, "error")
+    try:
+        return bytes(reader.frame[at : at + length]).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise WireError("error", f"no UTF-8: {error.reason}", at + error.start) from error
+
+
+def read_tops(reader: Reader, samples: int) -> Iterable[tuple[Top, ...]]:
+    """The tops of so many samples. There must be other proof of that number."""
+    numbers = reader.counts(samples, "numbers of tops")
+    count = numbers * samples if isinstance(numbers, int) else sum(numbers)
+    if not count:
+        return repeat((), samples)
+    tokens = reader.ints(count, "top tokens")
+    logprobs = reader.floats(count, "top logprobs")
+    ranks = reader.ints(count, "top ranks")
+    ids = reader.runs(count, "top ids")
+    lengths = reader.counts(count, "numbers of top alternatives")
+    each: Sequence[int] = (lengths,) * count if isinstance(lengths, int) else lengths
+    alternatives = split(reader.floats(sum(each), "top alternatives"), each)
+    tops: tuple[Top, ...] = tuple(map(new, repeat(Top), zip(tokens, logprobs, ranks, ids, alternatives)))
+    return zip(tops) if isinstance(numbers, int) else split(tops, numbers)
