@@ -5,27 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.scheduler import Scheduler
+from quire.link.hello import Hello
+from quire.link.process import Child, ProcessLink
 from quire.sim.echo import EchoRunner
 from quire.text.chat import ChatTemplate
-from quire.text.stream import TokenText
+from quire.text.prompts import Prompts
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.plan import StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
+APART = os.environ.get("QUIRE_TEST_ENGINE") == "process"  # the engine has a process of its own
 VOCAB = 512
 MAX_LEN = 256
 TEMPLATE = (
@@ -53,6 +62,7 @@ class EchoBuilt(NamedTuple):
     notices: tuple[str, ...]
     defaults: dict[str, Any]
     name: str
+    recipe: dict[str, Any] | None = None  # what another process makes the same of, if it can
 
 
 class Echo(EchoRunner):
@@ -61,6 +71,7 @@ class Echo(EchoRunner):
     def __init__(self, pause: float = 0.0, fail_at: int | None = None, depth: int = 2) -> None:
         super().__init__(depth, vocab_size=VOCAB)
         self.pause, self.fail_at = pause, fail_at
+        self.recipe = {"pause": pause, "fail_at": fail_at, "depth": depth} if type(self) is Echo else None
 
     def collect(self, ticket: int) -> StepResult:
         time.sleep(self.pause)
@@ -87,9 +98,12 @@ def tokenizer() -> Tokenizer:
 
 def built(runner: EchoRunner | None = None, *, text: bool = True, kv_tokens: int = 1024, **settings: Any) -> EchoBuilt:
     """An engine over `runner`; `settings` are EngineConfig's. End tokens are none, so that lengths are known."""
+    runner = runner or Echo()
+    recipe: dict[str, Any] | None = getattr(runner, "recipe", None)
+    if recipe is not None:
+        recipe = {"echo": recipe, "text": text, "kv_tokens": kv_tokens, "settings": settings}
     config = EngineConfig(**{"page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, **settings})
     spec = ModelSpec("echo", (LayerSpec(1, 8),), VOCAB, MAX_LEN, 8, 1, 8, 0)
-    runner = runner or Echo()
     memory = build_memory(config, spec, Size(kv_tokens, MAX_LEN, 2))
     runner.bind(memory.geometry)
     scheduler = Scheduler(
@@ -105,11 +119,28 @@ def built(runner: EchoRunner | None = None, *, text: bool = True, kv_tokens: int
         runner,
         Limits(VOCAB, MAX_LEN, config.max_num_queued_reqs),
         clock=time.monotonic,
-        text=TokenText(tokenizer()) if text else None,
         seed=config.seed,
     )
     words, chat = (tokenizer(), ChatTemplate(TEMPLATE, {})) if text else (None, None)
-    return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo")
+    return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)
+
+
+def linked(model: EchoBuilt, stall_after: float = 60.0) -> AsyncLLM:
+    """An AsyncLLM over `model`: on a thread, or, if QUIRE_TEST_ENGINE says "process", over an engine of the same recipe
+    in a process of its own."""
+    if not APART or model.recipe is None:
+        return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
+    program = Path(__file__).parent / "echo_engine.py"
+    link = ProcessLink(Child(program=("-P", str(program), json.dumps(model.recipe))))
+    link.hello(Hello(EngineConfig(), (), stall_after, False, logging.WARNING))
+    link.wait()
+    return AsyncLLM.over(link, Prompts(model.tokenizer, model.chat, link.ready.limits, model.defaults))
+
+
+def prompts() -> Prompts:
+    """What is known of the echo's texts."""
+    model = built()
+    return Prompts(model.tokenizer, model.chat, model.engine.limits, model.defaults)
 
 
 class Running(NamedTuple):
@@ -118,6 +149,14 @@ class Running(NamedTuple):
     url: str
     llm: Any
     app: Any
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for tests that look into it: they need one in this process."""
+        if self.llm.link.engine is None:
+            pytest.skip("the engine is in another process")
+        found: Engine = self.llm.engine
+        return found
 
     def metric(self, name: str) -> float:
         """The value of one sample of /metrics, of those that have no labels of their own."""
@@ -148,12 +187,11 @@ def serving(
 ) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt) from a thread. `options` are create_app's, `serve` are fields of ServeOptions, and
     `bounds` those of connections."""
-    from quire.async_llm import AsyncLLM
     from quire.server.app import create_app
     from quire.server.run import ServeOptions, bind
     from quire.server.web import WebServer
 
-    llm = AsyncLLM.of(model or built(), stall_after=stall_after)
+    llm = linked(model or built(), stall_after)
     app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from quire.build import build, read_source
+from quire.build import build
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.source import read_source
 
 SHAPE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,

@@ -21,8 +21,8 @@ SAID = WORDS | {"control.request"}
 KERNELS, LAYERS_OF, MODELS, WEIGHTS = "data.kernels", "data.layers", "data.models", "data.weights"
 CONTROL = SAID | {"control"}
 DATA = {KERNELS, LAYERS_OF, MODELS, WEIGHTS, "data.runner"}
-JOINS = {"budget", "build", "llm", "async_llm", "plan_log", "plan_replay"}
-BELOW = CONTROL | DATA | {"files", "sim", "text", *JOINS}
+JOINS = {"budget", "build", "source", "llm", "async_llm", "plan_log", "plan_replay"}
+BELOW = CONTROL | DATA | {"files", "sim", "text", "link", *JOINS}
 TOP = {"server", "cli", "bench", "reproduce", "__main__"}
 LAYERS: dict[str, set[str]] = {  # what each part of the package may import, itself aside; the longest name counts
     "errors": set(),
@@ -42,6 +42,7 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     "data.runner": WORDS | DATA,  # nothing of the control plane
     "data": set(),
     "text": CONTROL | {"build", "files"},
+    "link": CONTROL | {"build", "source", "text"},
     **dict.fromkeys(JOINS, BELOW),
     **dict.fromkeys(TOP, BELOW | TOP),
 }

@@ -294,7 +294,7 @@ def test_close_and_context_manager() -> None:
 
 def test_close_ends_the_chat_templates_process() -> None:
     llm = LLM.of(echo_service.built())  # type: ignore[arg-type]
-    process, _ = llm.built.chat._renderer._end.peek()[2]  # type: ignore[union-attr]
+    process, _ = llm.prompts.chat_template._renderer._end.peek()[2]  # type: ignore[union-attr]
     assert process.poll() is None
     llm.close()
     llm.close()
@@ -322,7 +322,7 @@ def test_the_bundled_model_writes_and_answers() -> None:
 
 
 def test_bad_words_become_ids(llm: LLM) -> None:
-    text = llm.engine.text
+    text = llm.prompts.text
     assert text is not None
     resolved = text.resolve(SamplingParams(bad_words=["upon", "xyz"]))
     encode = tokenizer().encode

@@ -1,7 +1,7 @@
-"""AsyncLLM: the engine on one background thread, for asyncio callers. What the server stands on.
+"""AsyncLLM: an engine for asyncio callers. What the server stands on.
 
-Commands go in through a bounded deque; a step's outputs go out with one call_soon_threadsafe an event loop. The thread
-waits on a condition when there is nothing to do. Everything named `_live` belongs to that thread.
+The engine is on a thread of this process, or in a process of its own (quire.link): either way requests are sent to it
+as messages, and what a step brought comes back as one. Text is made here, on the event loops of the callers.
 """
 
 from __future__ import annotations
@@ -9,69 +9,67 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from quire.control.memory import Account
-from quire.control.outcomes import Output
-from quire.control.request import Request
-from quire.errors import EngineDead, InputError, Overloaded, UnknownPrefix
+from quire.errors import EngineDead, Overloaded, PrefixTaken, UnknownPrefix
+from quire.link.front import Front, Link
+from quire.link.messages import Abort, Add, Asked, Prefixes, Register, Release
+from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import Messages, Prompt, Prompts, characters, engine_config
-from quire.text.pulse import Health, Pulse
-from quire.text.streams import Observer, Stream, dead, deliver, named, settle, told
+from quire.text.streams import Observer, Record, Stream, dead, named
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.build import Built
 
-FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
 RETRY_AFTER = 2  # seconds
-CLOSE_SECONDS = 10.0  # for the engine's thread to end
-T = TypeVar("T")
+CLOSE_SECONDS = 10.0  # for the engine to end
+PREFIX = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
-class AsyncLLM:
-    """A model for asyncio callers. `settings` are EngineConfig's fields; `observer` sees every step.
+class AsyncLLM(Front):
+    """A model for asyncio callers. `settings` are EngineConfig's fields; `observer` sees every step. `engine_process`
+    gives the engine a process of its own.
 
     The engine counts as stalled when one turn of its loop takes longer than `stall_after` seconds.
     """
 
-    def __init__(self, model: str | None = None, *, progress: bool = False, **settings: Any) -> None:
-        from quire.build import build
+    def __init__(
+        self, model: str | None = None, *, progress: bool = False, engine_process: bool = False, **settings: Any
+    ) -> None:
+        config = engine_config(model, settings)
+        if engine_process:
+            from quire.link.process import launch
 
-        self._start(build(engine_config(model, settings), progress), None, 60.0)
+            link, prompts, _ = launch(config, progress)
+            self._set_up(link, prompts)
+        else:
+            from quire.build import build
+
+            self._set_up(*_threaded(build(config, progress), 60.0))
 
     @classmethod
     def of(cls, built: Built, *, observer: Observer | None = None, stall_after: float = 60.0) -> AsyncLLM:
-        """An AsyncLLM over an engine that is built already."""
+        """An AsyncLLM over an engine that is built already, on a thread."""
+        return cls.over(*_threaded(built, stall_after), observer=observer)
+
+    @classmethod
+    def over(cls, link: Link, prompts: Prompts, *, observer: Observer | None = None) -> AsyncLLM:
+        """An AsyncLLM over a link to an engine."""
         self = cls.__new__(cls)
-        self._start(built, observer, stall_after)
+        self._set_up(link, prompts, observer)
         return self
 
-    def _start(self, built: Built, observer: Observer | None, stall_after: float) -> None:
-        self.built, self.engine, self.prompts = built, built.engine, Prompts(built)
-        self.observer, self._pulse = observer, Pulse(stall_after)
-        self.account: Account = self.engine.scheduler.memory.account()
-        self.aborted = self.rejected = 0
-        self.error: BaseException | None = None
+    def _set_up(self, link: Link, prompts: Prompts, observer: Observer | None = None) -> None:
         self.accepting = True
-        self.on_death: Callable[[], object] | None = None
-        self._commands: deque[Callable[[], None]] = deque()
-        self._taken: deque[Callable[[], None]] = deque()  # by the thread, which works them off
-        self._wake = threading.Condition()
-        self._closing = False
-        self._live: dict[str, Stream] = {}
         self._ids = itertools.count()
-        self._looked = time.monotonic()
-        # A daemon, so that one that hangs doesn't hold up the program's end; one that works is closed by then.
-        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         atexit.register(self.close)
-        self._thread.start()
+        super().__init__(link, prompts, observer)
 
     # For callers, on their event loops
 
@@ -98,24 +96,19 @@ class AsyncLLM:
         patient: bool = False,
     ) -> list[Stream]:
         """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none."""
+        arrival = time.monotonic()
         self._check_open(len(prompts))
-        size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()))))
-        resolved = await self.prompts.apart(size, partial(self.prompts.resolve, params))
-        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        streams = [Stream(id, accepted, patient) for id, _ in prompts]
-        await self._accepted(streams, lambda: self.engine.add_all(prompts, resolved, salt=salt))
+        size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
+        checked = partial(self.prompts.checked, prompts, params, salt)
+        tokens, resolved = await self.prompts.apart(size, checked)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        streams = []
+        for (id, _), ids in zip(prompts, tokens):
+            record = Record(id, len(ids), resolved, arrival)
+            streams.append(self._stream(answer, record, ids, patient))
+        asked = tuple(Asked(stream.number, stream.id, ids) for stream, ids in zip(streams, tokens))
+        await self._ask(answer, lambda key: Add(key, asked, resolved, salt), streams)
         return streams
-
-    async def _accepted(self, streams: list[Stream], add: Callable[[], None]) -> None:
-        """Have the engine's thread `add` the requests of `streams`, which share one answer."""
-        if not self._send(lambda: self._add(streams, add)):
-            raise dead(self.error)
-        try:
-            await streams[0].accepted
-        except asyncio.CancelledError:
-            for stream in streams:
-                self.abort(stream.id)
-            raise
 
     def generate(
         self,
@@ -162,23 +155,23 @@ class AsyncLLM:
             async for output in stream:
                 assembly.push(output)
                 if output.done:
-                    assembly.finish(stream.request, self.engine.clock())
+                    assembly.finish(stream.record, time.monotonic())
                 yield assembly.snapshot()
         finally:
             if not stream.done:
                 self.abort(stream.id)
-
-    def abort(self, request_id: str) -> None:
-        """End a request whose caller left. From any thread; unknown ids pass."""
-        self._send(lambda: self._abort(request_id))
 
     async def register_prefix(self, name: str, prefix: str | Sequence[int]) -> int:
         """Compute a text or token ids and pin them as the prefix `name`; returns their number once requests find them.
         PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead otherwise. Leaving early ends it."""
         self._check_open()
         tokens = await self.prompts.apart(characters(prefix), partial(self.prompts.prefix, name, prefix))
-        stream = Stream(f"prefix:{name}", asyncio.get_running_loop().create_future())
-        await self._accepted([stream], lambda: self.engine.register_prefix(name, tokens))
+        record = Record(f"prefix:{name}", len(tokens), PREFIX, time.monotonic(), prefix=True)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stream = self._stream(answer, record, tokens)
+        if stream.id in self._named:
+            raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
+        await self._ask(answer, lambda key: Register(key, stream.number, name, tokens), [stream])
         last = None
         try:
             async for output in stream:
@@ -192,38 +185,44 @@ class AsyncLLM:
 
     async def release_prefix(self, name: str) -> None:
         """Let go of a registered prefix; requests that use its pages keep them. UnknownPrefix if there is none."""
-        if not await self._ask(lambda: self.engine.release_prefix(name)):
+        if not await self._ask(asyncio.get_running_loop().create_future(), lambda key: Release(key, name)):
             raise UnknownPrefix(f"no prefix called {name[:60]!r} is registered", "name")
 
     async def prefixes(self) -> tuple[dict[str, int], frozenset[str]]:
         """The lengths in tokens of the registered prefixes and of those being computed, and which are ready."""
-        held, live = self.engine.prefixes, self.engine.requests
-        return await self._ask(lambda: (dict(held), frozenset(n for n in held if f"prefix:{n}" not in live)))
+        held, ready = await self._ask(asyncio.get_running_loop().create_future(), Prefixes)
+        return held, frozenset(ready)
+
+    @property
+    def account(self) -> Account:
+        """The memory, as it was lately."""
+        return self.link.facts.account
 
     @property
     def queued(self) -> int:
         """Requests that wait for their first step."""
-        return len(self.engine.scheduler.waiting) + len(self._taken) + len(self._commands)
+        return self.link.queues.waiting + sum(len(question.streams) for question in list(self._questions.values()))
 
     @property
     def running(self) -> int:
         """Requests in memory."""
-        return len(self.engine.scheduler.running)
+        return self.link.queues.running
 
     @property
     def swapped(self) -> int:
         """Requests that were preempted and wait in host memory."""
-        return len(self.engine.scheduler.swapped)
+        return self.link.queues.swapped
 
     @property
     def active(self) -> int:
-        """Requests that were accepted and have not ended."""
-        return len(self._live) + len(self._taken) + len(self._commands)
+        """Requests that were accepted and have not ended, and those being asked for."""
+        return len(self._live)
 
     def heartbeat(self) -> Health:
         """Never a generated request: only whether the loop turns. An idle engine is well."""
-        alive = self.error is None and self._thread.is_alive()
-        return self._pulse.health("" if alive else named(self.error))
+        if self.error is not None or self._closing:
+            return Health(False, False, 0.0, named(self.error))
+        return self.link.health()
 
     async def drain(self, timeout: float) -> bool:
         """Accept nothing more, wait until all requests ended, and abort what is left after `timeout` seconds. Returns
@@ -232,24 +231,20 @@ class AsyncLLM:
         end = time.monotonic() + timeout
         while self.active and self.error is None:
             if time.monotonic() >= end:
-                self._send(self._abort_all)
+                self.link.send(Abort(None))
                 return False
             await asyncio.sleep(0.02)
         return True
 
     def close(self, timeout: float = CLOSE_SECONDS) -> bool:
-        """Abort everything, end the thread and the chat template's process and release the engine; closing twice is
-        fine. Returns whether the thread ended: one whose step still hangs after `timeout` seconds is left to itself."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        """Abort everything, end the engine and the chat template's process; closing twice is fine. Returns whether the
+        engine ended: one whose step still hangs after `timeout` seconds is left to itself."""
+        self._closing = True
         atexit.unregister(self.close)
-        if self.built.chat is not None:
-            self.built.chat.close()
-        if self._thread is threading.current_thread():
-            return True
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self.prompts.close()
+        ended = self.link.close(timeout)
+        self._died(EngineDead("the engine was closed"))
+        return ended
 
     def _check_open(self, more: int = 1) -> None:
         if self.error is not None:
@@ -257,144 +252,16 @@ class AsyncLLM:
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
         # Refused at once: the engine's own check would come after the step under way.
-        limit = self.engine.limits.max_queued
+        limit = self.limits.max_queued
         if more <= limit < self.queued + more:
             self.rejected += 1
             raise Overloaded(f"the queue is full: {self.queued} requests are waiting", RETRY_AFTER)
 
-    def _send(self, command: Callable[[], None]) -> bool:
-        """Hand a command to the engine's thread; False when that thread takes no more."""
-        with self._wake:
-            if self._closing:
-                return False
-            self._commands.append(command)
-            self._wake.notify()
-            return True
 
-    async def _ask(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises, on the engine's thread."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
+def _threaded(built: Built, stall_after: float) -> tuple[Link, Prompts]:
+    """A link to an engine on a thread, and what is known of its texts."""
+    from quire.link.thread import ThreadLink, described
 
-        def run() -> None:
-            try:
-                if self.error is not None:
-                    raise dead(self.error)
-                result = work()
-            except BaseException as error:
-                self._call(loop, settle, answer, None, told(error))
-                if not isinstance(error, Exception):
-                    raise  # it ends the engine
-            else:
-                self._call(loop, settle, answer, result, None)
-
-        if not self._send(run):
-            raise dead(self.error)
-        return await answer
-
-    # On the engine's thread
-
-    def _run(self) -> None:
-        error: BaseException = EngineDead("the engine was closed")
-        try:
-            while self._turn():
-                pass
-        except BaseException as failure:  # whoever ends the thread, SystemExit too, is named to those who wait
-            error = failure
-        self._end(error)
-
-    def _turn(self) -> bool:
-        """One turn: commands, then a step. False when it is time to end."""
-        with self._wake:
-            while not (self._commands or self._closing or self.engine.unfinished):
-                self._pulse.rest()
-                self._look(time.monotonic())
-                self._wake.wait(timeout=1.0)
-            if self._closing:
-                return False
-            self._taken, self._commands = self._commands, self._taken
-            self._pulse.turn(self.engine.stats.steps - len(self.engine.flight) + 1)
-        while self._taken:
-            self._taken.popleft()()
-        if self.engine.unfinished:
-            self._publish(self.engine.step())
-        now = time.monotonic()
-        if now - self._looked > FACTS_EVERY:
-            self._look(now)
-        return True
-
-    def _look(self, now: float) -> None:
-        memory = self.engine.scheduler.memory
-        self.account, self._looked = memory.account(), now
-
-    def _add(self, streams: list[Stream], add: Callable[[], None]) -> None:
-        first = streams[0]
-        try:
-            if self.error is not None:
-                raise dead(self.error)
-            for stream in streams:
-                if stream.id in self._live:  # also one that ended, but whose end isn't told yet
-                    raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
-            add()
-        except BaseException as error:
-            self.rejected += isinstance(error, Overloaded)
-            self._call(first.loop, first.fail, told(error))
-            if not isinstance(error, Exception):
-                raise  # it ends the engine
-            return
-        for stream in streams:
-            stream.request = self.engine.requests[stream.id]
-            self._live[stream.id] = stream
-        self._call(first.loop, first.accept)
-
-    def _abort(self, id: str) -> None:
-        if id in self._live:
-            self.engine.abort(id)
-
-    def _abort_all(self) -> None:
-        for id in list(self._live):
-            self.engine.abort(id)
-
-    def _publish(self, outputs: list[Output]) -> None:
-        """Hand a step's outputs to their streams: one call an event loop."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Output]]] = {}
-        seen: list[tuple[Output, Request]] = []
-        for output in outputs:
-            stream = self._live[output.request]
-            assert stream.request is not None, "an output of a request that wasn't taken"
-            loops.setdefault(stream.loop, []).append((stream, output))
-            if stream.request.prefix is None:  # what the operator registers isn't a client's request
-                seen.append((output, stream.request))
-                self.aborted += output.done and output.finish_reason == "abort"
-            if output.done:
-                del self._live[output.request]
-        for loop, batch in loops.items():
-            self._call(loop, deliver, batch)
-        if self.observer is not None:
-            self.observer.stepped(seen, self.engine.clock())
-
-    def _call(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-        try:
-            loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the caller's loop is closed
-            for id in [stream.id for stream in self._live.values() if stream.loop is loop]:
-                self.engine.abort(id)
-
-    def _end(self, error: BaseException) -> None:
-        """Nothing will be served any more: tell everybody, then release the engine."""
-        with self._wake:
-            died, self._closing = not self._closing, True
-            self.error = error if died else EngineDead("the engine was closed")
-            commands = [*self._taken, *self._commands]  # adds among them fail, now that `error` is set; aborts pass
-            self._taken.clear()
-            self._commands.clear()
-            streams, self._live = list(self._live.values()), {}
-        for command in commands:
-            command()
-        for stream in streams:
-            self._call(stream.loop, stream.fail, dead(error))
-        try:
-            if died and self.on_death is not None:
-                self.on_death()
-        finally:
-            self.engine.close()
+    ready = described(built.engine, built.plan.lines(), built.notices)
+    prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults)
+    return ThreadLink(built.engine, ready, stall_after), prompts

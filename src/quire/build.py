@@ -9,48 +9,34 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.budget import MemoryPlan, plan_memory
-from quire.config import GENERATION, EngineConfig
+from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
 from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
-from quire.data.models import read_spec, resolve
-from quire.data.models.configs import CONFIGS
-from quire.data.weights.checkpoint import check_size, locate, read_config, read_generation_config
-from quire.errors import InputError, StartupError
+from quire.data.models import resolve
+from quire.data.weights.checkpoint import check_size
+from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.plan_log import Logged
-from quire.vocabulary.params import SamplingParams
+from quire.source import Source, eos_ids, read_source, read_text
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
     import torch
 
     from quire.text.chat import ChatTemplate
-    from quire.text.renderer import Renderer
     from quire.text.tokenizer import Tokenizer
 
-BUNDLED = "tiny"
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class Source(NamedTuple):
-    """A model before it is loaded. `folder` is None for a named shape with dummy weights. `generation` is its
-    generation_config.json, `defaults` what requests' parameters are unless they say otherwise."""
-
-    name: str
-    folder: Path | None
-    config: dict[str, Any]
-    generation: dict[str, Any]
-    spec: ModelSpec
-    defaults: dict[str, Any]
 
 
 class Built(NamedTuple):
@@ -67,29 +53,6 @@ class Built(NamedTuple):
     name: str
 
 
-def read_source(config: EngineConfig, weights: bool = True) -> Source:
-    """Find the model and read its configuration; nothing is loaded. `weights` says that they will be."""
-    if config.model_config is not None:
-        if config.model_config not in CONFIGS:
-            raise StartupError(
-                f"--model-config is {config.model_config!r}", f"Known shapes: {', '.join(sorted(CONFIGS))}"
-            )
-        if weights and not config.dummy_weights:
-            raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
-        shape = CONFIGS[config.model_config]
-        return Source(config.model_config, None, shape, {}, read_spec(shape), _defaults(config, {}))
-    model = config.model or BUNDLED
-    bundled = Path(__file__).parent / "assets" / model
-    named = model in (BUNDLED, "tiny-draft") and not Path(model).is_dir()
-    if named and config.revision is not None:
-        raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
-    folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
-    settings, generation = read_config(folder), read_generation_config(folder)
-    local = Path(model).expanduser()
-    name = local.resolve().name if local.is_dir() else model
-    return Source(name, folder, settings, generation, read_spec(settings), _defaults(config, generation))
-
-
 def plan(config: EngineConfig) -> list[str]:
     """The memory plan of `config` as one screen, without loading the model."""
     source = read_source(config, weights=False)
@@ -104,19 +67,29 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     from quire.text.renderer import Renderer
 
     renderer = None if config.skip_tokenizer_init else Renderer()  # its process comes up while torch is imported
+    source = read_source(config)
+    import_module("torch")
+    tokenizer, chat = read_text(config, source, renderer)
+    named = tokenizer.eos_ids if tokenizer is not None else ()
+    engine, plan, notices = build_engine(config, source, named, progress)
+    return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name)
+
+
+def build_engine(
+    config: EngineConfig, source: Source, named: tuple[int, ...], progress: bool = False
+) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
+    """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said."""
     import torch
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    source = read_source(config)
     device = device_of(config)
     config = config.sized(device)
     dtype = _dtype(config, source.config, device)
     plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
-    tokenizer, chat = _text(config, source, renderer)
-    eos_ids = _eos_ids(source, tokenizer)
+    ends = eos_ids(source, named)
     with _enough_memory(device):
-        runner = _runner(config, source, getattr(torch, dtype), torch.device(device), eos_ids, plan.max_len, progress)
+        runner = _runner(config, source, getattr(torch, dtype), torch.device(device), ends, plan.max_len, progress)
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
@@ -128,19 +101,14 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
             runner.warm_up(config.max_num_batched_tokens, plan.max_len)
     held_by = "the KV memory" if plan.clipped else "the model"
     limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
-    text = None
-    if tokenizer is not None:
-        from quire.text.stream import TokenText
-
-        text = TokenText(tokenizer)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT
-    engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=eos_ids, costs=costs, text=text)
-    notices = _notices(config, plan, eos_ids, source.defaults)
+    engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs)
+    notices = _notices(config, plan, ends, source.defaults)
     if runner.attention == "triton":
         from quire.data.kernels.triton.launch import left_out
 
         notices += tuple(filter(None, [left_out(runner.device)]))
-    return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name)
+    return engine, plan, notices
 
 
 @contextmanager
@@ -210,32 +178,6 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
     return chosen
 
 
-def _text(
-    config: EngineConfig, source: Source, renderer: Renderer | None
-) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    folder = locate(config.tokenizer, weights=False) if config.tokenizer is not None else source.folder
-    if renderer is None or folder is None:
-        return None, None
-    from quire.text.chat import ChatTemplate
-    from quire.text.tokenizer import Tokenizer
-
-    return Tokenizer.load(folder), ChatTemplate.find(folder, renderer=renderer)
-
-
-def _eos_ids(source: Source, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every end token that generation_config.json, config.json or the tokenizer names."""
-    ids: dict[int, None] = {}
-    for source_of in (source.generation, source.config):
-        named = source_of.get("eos_token_id")
-        for value in named if isinstance(named, list) else [named]:
-            if type(value) is int and 0 <= value < source.spec.vocab_size:
-                ids[value] = None
-    for value in tokenizer.eos_ids if tokenizer is not None else ():
-        if value < source.spec.vocab_size:
-            ids[value] = None
-    return tuple(ids)
-
-
 def device_of(config: EngineConfig) -> str:
     """What serves: "cuda" or "cpu". StartupError if a GPU is asked for and not there."""
     if config.device == "cpu":
@@ -268,33 +210,6 @@ def _fast_bfloat16() -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a torch built without oneDNN
         return False
-
-
-def _defaults(config: EngineConfig, generation: dict[str, Any]) -> dict[str, Any]:
-    """Requests' defaults: the model's generation_config.json or another, and what overrides it. StartupError for one
-    that no request could use. `do_sample` isn't read, as in vLLM: to transformers a missing one is false as well, and
-    models with such files are sampled from."""
-    said, where = generation, "generation_config.json"
-    if config.generation_config not in ("auto", "vllm"):
-        folder = Path(str(config.generation_config)).expanduser()
-        where = f"--generation-config {str(folder)[:200]!r}"
-        if not (folder / "generation_config.json").is_file():
-            raise StartupError(
-                f"{where} has no generation_config.json", "Give auto, vllm or a folder that has such a file"
-            )
-        said = read_generation_config(folder)
-    said = {} if config.generation_config == "vllm" else said
-    override = config.override_generation_config or {}
-    for name, values in ((where, said), ("--override-generation-config", override)):
-        try:
-            SamplingParams(**{key: values[key] for key in GENERATION if values.get(key) is not None})
-        except InputError as error:
-            remedy = (
-                "Give other values" if values is override else "Mend the file, or start with --no-generation-config"
-            )
-            raise StartupError(f"{name} can't be used: {error}", remedy) from error
-    both = {**said, **override}
-    return {key: both[key] for key in GENERATION if both.get(key) is not None}
 
 
 def _notices(

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from quire.errors import EngineDead, InputError
 from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput, check_registered
 from quire.text.prompts import Messages, Prompt, Prompts, engine_config
 from quire.text.session import Node, session_params
+from quire.text.transcript import Transcript
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,10 +82,12 @@ class LLM:
         return self
 
     def _start(self, built: Built) -> None:
-        self.built, self.engine, self.prompts = built, built.engine, Prompts(built)
+        self.built, self.engine = built, built.engine
+        self.prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults)
         # Offline, the caller's list is the queue.
         self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
         self._ids = count()
+        self._transcripts: dict[str, Transcript] = {}  # of requests under way
         for notice in built.notices:
             log.info(notice)
         self._closed = False
@@ -205,8 +209,7 @@ class LLM:
         """Release the engine, and end the chat template's process. Closing twice is fine."""
         if not self._closed:
             self._closed = True
-            if self.built.chat is not None:
-                self.built.chat.close()
+            self.prompts.close()
             self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -260,6 +263,8 @@ class LLM:
                 job = Job(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
                 self.engine.add(job.id, prompt.ids, job.params, waits=waits)
+                stop = partial(self.engine.stop, job.id)
+                self._transcripts[job.id] = Transcript(self.prompts.text, prompt.ids, job.params, stop)
         except BaseException:
             self._abandon(jobs)
             raise
@@ -280,7 +285,15 @@ class LLM:
             self.close()  # a step cut short leaves an engine that can't be trusted
             raise
         interrupts.check()
-        return outputs
+        return [told for output in outputs if (told := self._told(output)) is not None]
+
+    def _told(self, output: Output) -> Output | None:
+        """An output with its text; None where there is none any more."""
+        transcript = self._transcripts.get(output.request)
+        told = output if transcript is None else transcript.read(output)
+        if told is not None and told.done:
+            self._transcripts.pop(output.request, None)
+        return told
 
     def _abandon(self, jobs: list[Job]) -> None:
         """End what is left of a call, and wait until nothing of it is in flight."""
@@ -288,6 +301,7 @@ class LLM:
             return
         for job in jobs:
             self.engine.abort(job.id)
+            self._transcripts.pop(job.id, None)
         with suppress(KeyboardInterrupt):  # known already: the call is being abandoned
             while self.engine.unfinished:
                 self._step()

@@ -68,7 +68,7 @@ def held(answer: dict[str, Any]) -> Size:
 def test_a_product_is_refused_before_anything_is_queued(
     http: httpx.Client, echo: Running, tight: None, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    before = echo.llm.engine.stats.steps
+    before = echo.engine.stats.steps
     given = {**body, "stream": stream and "best_of" not in body}
     if path == "chat/completions":
         given["messages"] = [{"role": "user", "content": "once upon a time"}]
@@ -78,7 +78,7 @@ def test_a_product_is_refused_before_anything_is_queued(
     assert error["param"] == "logprobs"
     assert "log-probabilities (" in error["message"]
     assert "the limit is 1000" in error["message"]
-    assert echo.llm.engine.stats.steps == before
+    assert echo.engine.stats.steps == before
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ class Counting(Words):
 
 
 def prompts() -> Prompts:
-    return Prompts(echo_service.built())  # type: ignore[arg-type]
+    return echo_service.prompts()
 
 
 def outputs(n: int, tokens: int, scored: int, k: int) -> list[Output]:

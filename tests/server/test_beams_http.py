@@ -166,13 +166,13 @@ def test_metrics_count_what_beams_return(echo: Running) -> None:
         f"quire_{name}" for name in ("generation_tokens_total", "request_generation_tokens_sum", "prompt_tokens_total")
     )
     before = [echo.metric(name) for name in names]
-    copied = echo.llm.engine.scheduler.memory.copies
+    copied = echo.engine.scheduler.memory.copies
     body = {"prompt": [8] * 10, "max_tokens": 12, "beam_width": 4, "n": 2, "ignore_eos": True}
     assert httpx.post(f"{echo.url}/v1/completions", json=body).status_code == 200
     time.sleep(0.01)
     assert echo.idle()
     assert [echo.metric(name) - old for name, old in zip(names, before)] == [24, 24, 10]
-    assert echo.metric("quire_kv_pages_copied_total") == echo.llm.engine.scheduler.memory.copies > copied
+    assert echo.metric("quire_kv_pages_copied_total") == echo.engine.scheduler.memory.copies > copied
 
 
 def test_the_bundled_models_beams_stream_as_they_are() -> None:

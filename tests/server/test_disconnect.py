@@ -48,7 +48,7 @@ def until(condition: object, seconds: float = 5.0) -> bool:
 def test_pages_come_back(slow: Running, phase: str, stream: bool, kind: dict[str, int]) -> None:
     if stream and "best_of" in kind:
         kind = {"n": 4, "best_of": 4}  # others can't be streamed
-    engine = slow.llm.engine
+    engine = slow.engine
     assert slow.idle()
     aborted = slow.metric("quire_aborted_requests_total")
     leavers = 1
@@ -79,7 +79,7 @@ def test_pages_come_back(slow: Running, phase: str, stream: bool, kind: dict[str
 def test_slow_reader_gets_one_merged_delta(slow: Running) -> None:
     """A client that doesn't read doesn't stop the others, and loses nothing."""
     client = connect(slow, {"prompt": [5], "max_tokens": 60, "ignore_eos": True, "stream": True})
-    assert until(lambda: slow.llm.engine.stats.generated_tokens and not slow.llm.active)
+    assert until(lambda: slow.engine.stats.generated_tokens and not slow.llm.active)
     client.sendall(b"")
     raw = b""
     while b"[DONE]" not in raw:

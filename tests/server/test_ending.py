@@ -294,7 +294,7 @@ def test_those_behind_what_ends_the_engine_are_told(monkeypatch: pytest.MonkeyPa
 
     async def work() -> None:
         monkeypatch.setattr(llm.engine, "add_all", fail)
-        with llm._wake:  # so that the thread takes all of them at once
+        with llm.link._host._wake:  # type: ignore[attr-defined]  # so that the thread takes all of them at once
             asking = [asyncio.ensure_future(llm.submit([1], params)) for _ in range(3)]
             asking.append(asyncio.ensure_future(llm.prefixes()))  # type: ignore[arg-type]
             await asyncio.sleep(0)

@@ -60,5 +60,5 @@ def test_32_clients_on_64_pages() -> None:
         assert len(answers) == 320
         assert set(answers) <= {200, 400, 499}
         assert running.idle()
-        assert running.llm.engine.scheduler.preemptions > 0, "the memory was meant to be too small"
-        running.llm.engine.scheduler.memory.check()
+        assert running.engine.scheduler.preemptions > 0, "the memory was meant to be too small"
+        running.engine.scheduler.memory.check()

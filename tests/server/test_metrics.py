@@ -59,7 +59,7 @@ def test_counts_after_three_requests() -> None:
         assert found["quire_prefix_cache_hits_total"] == 8
         assert found["quire_num_preemptions_total"] == 0
         categories = [value for name, value in found.items() if name.startswith("quire_kv_bytes:")]
-        assert sum(categories) == running.llm.engine.scheduler.memory.account().usage.total
+        assert sum(categories) == running.engine.scheduler.memory.account().usage.total
         assert found["quire_cache_config_info"] == 1
         assert found["quire_prompt_tokens_by_source_total:local_compute"] == 40 - 8
         assert found["quire_prompt_tokens_by_source_total:local_cache_hit"] == 8
@@ -158,7 +158,7 @@ def test_memory_swaps_and_sharing_are_live() -> None:
     with echo_service.serving(model) as running:
         prefix = list(range(40, 62))
         asyncio.run(running.llm.register_prefix("rules", prefix))
-        memory = running.llm.engine.scheduler.memory
+        memory = running.engine.scheduler.memory
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             body = {"prompt": [*prefix, 1], "max_tokens": 60, "n": 2, "ignore_eos": True}
             answers = [

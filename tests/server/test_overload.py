@@ -78,7 +78,7 @@ def test_engine_death_fails_everybody() -> None:
         late = httpx.post(f"{running.url}/v1/completions", json=body)
         assert late.status_code == 503
         assert "retry-after" in late.headers
-        assert isinstance(running.llm.error, RuntimeError)
+        assert "the device is gone" in str(running.llm.error)
         assert httpx.get(f"{running.url}/metrics").status_code == 200
 
 

@@ -37,7 +37,7 @@ def http(shop: Running) -> Iterator[httpx.Client]:
         yield client
         for entry in client.get("/v1/prefixes").json()["data"]:
             assert client.delete(f"/v1/prefixes/{entry['id']}").status_code == 200
-        memory = shop.llm.engine.scheduler.memory
+        memory = shop.engine.scheduler.memory
         assert asyncio.run(_settled(shop.llm)) == ({}, frozenset())
         memory.check()
         assert memory.account().usage.free == memory.account().usage.total
@@ -70,7 +70,7 @@ def test_register_use_and_release(shop: Running, http: httpx.Client) -> None:
     assert cached(http, IDS) == 20  # one token is always computed: whole pages below it
     assert cached(http, [*IDS[:9], 1, 2]) == 8
     assert cached(http, prompt, cache_salt="tenant") == 0
-    sharing = shop.llm.engine.scheduler.memory.account().sharing
+    sharing = shop.engine.scheduler.memory.account().sharing
     assert (sharing.prefixes, sharing.prefix_tokens, sharing.prefix_capacity) == (1, 22, 40)
     assert http.delete("/v1/prefixes/rules").json()["deleted"] is True
     assert cached(http, prompt) == 0
@@ -87,7 +87,7 @@ def test_text_is_encoded_as_a_completions_prompt(http: httpx.Client) -> None:
 
 def test_errors(shop: Running, http: httpx.Client) -> None:
     assert http.post("/v1/prefixes", json={"name": "a", "token_ids": IDS}).status_code == 200
-    steps = shop.llm.engine.stats.steps
+    steps = shop.engine.stats.steps
     for body, status, param in (
         ({"name": "a", "token_ids": [1]}, 409, "name"),
         ({"name": "b", "token_ids": [1] * 41}, 413, "token_ids"),
@@ -113,7 +113,7 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
         assert len(answer.content) < 1000
     assert http.delete("/v1/prefixes/b").status_code == 404
     assert http.delete(f"/v1/prefixes/{'x' * 5000}").status_code == 404
-    assert shop.llm.engine.stats.steps == steps, "something was queued"
+    assert shop.engine.stats.steps == steps, "something was queued"
     assert [entry["id"] for entry in http.get("/v1/prefixes").json()["data"]] == ["a"]
     assert cached(http, [*IDS, 1]) == 22
 

@@ -36,8 +36,7 @@ class Noting:
 
 @pytest.fixture
 def prompts() -> Prompts:
-    model = echo_service.built()
-    found = Prompts(model)  # type: ignore[arg-type]
+    found = echo_service.prompts()
     found.tokenizer = Noting()  # type: ignore[assignment]
     found.max_len = 200_000 // CHARS_PER_TOKEN
     return found
@@ -50,7 +49,7 @@ def noted(prompts: Prompts) -> Noting:
 
 @pytest.mark.parametrize("long", ["x" * 200_001, [1] * 6250])
 def test_a_prompt_that_is_too_long_is_found_before_others_are_read(prompts: Prompts, long: Any) -> None:
-    prompts._limits = prompts._limits._replace(max_len=prompts.max_len)
+    prompts.limits = prompts.limits._replace(max_len=prompts.max_len)
     with pytest.raises(PromptTooLong):
         asyncio.run(prompts.read(["a" * 5000] * 5 + [long]))
     assert noted(prompts).read == []
@@ -64,7 +63,7 @@ def test_the_longest_text_is_read_first(prompts: Prompts) -> None:
     assert [prompt.text is None for prompt in found] == [False, False, True, False]
     noted(prompts).read.clear()
     prompts.max_len = 9
-    prompts._limits = prompts._limits._replace(max_len=9)
+    prompts.limits = prompts.limits._replace(max_len=9)
     prompts._check_characters = lambda count: None  # type: ignore[method-assign]
     with pytest.raises(PromptTooLong, match="9 tokens"):
         asyncio.run(prompts.read(["a" * 2000, "b" * 9000, "c" * 4000]))
@@ -101,7 +100,7 @@ def test_chats_do_not_queue_behind_long_texts(prompts: Prompts) -> None:
 
 def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a thread that nothing else needs, a bounded number of them; and not at all if they are too long."""
-    prompts = Prompts(echo_service.built())  # type: ignore[arg-type]
+    prompts = echo_service.prompts()
     monkeypatch.setattr("quire.text.prompts.MAX_WAITING", 3)
     talk: list[dict[str, Any]] = [{"role": "user", "content": "once upon a time"}]
     go, threads = threading.Event(), []
@@ -129,7 +128,7 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
         with pytest.raises(InputError):
             asyncio.run(prompts.converse(wrong, variables={}))  # type: ignore[arg-type]
     prompts.max_len = 10_000  # the texts beside them are longer than the model
-    prompts._limits = prompts._limits._replace(max_len=10_000)
+    prompts.limits = prompts.limits._replace(max_len=10_000)
     prompts.written = written  # type: ignore[method-assign]
     asyncio.run(all_of_them())
     assert threads == [threads[0]] * 4

@@ -13,11 +13,11 @@ import pytest
 from quire.bench import calibrate, main, steps
 from quire.bench.calibrate import by_kind, errors, fitted, kind_of, planned, recorded, shape_of, split
 from quire.bench.steps import NOTHING, Sample, Timed, grid
-from quire.build import read_source
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost import Attention, Coefficients, Cost, Shape, Work, load
 from quire.sim.simulate import Simulation
+from quire.source import read_source
 
 SHAPE = Shape(10**6, 10**4, 2, (Attention(None, 100, 50),))
 TRUE = Coefficients(1e-9, 1e-12, 1e-8, 1e-10, 0.0, 0.0, 5e-4, 1e-5, 1e-4, 2e-6)

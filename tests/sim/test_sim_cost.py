@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from quire.bench.workloads import parse
-from quire.build import read_source
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost import FOLDER, Attention, Coefficients, Cost, Shape, load, names, padded, work_of
+from quire.source import read_source
 from quire.vocabulary.plan import Copy, In, Out, Row, StepPlan, Table
 
 NOTHING = Coefficients(*(0.0,) * 10)

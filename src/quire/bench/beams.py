@@ -145,7 +145,7 @@ def _peer(config: EngineConfig) -> Any:
         return None
     import torch
 
-    from quire.build import read_source
+    from quire.source import read_source
 
     source = read_source(config)
     auto: Any = transformers.AutoModelForCausalLM

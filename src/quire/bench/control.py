@@ -20,7 +20,7 @@ from quire.control.request import Request
 from quire.control.request import Sequence as Seq
 from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.server.collector import spare_the_loaded
+from quire.link.collector import spare_the_loaded
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams

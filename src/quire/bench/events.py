@@ -18,7 +18,7 @@ from quire.control.request import Request
 from quire.control.request import Sequence as Seq
 from quire.control.scheduler import Scheduler
 from quire.errors import StartupError
-from quire.server.collector import spare_the_loaded
+from quire.link.collector import spare_the_loaded
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import LayerSpec, ModelSpec

@@ -19,13 +19,13 @@ import numpy as np
 from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
-from quire.build import read_source
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.control.decoding import BeamSearch
 from quire.control.engine import Engine
 from quire.errors import StartupError
 from quire.sim.histories import packed
+from quire.source import read_source
 from quire.vocabulary.method import Advance, Branch, Context
 from quire.vocabulary.params import SamplingParams
 

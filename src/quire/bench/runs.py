@@ -21,7 +21,7 @@ from quire.bench.workloads import Job, Workload, parse, poisson
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
-from quire.server.collector import spare_the_loaded
+from quire.link.collector import spare_the_loaded
 
 Loads = Callable[[Workload, int], Load]
 Attempt = Callable[[Sequence[Job], Load], tuple[list[Trace], dict[str, Any]]]

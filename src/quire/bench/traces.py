@@ -310,8 +310,8 @@ def given(args: argparse.Namespace) -> list[Workload]:
     """The traces of --trace. They are checked against the model's lengths before it is loaded; with --url, not."""
     if not args.trace:
         return []
-    from quire.build import read_source
     from quire.cli.flags import config_from
+    from quire.source import read_source
 
     config = config_from(args)
     max_len = MAX_LENGTH
@@ -329,8 +329,8 @@ def counter(config: EngineConfig) -> Count:
 
     @cache
     def tokenizer() -> Tokenizer:
-        from quire.build import read_source
         from quire.data.weights.checkpoint import locate
+        from quire.source import read_source
         from quire.text.tokenizer import Tokenizer
 
         named = config.tokenizer

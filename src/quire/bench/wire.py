@@ -1,7 +1,7 @@
 """What the wire form of plans and results takes: bytes, and microseconds to write and to read, beside JSON's.
 
 The best of many repeats is reported, and the median: on a machine that does other things too, the best says what the
-code costs. The garbage collector rests meanwhile, as it nearly does in service (server.collector).
+code costs. The garbage collector rests meanwhile, as it nearly does in service (link.collector).
 """
 
 from __future__ import annotations

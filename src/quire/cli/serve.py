@@ -66,6 +66,7 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         max_connections=args.max_connections,
+        engine_process=args.engine_process,
     )
 
 

@@ -21,7 +21,7 @@ from quire.bench.latency import Trace, latencies, totals
 from quire.bench.traces import Traced, counter, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
 from quire.budget import activation_bytes
-from quire.build import BUNDLED, ITEMSIZE, read_source
+from quire.build import ITEMSIZE
 from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig
@@ -41,6 +41,7 @@ from quire.sim.simulate import (
     meets,
     objective,
 )
+from quire.source import BUNDLED, read_source
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 

@@ -10,7 +10,6 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine, Runner
 from quire.control.memory import KVMemory
 from quire.control.memory.reserved import STATIC
-from quire.control.outcomes import Text
 from quire.control.scheduler import Scheduler
 
 
@@ -23,7 +22,6 @@ def assemble(
     clock: Callable[[], float],
     eos_ids: tuple[int, ...] = (),
     costs: Costs = DEFAULT,
-    text: Text | None = None,
     depth: int | None = None,
 ) -> Engine:
     """An engine of `config`, which is sized for its device, over a memory and a runner that is bound to it. `depth` is
@@ -40,4 +38,4 @@ def assemble(
         costs=costs,
         static=config.memory in STATIC,
     )
-    return Engine(scheduler, runner, limits, clock=clock, text=text, seed=config.seed, depth=depth or config.depth)
+    return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth or config.depth)

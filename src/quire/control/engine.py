@@ -1,7 +1,7 @@
 """The engine: requests in, outputs out, one step at a time. `schedule -> submit -> update` is all there is to a step.
 
-It joins a scheduler with a runner through two messages (vocabulary.plan) and knows neither tensors nor pages. Time and
-text come in through protocols, so that a simulator is this engine with another runner and clock.
+It joins a scheduler with a runner through two messages (vocabulary.plan) and knows neither tensors nor pages nor text.
+Time comes in as a function, so that a simulator is this engine with another runner and clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
 from quire.control.edge import Limits, check_salt
-from quire.control.outcomes import Outcomes, Output, Stats, Text
+from quire.control.outcomes import Outcomes, Output, Stats
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken
@@ -66,18 +66,17 @@ class Engine:
         limits: Limits,
         *,
         clock: Callable[[], float],
-        text: Text | None = None,
         seed: int = 0,
         depth: int | None = None,
     ) -> None:
-        self.scheduler, self.runner, self.limits, self.clock, self.text = scheduler, runner, limits, clock, text
+        self.scheduler, self.runner, self.limits, self.clock = scheduler, runner, limits, clock
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
         self.flight: deque[tuple[StepPlan, Any]] = deque()
         self.outbox: list[Output] = []  # outputs that no step brought: aborts
         self.stats = Stats()
-        self.outcomes = Outcomes(self.stats, text, scheduler.finish)
+        self.outcomes = Outcomes(self.stats)
         self.added = 0
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
 
@@ -106,13 +105,13 @@ class Engine:
         prefix: str | None = None,
         waits: bool = False,
     ) -> None:
-        """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` should be resolved already (see
-        Text.resolve): that takes time, and this is the thread that steps."""
+        """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` are resolved already (see
+        quire.text.stream): words are token ids here."""
         self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
-        if self.text is not None:
-            params = self.text.resolve(params)
+        if params.bad_words:
+            raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
         accepted: dict[str, Accepted] = {}
         for id, prompt in prompts:
             if id in self.requests or id in accepted:
@@ -153,6 +152,17 @@ class Engine:
         for seq in told:
             self.scheduler.finish(request, seq, "abort")
         self.outbox += self._told(self.outcomes.aborted(request, told))
+
+    def stop(self, id: str, branch: int, reason: str) -> None:
+        """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
+        that ended by themselves meanwhile, pass."""
+        request = self.requests.get(id)
+        seq = next((seq for seq in request.live if seq.index == branch), None) if request is not None else None
+        if request is None or seq is None or seq.finish is not None:
+            return
+        self.scheduler.finish(request, seq, "stop", reason)
+        if self.outcomes.stopped(request, seq):
+            del self.requests[id]
 
     def register_prefix(self, name: str, tokens: Seq[int]) -> None:
         """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"

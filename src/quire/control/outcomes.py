@@ -1,40 +1,23 @@
 """Outcomes: what the events of a step come to for whoever asked, as Outputs. Most branches tell their tokens as they
 come; those of a method tell what all of them agree on, until the best are known; best_of waits for its end.
 
-Text comes in through a protocol, and a stop string is found here, in tokens that were taken in already. Knows neither
-runner nor memory.
+Knows tokens alone: text, and what ends a branch for the sake of it, is the readers' (quire.text.transcript). Knows
+neither runner nor memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Event
-from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top
-
-
-class TextStream(Protocol):
-    """Turns a sequence's tokens into text as they come, and finds stop strings in it."""
-
-    def push(self, tokens: Seq[int], last: bool) -> tuple[str, str | None]:
-        """Text that is safe to show now, and the stop string that ends the sequence, if one was found."""
-        ...
-
-
-class Text(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    def stream(self, prompt: Seq[int], params: SamplingParams) -> TextStream: ...
-    def resolve(self, params: SamplingParams) -> SamplingParams: ...
 
 
 class Output(NamedTuple):
     """What a step brought for one branch of a request. `finish_reason` is None while the branch goes on; `done` says
-    that the whole request ended. `prompt_tops` and `cached_tokens` come with the first output of a branch."""
+    that the whole request ended. `prompt_tops` and `cached_tokens` come with the first output of a branch. `text` is
+    empty until a Transcript read it."""
 
     request: str
     branch: int
@@ -62,16 +45,23 @@ class Stats:
         self.step_seconds = 0.0
         self.finished: dict[str, int] = {}
 
+    def copy(self) -> Stats:
+        """These numbers, as they are now."""
+        other = Stats()
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.finished = dict(self.finished)
+        return other
+
 
 class Outcomes:
-    """`finish` ends a sequence early: why, and the stop string that its text has."""
+    """Counts what it tells in `stats`."""
 
-    def __init__(self, stats: Stats, text: Text | None, finish: Callable[[Request, Sequence, str, str], None]) -> None:
-        self.stats, self.text, self.finish = stats, text, finish
-        self.streams: dict[tuple[str, int], TextStream] = {}  # by request and branch
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
 
     def of(self, events: list[Event], now: float) -> list[Output]:
-        """The outputs of a step's events. A stop string found in the text ends its sequence."""
+        """The outputs of a step's events."""
         outputs: list[Output] = []
         for request, seq, tokens, tops in events:
             if request.aborted:
@@ -92,30 +82,23 @@ class Outcomes:
         """The last outputs of an aborted request: of the branches in `told`, or of those that it would return."""
         if request.method is not None or request.params.ranked:
             return self._without(request, "abort")
-        return [self._output(request, seq, (), "", ()) for seq in told]
+        return [self._alone(request, seq, (), ()) for seq in told]
+
+    def stopped(self, request: Request, seq: Sequence) -> bool:
+        """Whoever reads a branch ended it, and knows: it isn't told. Whether the whole request has ended."""
+        self._end(request, seq.finish or "")
+        return request.reported == len(request.live) + len(request.done)
 
     # Each branch by itself
 
     def _alone(self, request: Request, seq: Sequence, tokens: tuple[int, ...], tops: tuple[Top, ...]) -> Output:
-        shown = tokens
-        if seq.finish == "stop" and not request.params.include_stop_str_in_output:
-            shown = tokens[:-1]  # the end token itself is not text
-        text, found = self._text(request, seq.index, seq, shown, seq.finish is not None)
-        if found is not None:
-            seq.finish = None  # found before the end token or length that may have ended it in the same step
-            self.finish(request, seq, "stop", found)
-        return self._output(request, seq, tokens, text, tops)
-
-    def _output(
-        self, request: Request, seq: Sequence, tokens: tuple[int, ...], text: str, tops: tuple[Top, ...]
-    ) -> Output:
         done = False
         if seq.finish is not None:
-            self._end(request, seq.index, seq.finish)
+            self._end(request, seq.finish)
             done = request.reported == len(request.live) + len(request.done)
         first = len(seq.tokens) - seq.prompt_len <= len(tokens)
         return Output(
-            request.id, seq.index, tokens, text, tops, seq.finish, seq.stop_reason, done, seq.cumulative_logprob,
+            request.id, seq.index, tokens, "", tops, seq.finish, seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_tops) if first and request.params.prompt_logprobs is not None else None,
             request.cached_tokens,
         )  # fmt: skip
@@ -147,21 +130,18 @@ class Outcomes:
 
     def _part(self, request: Request, branch: int, seq: Sequence, start: int, end: int) -> Output:
         """Tokens [start, end) of what branch `branch` of the request turns out to be."""
-        tokens = shown = tuple(seq.tokens[start:end])
+        tokens = tuple(seq.tokens[start:end])
         tops = tuple(seq.tops[start - seq.prompt_len : end - seq.prompt_len])
         finish = seq.finish if request.status is Status.DONE else None
-        if finish == "stop" and not request.params.include_stop_str_in_output:
-            shown = tokens[:-1]
-        text, _ = self._text(request, branch, seq, shown, finish is not None)
         first = start == seq.prompt_len and request.params.prompt_logprobs is not None
         if request.method is not None:
             self.stats.generated_tokens += len(tokens)
         done = False
         if finish is not None:
-            self._end(request, branch, finish)
+            self._end(request, finish)
             done = branch == request.params.n - 1
         return Output(
-            request.id, branch, tokens, text, tops, finish, seq.stop_reason if finish is not None else None, done,
+            request.id, branch, tokens, "", tops, finish, seq.stop_reason if finish is not None else None, done,
             seq.cumulative_logprob, tuple(seq.prompt_tops) if first else None, request.cached_tokens,
         )  # fmt: skip
 
@@ -169,27 +149,15 @@ class Outcomes:
         """The end of a request whose branches are returned together; those from `first` on have no results."""
         outputs = []
         for branch in range(first, request.params.n):
-            self._end(request, branch, why)
+            self._end(request, why)
             done = branch == request.params.n - 1
             outputs.append(Output(request.id, branch, (), "", (), why, reason, done, 0.0))
         return outputs
 
     # What all of them do
 
-    def _text(
-        self, request: Request, branch: int, seq: Sequence, tokens: tuple[int, ...], last: bool
-    ) -> tuple[str, str | None]:
-        if self.text is None or not request.params.detokenize:
-            return "", None
-        stream = self.streams.get((request.id, branch))
-        if stream is None:
-            stream = self.text.stream(seq.tokens[: seq.prompt_len], request.params)
-            self.streams[request.id, branch] = stream
-        return stream.push(tokens, last)
-
-    def _end(self, request: Request, branch: int, why: str) -> None:
+    def _end(self, request: Request, why: str) -> None:
         """A branch's end is told."""
-        self.streams.pop((request.id, branch), None)
         self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
         request.reported += 1
 

@@ -17,10 +17,10 @@ from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.build import Built
 from quire.config import EngineConfig
+from quire.link.collector import spare_the_loaded
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, measured, near
 from quire.reproduce.serving import SYSTEMS
 from quire.reproduce.side_by_side import Place, Plan, Run, Span, engine_of, run, sleep_until, warm_up
-from quire.server.collector import spare_the_loaded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,10 +6,9 @@ import asyncio
 import faulthandler
 import logging
 import sys
-import threading
-import traceback
 from typing import TYPE_CHECKING, Any
 
+from quire.link.stacks import stacks
 from quire.server.connections import Tally
 
 if TYPE_CHECKING:
@@ -17,19 +16,7 @@ if TYPE_CHECKING:
 
 LAST_RESPONSES = 5  # seconds for what is answered already to be sent
 LOOK_EVERY = 0.5  # seconds between two looks at the engine's pulse
-FRAMES = 40  # of a thread, the innermost ones
 log = logging.getLogger("quire.server")
-
-
-def stacks() -> str:
-    """Where all threads are, the main one first."""
-    threads = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
-    parts = [
-        f"{threads.get(ident, 'a thread of a library')}:\n{''.join(traceback.format_stack(frame)[-FRAMES:])}"
-        for ident, frame in frames
-    ]
-    return "\n".join(parts).rstrip()
 
 
 async def watch(llm: AsyncLLM) -> None:

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.control.outcomes import Output
-from quire.control.request import Request
 from quire.server.http_counts import Histogram, HttpCounts
+from quire.text.streams import Record
 
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
 LABELS = ("model_name", "engine")
@@ -64,7 +64,6 @@ class Metrics:
         self.http = HttpCounts()
         self._last: dict[tuple[str, int], float] = {}
         self._generated: dict[str, Counter[int]] = {}  # tokens of each branch, by request
-        self._tokens = 0
         self.registry = CollectorRegistry()
 
     def watch(self, llm: AsyncLLM) -> None:
@@ -72,9 +71,13 @@ class Metrics:
         self.llm, llm.observer = llm, self
         self.registry.register(self)
 
-    # As it happens, on the engine's thread
+    # As it happens
 
-    def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None:
+    def computed(self, tokens: int) -> None:
+        """A step computed so many tokens."""
+        self._observe("iteration_tokens_total", tokens)
+
+    def told(self, outputs: Sequence[tuple[Output, Record]], now: float) -> None:
         """Take in a step's outputs."""
         gaps: Counter[float] = Counter()
         for output, request in outputs:
@@ -92,16 +95,11 @@ class Metrics:
                 self._ended(output, request, now)
         for gap, times in gaps.items():
             self._observe("inter_token_latency_seconds", gap, times)
-        assert self.llm is not None, "observed before watching"
-        tokens = self.llm.engine.stats.computed_tokens
-        if tokens > self._tokens:
-            self._observe("iteration_tokens_total", tokens - self._tokens)
-            self._tokens = tokens
 
     def _observe(self, name: str, value: float, times: int = 1) -> None:
         self.histograms[name].observe(value, times)
 
-    def _branches(self, request: Request) -> Counter[int]:
+    def _branches(self, request: Record) -> Counter[int]:
         """Tokens that each branch has. At the first look its prompt is counted: all of it was computed, or found."""
         found = self._generated.get(request.id)
         if found is None:
@@ -111,7 +109,7 @@ class Metrics:
                 self.sources["local_cache_hit"] += request.cached_tokens
         return found
 
-    def _ended(self, output: Output, request: Request, now: float) -> None:
+    def _ended(self, output: Output, request: Record, now: float) -> None:
         self.finished[output.finish_reason or ""] += 1
         branches = self._branches(request)
         del self._generated[request.id]
@@ -171,7 +169,7 @@ class Metrics:
 def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
     """What is so now."""
     usage, sharing = llm.account
-    deferred = min(llm.engine.scheduler.deferred, llm.queued)
+    deferred = min(llm.link.queues.deferred, llm.queued)
     reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
     text = "Waiting requests: capacity: until there is room; deferred: until another one has computed a common prefix"
     yield "num_requests_waiting_by_reason", text, ("reason",), reasons
@@ -197,26 +195,8 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
 
 
 def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
-    """Facts of the KV memory by vLLM's names, and by ours: `num_blocks` and `page_bytes` of each pool of pages.
-    `num_gpu_blocks` times `block_size` is the size in tokens, of which every layer takes a place."""
-    geometry = llm.engine.scheduler.memory.geometry
-    pools = {group.ids: group for group in geometry.groups}  # unlike pages have one each
-    users = Counter(group.ids for group in geometry.groups)
-    shape = {
-        "block_size": [group.run_tokens for group in pools.values()],
-        "num_blocks": [len(ids) for ids in pools],
-        "page_bytes": [group.page_bytes for group in pools.values()],
-    }
-    tokens = min(len(ids) // users[ids] // group.run_pages * group.run_tokens for ids, group in pools.items())
-    info: dict[str, object] = {name: ",".join(map(str, dict.fromkeys(sizes))) for name, sizes in shape.items()}
-    info |= {
-        "layout": geometry.layout.value,
-        "num_gpu_blocks": tokens // min(shape["block_size"]),
-        "num_cpu_blocks": llm.account.sharing.host_pages,
-        "kv_cache_size_tokens": tokens,
-        "kv_cache_max_concurrency": f"{tokens / llm.engine.limits.max_len:.2f}",
-        "kv_cache_memory_bytes": llm.account.usage.total,
-    }
+    """Facts of the KV memory."""
+    info = dict(llm.cache)
     if config is not None:
         info["gpu_memory_utilization"] = config.gpu_memory_utilization
         info["enable_prefix_caching"] = config.enable_prefix_caching
@@ -225,19 +205,20 @@ def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
 
 def counters(llm: AsyncLLM, metrics: Metrics) -> Iterator[Family]:
     """What was counted since the start."""
-    engine, sharing = llm.engine, llm.account.sharing
+    facts = llm.facts
+    stats, sharing = facts.stats, facts.account.sharing
     for name, text, value in (
         ("prefix_cache_queries", "Tokens looked up in the prefix cache", sharing.queries),
         ("prefix_cache_hits", "Tokens found in the prefix cache", sharing.hits),
-        ("num_preemptions", "Requests preempted", engine.scheduler.preemptions),
+        ("num_preemptions", "Requests preempted", sum(facts.preempted.values())),
         ("kv_pages_copied", "Pages copied on write", sharing.copies),
         ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
         ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
-        ("prompt_tokens", "Prompt tokens of scheduled requests", engine.stats.prompt_tokens),
+        ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),
         ("prompt_tokens_cached", "Those that were found cached", metrics.sources["local_cache_hit"]),
-        ("generation_tokens", "Tokens generated", engine.stats.generated_tokens),
-        ("engine_steps", "Steps of the engine", engine.stats.steps),
-        ("engine_step_seconds", "Seconds of steps, overlap counted once", engine.stats.step_seconds),
+        ("generation_tokens", "Tokens generated", stats.generated_tokens),
+        ("engine_steps", "Steps of the engine", stats.steps),
+        ("engine_step_seconds", "Seconds of steps, overlap counted once", stats.step_seconds),
         ("aborted_requests", "Requests that ended before their end: clients that left, drains", llm.aborted),
         ("invalid_requests", "Requests refused with a 4xx status", metrics.invalid),
         ("admission_rejections", "Requests refused for a full queue", llm.rejected),
@@ -246,7 +227,7 @@ def counters(llm: AsyncLLM, metrics: Metrics) -> Iterator[Family]:
     reasons = sorted({"stop", "length", "abort", "error", *metrics.finished})
     for name, text, label, counts in (
         ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", metrics.sources),
-        ("preemptions", "Requests preempted, by the way it was done", "way", engine.scheduler.preempted),
+        ("preemptions", "Requests preempted, by the way it was done", "way", facts.preempted),
         ("request_success", "Requests that ended", "finished_reason", {why: metrics.finished[why] for why in reasons}),
     ):
         yield name, text, (label,), [((key,), count) for key, count in counts.items()]

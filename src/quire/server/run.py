@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.config import EngineConfig
 from quire.errors import EngineDead, StartupError
-from quire.server.collector import spare_the_loaded
+from quire.link.collector import spare_the_loaded
+from quire.link.stacks import stacks
 from quire.server.descriptors import capacity, raise_limit
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
@@ -26,13 +27,15 @@ from quire.vocabulary.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
-    from quire.build import Built
     from quire.text.chat import ChatTemplate
+    from quire.text.prompts import Prompts
 
 STATUS_EVERY = 10.0  # seconds
 LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
 MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
 MOST_TIMEOUT = 86_400  # seconds of --shutdown-timeout
+ENGINE_PROCESS = ("auto", "on", "off")
+GPUS = ("/dev/nvidiactl", "/dev/dxg")
 log = logging.getLogger("quire.server")
 
 
@@ -58,6 +61,7 @@ class ServeOptions(NamedTuple):
     ssl_certfile: str | None = None
     max_connections: int | None = None  # as many as there are descriptors for
     stall_after: float = 60.0  # seconds
+    engine_process: str = "auto"  # one of ENGINE_PROCESS
 
 
 def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
@@ -69,17 +73,17 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
     listener = bind(options.host, options.port)
-    built = with_template(_load(config), template)
-    from quire.async_llm import AsyncLLM
-    from quire.server.app import create_app
-
-    names = options.served_model_name or (built.name,)
-    for line in [*built.plan.lines(), *built.notices]:
-        say(line)
-    if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
-        say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
-    llm = AsyncLLM.of(built, stall_after=options.stall_after)
+    llm, name = _load(config, options)
     try:
+        if template is not None:
+            use_template(llm.prompts, template)
+        from quire.server.app import create_app
+
+        names = options.served_model_name or (name,)
+        for line in [*llm.link.ready.lines, *llm.link.ready.notices]:
+            say(line)
+        if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
+            say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
         app = create_app(
             llm, names, keys=keys, admin_keys=admin_keys, root_path=options.root_path, config=config,
             allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix, strict=options.strict,
@@ -89,7 +93,7 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
 
         def ready() -> None:
             say(f"quire serves {names[0]} at {url} (ready in {time.perf_counter() - began:.1f} s)")
-            say(curl_line(url + options.root_path, chat=built.chat is not None, key=bool(keys)))
+            say(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
 
         status = _run(_serve(app, listener, llm, options, prefixes, ready, say))
     finally:
@@ -108,19 +112,35 @@ def _check(options: ServeOptions) -> None:
     capacity(options.max_connections)
 
 
-def _load(config: EngineConfig) -> Built:
-    """The model. The web libraries load meanwhile: both wait for files, and torch's import leaves the interpreter
-    free."""
+def _load(config: EngineConfig, options: ServeOptions) -> tuple[AsyncLLM, str]:
+    """The model, and its name. The web libraries load meanwhile: both wait for files, and torch's import leaves the
+    interpreter free."""
+    from quire.async_llm import AsyncLLM
+
     libraries = threading.Thread(target=_import_libraries, name="quire-imports")
     libraries.start()
+    progress = sys.stderr.isatty()
     try:
+        if apart(config, options.engine_process):
+            from quire.link.process import launch
+
+            link, prompts, source = launch(config, progress, options.stall_after)
+            return AsyncLLM.over(link, prompts), source.name
         from quire.build import build
 
-        built = build(config, progress=sys.stderr.isatty())
+        built = build(config, progress)
+        return AsyncLLM.of(built, stall_after=options.stall_after), built.name
     finally:
         libraries.join()
-    spare_the_loaded()
-    return built
+        spare_the_loaded()
+
+
+def apart(config: EngineConfig, said: str) -> bool:
+    """Whether the engine gets a process of its own: what was `said`, else where there is a GPU. Torch, which knows,
+    isn't asked: it would take a second."""
+    if said != "auto":
+        return said == "on"
+    return config.device != "cpu" and any(Path(device).exists() for device in GPUS)
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -134,7 +154,7 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 def close(llm: AsyncLLM) -> bool:
     """Close the engine; False, with all stacks in the log, if its thread hangs. The process ends nevertheless."""
-    from quire.server.ending import LAST_RESPONSES, arm, disarm, stacks
+    from quire.server.ending import LAST_RESPONSES, arm, disarm
 
     ended = llm.close()
     if ended:
@@ -195,13 +215,12 @@ def read_template(file: str | None) -> ChatTemplate | None:
     return ChatTemplate.find(Path(file).parent, file)
 
 
-def with_template(built: Built, template: ChatTemplate | None) -> Built:
-    """`built` with `template` in place of its own; the special tokens stay the model's."""
-    if template is None:
-        return built
-    if built.tokenizer is None:
+def use_template(prompts: Prompts, template: ChatTemplate) -> None:
+    """Have conversations written by `template`; the special tokens stay the model's."""
+    if prompts.tokenizer is None:
         raise StartupError("--chat-template needs a tokenizer, and this model has none", "Give one: --tokenizer")
-    return built._replace(chat=template.with_special(built.tokenizer.special))
+    prompts.close()
+    prompts.chat_template = template.with_special(prompts.tokenizer.special)
 
 
 async def _serve(
@@ -284,21 +303,27 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 async def _status(llm: AsyncLLM) -> None:
     """One line every 10 s in which something happened."""
-    stats = llm.engine.stats
-    before, at = (stats.prompt_tokens, stats.generated_tokens), time.monotonic()
+    before, at = _counted(llm), time.monotonic()
     with suppress(asyncio.CancelledError):
         while True:
             await asyncio.sleep(STATUS_EVERY)
-            now, tokens = time.monotonic(), (stats.prompt_tokens, stats.generated_tokens)
+            now, tokens = time.monotonic(), _counted(llm)
             if tokens != before or llm.active:
                 rates = [(new - old) / (now - at) for new, old in zip(tokens, before)]
                 log.info("%s", status_line(llm, *rates))
             before, at = tokens, now
 
 
+def _counted(llm: AsyncLLM) -> tuple[int, int]:
+    """Tokens of prompts and of outputs since the start."""
+    stats = llm.facts.stats
+    return stats.prompt_tokens, stats.generated_tokens
+
+
 def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
     """What the server is doing, in one line."""
     usage, sharing = llm.account
+    preemptions = sum(llm.facts.preempted.values())
     held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     cached = 100 * usage.cached / max(usage.total, 1)
     line = (
@@ -309,8 +334,8 @@ def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
         line += f", {100 * sharing.saved / sharing.tables:.1f}% saved by sharing"
     if llm.swapped or sharing.host_pages_used:
         line += f", swapped {llm.swapped} in {sharing.host_pages_used} of {sharing.host_pages} host pages"
-    if llm.engine.scheduler.preemptions:
-        line += f", preempted {llm.engine.scheduler.preemptions} so far"
+    if preemptions:
+        line += f", preempted {preemptions} so far"
     if sharing.prefixes:
         line += f", {sharing.prefixes} prefixes of {sharing.prefix_tokens} tokens"
     return line

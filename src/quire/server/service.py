@@ -165,7 +165,7 @@ class Service:
         """The text of token ids."""
         self._check_model(body.model)
         check_known(body, self.terms.strict)
-        tokenizer, vocab = self.prompts.tokenizer, self.llm.engine.limits.vocab_size
+        tokenizer, vocab = self.prompts.tokenizer, self.llm.limits.vocab_size
         if tokenizer is None:
             raise InputError("this model has no tokenizer", "tokens")
 

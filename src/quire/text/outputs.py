@@ -10,6 +10,7 @@ from typing import NamedTuple
 from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.errors import PrefixesFull, PrefixTaken
+from quire.text.streams import Record
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Top
 
@@ -146,7 +147,7 @@ class Assembly:
             outputs.append(replace(completion, text=texts[0], token_ids=list(completion.token_ids), logprobs=logprobs))
         return replace(self.result, outputs=outputs)
 
-    def finish(self, request: Request | None = None, now: float | None = None) -> RequestOutput:
+    def finish(self, request: Request | Record | None = None, now: float | None = None) -> RequestOutput:
         """The result. Branches that never came to life (an abort before they were forked) end as aborted."""
         for completion, texts in zip(self.result.outputs, self._texts):
             completion.text = "".join(texts)

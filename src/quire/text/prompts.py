@@ -12,13 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
+from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-    from quire.build import Built
+    from quire.text.chat import ChatTemplate
+    from quire.text.stream import TokenText
+    from quire.text.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # text longer than this is worth another thread, where an event loop would wait
 LONG_CHARS = 100_000  # text longer than this waits for threads of its own, so that chats don't wait for it
@@ -57,15 +60,17 @@ def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfi
 
 
 class Prompts:
-    """Prompts and parameters for one model. `max_len` bounds the prompt; see Built for the rest."""
+    """Prompts and parameters for one model. `limits` are its engine's; `defaults` generation_config.json's sampling
+    parameters."""
 
-    def __init__(self, built: Built) -> None:
-        self.tokenizer, self.chat_template = built.tokenizer, built.chat
-        self._text = built.engine.text
-        self._limits = built.engine.limits
-        self.max_len = self._limits.max_len
+    def __init__(
+        self, tokenizer: Tokenizer | None, chat: ChatTemplate | None, limits: Limits, defaults: Mapping[str, Any]
+    ) -> None:
+        self.tokenizer, self.chat_template, self.limits = tokenizer, chat, limits
+        self.text = _text_of(tokenizer)
+        self.max_len = limits.max_len
         names = {field.name for field in fields(SamplingParams)}
-        self.defaults = {name: value for name, value in built.defaults.items() if name in names}
+        self.defaults = {name: value for name, value in defaults.items() if name in names}
         self._long: ThreadPoolExecutor | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._conversations = 0
@@ -151,7 +156,7 @@ class Prompts:
         if isinstance(given, str):
             self._check_characters(len(given))
         elif cut is None and len(given) >= self.max_len:
-            self._limits.check_length(len(given))
+            self.limits.check_length(len(given))
 
     def _check_characters(self, count: int) -> None:
         if count > CHARS_PER_TOKEN * self.max_len:
@@ -223,14 +228,36 @@ class Prompts:
             )
         return self.prompt(given).ids
 
+    def close(self) -> None:
+        """End the chat template's process."""
+        if self.chat_template is not None:
+            self.chat_template.close()
+
+    def checked(
+        self, prompts: Sequence[tuple[str, Sequence[int]]], params: SamplingParams, salt: str
+    ) -> tuple[list[list[int]], SamplingParams]:
+        """Token ids of (id, prompt), and `params` resolved: all that can be refused without the engine's memory is
+        refused here, before anything reaches the engine. InputError names what is wrong."""
+        check_salt(salt)
+        params.check_vocabulary(self.limits.vocab_size)
+        return [self.limits.tokens(prompt) for _, prompt in prompts], self.resolve(params)
+
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """`params` as the engine needs them: bad words as token ids, stop strings compiled. It costs what they are
         long, so it is done here and not on the engine's thread. InputError for words that can't be banned."""
-        return params if self._text is None else self._text.resolve(params)
+        return params if self.text is None else self.text.resolve(params)
 
     def params(self, **given: Any) -> SamplingParams:
         """Parameters: what is `given`, else the model's defaults (generation_config.json), else SamplingParams'."""
         return SamplingParams(**{**self.defaults, **given})
+
+
+def _text_of(tokenizer: Tokenizer | None) -> TokenText | None:
+    if tokenizer is None:
+        return None
+    from quire.text.stream import TokenText
+
+    return TokenText(tokenizer)
 
 
 def characters(given: Any) -> int:

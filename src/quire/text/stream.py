@@ -1,6 +1,5 @@
-"""The engine's view of a tokenizer: text as tokens come, stop strings in it, and bad words as token ids.
-
-Implements quire.control.outcomes.Text; knows nothing of requests beyond their SamplingParams.
+"""Text as tokens come, stop strings in it, and bad words as token ids. Knows nothing of requests beyond their
+SamplingParams.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PROMPT_TAIL = 16  # tokens of the prompt that the detokenizer must have seen
 
 
 class TokenText:
-    """What the engine needs of `tokenizer`: one TextFlow a sequence, and parameters with their words as ids."""
+    """What requests need of `tokenizer`: one TextFlow a sequence, and parameters with their words as ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -11,15 +11,36 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from quire.control.outcomes import Output
-from quire.control.request import Request
 from quire.errors import EngineDead
+from quire.text.transcript import Transcript
+from quire.vocabulary.params import SamplingParams
+
+
+class Record:
+    """A request as its front knows it; times are in seconds of the monotonic clock, None where it hasn't happened.
+    `prefix`: it isn't a client's, but computes a prefix that is registered."""
+
+    __slots__ = (
+        "arrival", "cached_tokens", "first_token", "id", "max_tokens", "params", "preemptions", "prefix", "prompt_len",
+        "scheduled",
+    )  # fmt: skip
+
+    def __init__(self, id: str, prompt_len: int, params: SamplingParams, arrival: float, prefix: bool = False) -> None:
+        self.id, self.prompt_len, self.params, self.arrival, self.prefix = id, prompt_len, params, arrival, prefix
+        self.max_tokens = self.cached_tokens = self.preemptions = 0
+        self.scheduled: float | None = None
+        self.first_token: float | None = None
 
 
 class Observer(Protocol):
-    """Sees what happens, on the engine's thread: `outputs` of a step, with the requests they belong to."""
+    """Sees what happens."""
 
-    def stepped(self, outputs: Sequence[tuple[Output, Request]], now: float) -> None:
-        """Called once a step, also for one without outputs."""
+    def computed(self, tokens: int) -> None:
+        """A step computed so many tokens."""
+        ...
+
+    def told(self, outputs: Sequence[tuple[Output, Record]], now: float) -> None:
+        """Outputs of a step that ended at `now` reached their streams; on the event loop of these."""
         ...
 
 
@@ -59,7 +80,9 @@ class Stream:
     def __init__(self, id: str, accepted: asyncio.Future[None], patient: bool = False) -> None:
         self.id, self.accepted, self.patient = id, accepted, patient
         self.loop = accepted.get_loop()
-        self.request: Request | None = None
+        self.number: int
+        self.record: Record
+        self.transcript: Transcript
         self.done = False
         self._finished = False
         self._ready = asyncio.Event()
@@ -79,11 +102,6 @@ class Stream:
         self._ready.set()
         if not self.accepted.done():
             self.accepted.set_exception(error)
-
-    def accept(self) -> None:
-        """On the loop: the engine took the request."""
-        if not self.accepted.done():
-            self.accepted.set_result(None)
 
     def __aiter__(self) -> Stream:
         return self
@@ -120,17 +138,11 @@ def told(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else dead(error)
 
 
-def deliver(batch: list[tuple[Stream, Output]]) -> None:
-    """On the loop: a step's outputs, each to its stream."""
-    for stream, output in batch:
-        stream.put(output)
-
-
-def settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def settle(answer: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     """On the loop: what was asked is known, or failed."""
     if answer.done():
         return  # nobody waits any more
     if error is not None:
-        answer.set_exception(error)
+        answer.set_exception(told(error))
     else:
         answer.set_result(result)

@@ -1,0 +1,30 @@
+"""The KV memory's shape, by the names that dashboards know."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.control.memory import Account
+from quire.vocabulary.specs import Geometry
+
+
+def cache_facts(geometry: Geometry, max_len: int, account: Account) -> dict[str, object]:
+    """vLLM's names, and ours: `num_blocks` and `page_bytes` of each pool of pages. `num_gpu_blocks` times `block_size`
+    is the size in tokens, of which every layer takes a place."""
+    pools = {group.ids: group for group in geometry.groups}  # unlike pages have one each
+    users = Counter(group.ids for group in geometry.groups)
+    shape = {
+        "block_size": [group.run_tokens for group in pools.values()],
+        "num_blocks": [len(ids) for ids in pools],
+        "page_bytes": [group.page_bytes for group in pools.values()],
+    }
+    tokens = min(len(ids) // users[ids] // group.run_pages * group.run_tokens for ids, group in pools.items())
+    facts: dict[str, object] = {name: ",".join(map(str, dict.fromkeys(sizes))) for name, sizes in shape.items()}
+    return facts | {
+        "layout": geometry.layout.value,
+        "num_gpu_blocks": tokens // min(shape["block_size"]),
+        "num_cpu_blocks": account.sharing.host_pages,
+        "kv_cache_size_tokens": tokens,
+        "kv_cache_max_concurrency": f"{tokens / max_len:.2f}",
+        "kv_cache_memory_bytes": account.usage.total,
+    }

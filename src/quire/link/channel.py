@@ -1,0 +1,96 @@
+"""One side of a connection between a front and an engine's process: sends frames from any thread, never waiting.
+
+What the socket doesn't take at once is sent by a thread of the channel's own, and bounded: a reader that is stuck holds
+nobody up, and once too much waits for it the channel is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from contextlib import suppress
+
+from quire.link.frames import Frames
+
+MOST_WAITING = 1 << 28  # bytes that wait for the other side
+log = logging.getLogger("quire.link")
+
+
+class Channel:
+    """Sends on `connection`, whose other side is called `name` in the log. Reading is the owner's."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.connection, self.name = connection, name
+        self._frames = Frames()
+        self._lock = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._held = 0  # bytes
+        self._open = True
+        self._sender: threading.Thread | None = None
+
+    def send(self, kind: int, body: bytes) -> bool:
+        """Send a frame, or have it sent; False once the channel is closed."""
+        with self._lock:
+            if not self._open:
+                return False
+            frame = self._frames.write(kind, body)
+            sent = 0 if self._waiting else self._try(frame)
+            if sent < len(frame):
+                self._wait_with(frame[sent:])
+            return self._open
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Send what waits, for so many seconds at the most, then nothing more."""
+        with self._lock:
+            self._lock.wait_for(lambda: not (self._waiting and self._open), timeout)
+            self._shut()
+
+    def _try(self, frame: bytes) -> int:
+        try:
+            return self.connection.send(frame, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:  # the other side is gone: whoever reads hears of it
+            self._shut()
+            return len(frame)
+
+    def _wait_with(self, rest: bytes) -> None:
+        if self._held + len(rest) > MOST_WAITING:
+            log.error("%s doesn't read what it is sent: %d bytes wait for it, at most %d may; it is left alone",
+                      self.name, self._held, MOST_WAITING)  # fmt: skip
+            self._shut()
+            return
+        self._waiting.append(rest)
+        self._held += len(rest)
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_waiting, name="quire-link", daemon=True)
+            self._sender.start()
+        self._lock.notify_all()
+
+    def _send_waiting(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._waiting or not self._open)
+                if not self._open:
+                    return
+                rest = self._waiting[0]
+            try:
+                self.connection.sendall(rest)
+            except OSError:
+                with self._lock:
+                    self._shut()
+                return
+            with self._lock:
+                self._waiting.popleft()
+                self._held -= len(rest)
+                self._lock.notify_all()
+
+    def _shut(self) -> None:
+        self._open = False
+        self._waiting.clear()
+        self._held = 0
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self._lock.notify_all()

@@ -1,0 +1,280 @@
+"""The engine in a process of its own, as a front has it: started, spoken to over a socket without a name, listened to
+on an event loop, and given up when it is dead or silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import quire
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.errors import EngineDead, StartupError
+from quire.link.channel import Channel
+from quire.link.frames import FAILED, HELLO, PING, PONG, READY, Frame, Frames, read_engine, write_front
+from quire.link.hello import Hello, failed, read_pulse, read_ready, write_hello
+from quire.link.messages import Died, Facts, FromEngine, FromFront, Queues, Ready, Stepped
+from quire.link.pulse import Health
+from quire.source import Source, read_source, read_text
+from quire.text.prompts import Prompts
+from quire.vocabulary.columns import WireError
+
+BEAT = 0.5  # seconds between two questions for the engine's pulse
+SILENT = 2.0  # seconds without an answer after which the engine isn't well
+HUNG = 30.0  # seconds without an answer after which it is given up
+AT_ONCE = 1 << 18  # bytes that are read at once
+PROGRAM = ("-P", "-m", "quire.link.program")
+log = logging.getLogger("quire.link")
+
+
+class Child:
+    """The engine's process, and our ends of its connections."""
+
+    def __init__(self, fronts: int = 1, program: Sequence[str] = PROGRAM) -> None:
+        """StartupError if the system has no socket or process for it."""
+        pairs: list[tuple[socket.socket, socket.socket]] = []
+        root = str(Path(quire.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        try:
+            pairs += [socket.socketpair() for _ in range(fronts)]
+            theirs = [pair[1].fileno() for pair in pairs]
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs,
+                env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+        except OSError as error:
+            for ours, _ in pairs:
+                ours.close()
+            raise StartupError(f"no process can be started for the engine: {error.strerror}") from error
+        finally:
+            for _, their in pairs:
+                their.close()
+        self.connections = [ours for ours, _ in pairs]
+
+    def status(self, timeout: float = 1.0) -> str:
+        """How it ended."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return "left its connection, and goes on"
+        if code < 0:
+            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"ended with status {code}"
+
+    def stopped(self) -> bool:
+        """It was stopped by a signal (SIGSTOP), as far as the system tells."""
+        with suppress(OSError, IndexError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    def end(self, timeout: float) -> bool:
+        """Wait for its end, which is forced after `timeout` seconds. Whether it ended by itself."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return False
+        return True
+
+
+class ProcessLink:
+    """A link to the engine of `child`, whose model is known to be `ready` once `wait` returned."""
+
+    engine: Engine | None = None
+    ready: Ready
+
+    def __init__(self, child: Child, front: int = 0) -> None:
+        self.child = child
+        self._connection = child.connections[front]
+        self._channel, self._frames = Channel(self._connection, "the engine's process"), Frames()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._unanswered, self._said = 0, False
+        self._health = Health(True, False, time.monotonic(), "")
+        self._ended = False
+        self._queues = Queues()
+        self._facts: Facts
+        self._early: list[Frame] = []  # what came right behind the first
+        self._receive: Callable[[FromEngine], None]
+
+    def hello(self, hello: Hello) -> None:
+        """Say what is to be built."""
+        self._channel.send(HELLO, write_hello(hello))
+
+    def wait(self) -> None:
+        """Wait until the engine is built. StartupError if it can't be, or its process ends."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        frames: list[Frame] = []
+        try:
+            while not frames:
+                poll.poll()
+                data = self._connection.recv(AT_ONCE)
+                if not data:
+                    raise EOFError
+                frames += self._frames.feed(data)
+            frame, *self._early = frames
+            if frame.kind == FAILED:
+                raise failed(frame)
+            if frame.kind != READY:
+                raise WireError("kind", f"{frame.kind} comes before the engine is ready")
+            self.ready = read_ready(frame.body)
+            self._facts = self.ready.facts
+        except (EOFError, OSError) as error:
+            remedy = "What it wrote to the log says why; SIGKILL ends those that take too much memory, say"
+            raise StartupError(f"the engine's process {self.child.status(5.0)} at start", remedy) from error
+
+    def start(self, receive: Callable[[FromEngine], None]) -> None:
+        """What the engine tells goes to `receive`, on the event loop that `attach` was first called on."""
+        self._receive = receive
+        for frame in self._early:
+            self._take(frame)
+        self._early.clear()
+
+    def attach(self) -> None:
+        """Listen on the running event loop, unless another one does."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._ended or self._loop is loop or (self._loop is not None and not self._loop.is_closed()):
+                return
+            self._loop = loop
+        loop.add_reader(self._connection.fileno(), self._readable)
+        self._unanswered = 0
+        self._beat()
+
+    def send(self, message: FromFront) -> bool:
+        """Send a message, from any thread; False when the engine takes no more."""
+        return self._channel.send(*write_front(message))
+
+    @property
+    def queues(self) -> Queues:
+        """As they were after the last step."""
+        return self._queues
+
+    @property
+    def facts(self) -> Facts:
+        """As they were lately."""
+        return self._facts
+
+    def health(self) -> Health:
+        """Whether the engine's loop turns, as its process says, and whether that says anything."""
+        silent = (self._unanswered - 1) * BEAT
+        if silent >= SILENT:
+            return Health(True, True, self._health.beat, f"its process has not been heard of for {silent:.0f} s")
+        return self._health
+
+    def close(self, timeout: float) -> bool:
+        """End the process. Returns whether it ended by itself, within `timeout` seconds."""
+        if not self._ended:
+            self._leave(1.0)
+        return self.child.end(timeout)
+
+    # On the event loop
+
+    def _readable(self) -> None:
+        try:
+            data = self._connection.recv(AT_ONCE, socket.MSG_DONTWAIT)
+            if not data:
+                raise EOFError
+            for frame in self._frames.feed(data):
+                self._take(frame)
+        except (BlockingIOError, InterruptedError):
+            return
+        except (EOFError, OSError):
+            self._die(EngineDead(f"its process {self.child.status()}"))
+        except WireError as error:
+            self._die(EngineDead(f"its process sent what is no frame: {error}"))
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == PONG:
+            if self._said:
+                log.warning("the engine's process is heard of again")
+            self._unanswered, self._said = 0, False
+            self._health = read_pulse(frame.body, time.monotonic())
+            return
+        message = read_engine(frame)
+        if isinstance(message, Stepped):
+            self._queues = message.queues
+            self._facts = message.facts or self._facts
+        if isinstance(message, Died):
+            self._die(message.error)
+        else:
+            self._receive(message)
+
+    def _beat(self) -> None:
+        """Ask for the pulse. Silence is counted in questions, so that whoever was stopped itself blames nobody."""
+        if self._ended or self._loop is None:
+            return
+        silent = self._unanswered * BEAT
+        if silent >= SILENT and not self._said:
+            self._said = True
+            log.error("the engine's process has not been heard of for %g s", silent)
+        if silent >= SILENT and self.child.stopped():
+            self._die(EngineDead(f"its process was stopped (SIGSTOP) and is given up after {silent:g} s"))
+            return
+        if silent >= HUNG:
+            self._die(EngineDead(f"its process has not been heard of for {silent:g} s and is given up"))
+            return
+        self._unanswered += 1
+        self._channel.send(PING, b"")
+        self._loop.call_later(BEAT, self._beat)
+
+    def _die(self, error: BaseException) -> None:
+        """Nothing more will be said or heard."""
+        if not self._ended:
+            self._leave()
+            if self.child.process.poll() is None:
+                threading.Thread(target=self.child.end, args=(SILENT,), name="quire-reap", daemon=True).start()
+            self._receive(Died(error))
+
+    def _leave(self, timeout: float = 0.0) -> None:
+        """Let go of the connection; what waits to be sent has so many seconds."""
+        self._ended = True
+        self._channel.close(timeout)
+        loop = self._loop
+        if loop is None or loop.is_closed() or asyncio._get_running_loop() is loop:
+            self._let_go()
+        else:
+            with suppress(RuntimeError):  # closed meanwhile
+                loop.call_soon_threadsafe(self._let_go)
+
+    def _let_go(self) -> None:
+        if self._loop is not None and not self._loop.is_closed() and self._connection.fileno() >= 0:
+            self._loop.remove_reader(self._connection.fileno())
+        self._connection.close()
+
+
+def launch(
+    config: EngineConfig, progress: bool = False, stall_after: float = 60.0, program: Sequence[str] = PROGRAM
+) -> tuple[ProcessLink, Prompts, Source]:
+    """Start an engine's process and wait until its model is there. Texts are read here meanwhile."""
+    from quire.text.renderer import Renderer
+
+    child = Child(program=program)
+    link = ProcessLink(child)
+    renderer = None if config.skip_tokenizer_init else Renderer()
+    try:
+        source = read_source(config)
+        tokenizer, chat = read_text(config, source, renderer)
+        named = tokenizer.eos_ids if tokenizer is not None else ()
+        link.hello(Hello(config, named, stall_after, progress, logging.getLogger().level))
+        link.wait()
+    except BaseException:
+        link.close(0.0)
+        if renderer is not None:
+            renderer.close()
+        raise
+    return link, Prompts(tokenizer, chat, link.ready.limits, source.defaults), source

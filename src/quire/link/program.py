@@ -1,0 +1,198 @@
+"""The engine's process: builds what it is told to, then serves the fronts at the other ends of its connections until
+none is left. Started by quire.link.process, over sockets that have no name: nobody else can reach them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from quire.control.engine import Engine
+from quire.errors import InputError, StartupError
+from quire.link.channel import Channel
+from quire.link.collector import spare_the_loaded
+from quire.link.frames import (
+    FAILED,
+    HELLO,
+    PING,
+    PONG,
+    READY,
+    Frame,
+    Frames,
+    add_key,
+    read_front,
+    write_engine,
+    write_error,
+    write_json,
+)
+from quire.link.hello import Hello, read_hello, write_pulse, write_ready
+from quire.link.host import Host, Left
+from quire.link.messages import Answer, FromEngine, Ready
+from quire.link.stacks import stacks
+from quire.vocabulary.columns import WireError
+
+SILENT = 2.0  # seconds without a word from a front that are said in the log
+END_SECONDS = 20.0  # for the end once no front is left; then it is forced
+AT_ONCE = 1 << 18  # bytes that are read at once
+log = logging.getLogger("quire.link")
+
+Build = Callable[[Hello], tuple[Engine, Ready]]
+
+
+class Side:
+    """A front, as the engine's process has it: a thread reads what it sends."""
+
+    def __init__(self, front: int, connection: socket.socket) -> None:
+        self.front, self.connection = front, connection
+        self.channel = Channel(connection, f"front {front}")
+        self.frames = Frames()
+        self._unread: list[Frame] = []
+        self._heard, self._pinged, self._said = time.monotonic(), False, False
+
+    def next(self, timeout: float | None = None) -> Frame | None:
+        """The next frame; None when there is none after `timeout` seconds. EOFError when the front is gone."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        while not self._unread:
+            if not poll.poll(None if timeout is None else timeout * 1000):
+                return None
+            data = self.connection.recv(AT_ONCE)
+            if not data:
+                raise EOFError
+            self._unread += self.frames.feed(data)
+            self._unread.reverse()
+        return self._unread.pop()
+
+    def serve(self, host: Host) -> None:
+        """Hand what the front sends to `host`, until the front is gone."""
+        why = ""
+        try:
+            while True:
+                frame = self.next(SILENT)
+                if frame is None:
+                    self._silent()
+                elif frame.kind == PING:
+                    self._ping(host)
+                else:
+                    self._take(host, frame)
+        except (EOFError, ConnectionError):
+            pass
+        except (OSError, WireError) as error:
+            why = str(error)
+            log.error("front %d is left: %s", self.front, why)
+        self.channel.close(0)
+        host.send(self.front, Left())
+
+    def _take(self, host: Host, frame: Frame) -> None:
+        try:
+            host.send(self.front, read_front(frame))
+        except InputError as error:  # of parameters that no honest front sends
+            self.tell(Answer(add_key(frame), error))
+
+    def _ping(self, host: Host) -> None:
+        if self._said:
+            log.warning("front %d is heard of again", self.front)
+        self._pinged, self._said = True, False
+        self.channel.send(PONG, write_pulse(host.health(), time.monotonic()))
+
+    def _silent(self) -> None:
+        if self._pinged and not self._said:
+            self._said = True
+            log.error("front %d has not been heard of for %g s", self.front, SILENT)
+
+    def tell(self, message: FromEngine) -> None:
+        """Send a message."""
+        self.channel.send(*write_engine(message))
+
+
+def watch(host: Host) -> None:
+    """Say once, with all stacks, that the loop stalled, and that it moves on if it does."""
+    stalled = False
+    while True:
+        time.sleep(0.5)
+        health = host.health()
+        if health.stalled and not stalled:
+            log.error("the engine stalled: %s; all threads of its process:\n%s", health.why, stacks())
+        elif stalled and not health.stalled:
+            log.warning("the engine moves on")
+        stalled = health.stalled
+
+
+def run(build: Build, connections: list[socket.socket]) -> int:
+    """Serve fronts over `connections`, of which the first says what to build. The exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's, a group's: the fronts say when it is time
+    sides = [Side(front, connection) for front, connection in enumerate(connections)]
+    try:
+        frame = sides[0].next()
+        assert frame is not None, "without a timeout"
+        if frame.kind != HELLO:
+            raise WireError("kind", f"{frame.kind} comes before a hello")
+        hello = read_hello(frame.body)
+    except (EOFError, OSError):
+        return 1
+    logging.getLogger().setLevel(hello.log_level)
+    try:
+        engine, ready = build(hello)
+    except StartupError as error:
+        sides[0].channel.send(FAILED, write_json(write_error(error)))
+        sides[0].channel.close()
+        return 1
+    host = Host(engine, lambda front, message: sides[front].tell(message), hello.stall_after, time.process_time)
+    host.fronts = list(range(len(sides)))
+    spare_the_loaded()
+    readers = []
+    for side in sides:
+        side.channel.send(READY, write_ready(ready))
+        readers.append(threading.Thread(target=side.serve, args=(host,), name=f"quire-front-{side.front}", daemon=True))
+        readers[-1].start()
+    threading.Thread(target=_end_after, args=(readers,), name="quire-end", daemon=True).start()
+    threading.Thread(target=watch, args=(host,), name="quire-watch", daemon=True).start()
+    ended = host.run()
+    for side in sides:
+        side.channel.close()
+    if ended is not None:
+        log.error("the engine stopped: %s", ended or type(ended).__name__, exc_info=ended)
+    return 1 if ended is not None else 0
+
+
+def _end_after(readers: list[threading.Thread]) -> None:
+    """Once no front is left the process ends, also when a step hangs."""
+    for reader in readers:
+        reader.join()
+    faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
+
+
+def build(hello: Hello) -> tuple[Engine, Ready]:
+    """The engine of a model."""
+    from quire.build import build_engine
+    from quire.link.thread import described
+    from quire.source import read_source
+
+    config = hello.config
+    engine, plan, notices = build_engine(config, read_source(config), hello.named, hello.progress)
+    return engine, described(engine, plan.lines(), notices)
+
+
+def main(build: Build = build) -> None:
+    """The arguments are the numbers of the connections' file descriptors."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    connections = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    status = run(build, connections)
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)  # threads of libraries may hang
+
+
+if __name__ == "__main__":
+    main()

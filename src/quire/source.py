@@ -1,0 +1,112 @@
+"""A model before it is loaded: where it is, its settings, and its tokenizer and chat template. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.config import GENERATION, EngineConfig
+from quire.data.models import read_spec
+from quire.data.models.configs import CONFIGS
+from quire.data.weights.checkpoint import locate, read_config, read_generation_config
+from quire.errors import InputError, StartupError
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from quire.text.chat import ChatTemplate
+    from quire.text.renderer import Renderer
+    from quire.text.tokenizer import Tokenizer
+
+BUNDLED = "tiny"
+
+
+class Source(NamedTuple):
+    """A model before it is loaded. `folder` is None for a named shape with dummy weights. `generation` is its
+    generation_config.json, `defaults` what requests' parameters are unless they say otherwise."""
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    spec: ModelSpec
+    defaults: dict[str, Any]
+
+
+def read_source(config: EngineConfig, weights: bool = True) -> Source:
+    """Find the model and read its configuration; nothing is loaded. `weights` says that they will be."""
+    if config.model_config is not None:
+        if config.model_config not in CONFIGS:
+            raise StartupError(
+                f"--model-config is {config.model_config!r}", f"Known shapes: {', '.join(sorted(CONFIGS))}"
+            )
+        if weights and not config.dummy_weights:
+            raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
+        shape = CONFIGS[config.model_config]
+        return Source(config.model_config, None, shape, {}, read_spec(shape), _defaults(config, {}))
+    model = config.model or BUNDLED
+    bundled = Path(__file__).parent / "assets" / model
+    named = model in (BUNDLED, "tiny-draft") and not Path(model).is_dir()
+    if named and config.revision is not None:
+        raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
+    folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
+    settings, generation = read_config(folder), read_generation_config(folder)
+    local = Path(model).expanduser()
+    name = local.resolve().name if local.is_dir() else model
+    return Source(name, folder, settings, generation, read_spec(settings), _defaults(config, generation))
+
+
+def read_text(
+    config: EngineConfig, source: Source, renderer: Renderer | None
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The tokenizer and the chat template, as far as there are any; the latter runs in `renderer`."""
+    folder = locate(config.tokenizer, weights=False) if config.tokenizer is not None else source.folder
+    if renderer is None or folder is None:
+        return None, None
+    from quire.text.chat import ChatTemplate
+    from quire.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder), ChatTemplate.find(folder, renderer=renderer)
+
+
+def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:
+    """Every end token that generation_config.json, config.json or the tokenizer (`named`) names."""
+    ids: dict[int, None] = {}
+    for source_of in (source.generation, source.config):
+        given = source_of.get("eos_token_id")
+        for value in given if isinstance(given, list) else [given]:
+            if type(value) is int and 0 <= value < source.spec.vocab_size:
+                ids[value] = None
+    for value in named:
+        if value < source.spec.vocab_size:
+            ids[value] = None
+    return tuple(ids)
+
+
+def _defaults(config: EngineConfig, generation: dict[str, Any]) -> dict[str, Any]:
+    """Requests' defaults: the model's generation_config.json or another, and what overrides it. StartupError for one
+    that no request could use. `do_sample` isn't read, as in vLLM: to transformers a missing one is false as well, and
+    models with such files are sampled from."""
+    said, where = generation, "generation_config.json"
+    if config.generation_config not in ("auto", "vllm"):
+        folder = Path(str(config.generation_config)).expanduser()
+        where = f"--generation-config {str(folder)[:200]!r}"
+        if not (folder / "generation_config.json").is_file():
+            raise StartupError(
+                f"{where} has no generation_config.json", "Give auto, vllm or a folder that has such a file"
+            )
+        said = read_generation_config(folder)
+    said = {} if config.generation_config == "vllm" else said
+    override = config.override_generation_config or {}
+    both: tuple[tuple[str, Mapping[str, Any]], ...] = ((where, said), ("--override-generation-config", override))
+    for name, values in both:
+        try:
+            SamplingParams(**{key: values[key] for key in GENERATION if values.get(key) is not None})
+        except InputError as error:
+            remedy = (
+                "Give other values" if values is override else "Mend the file, or start with --no-generation-config"
+            )
+            raise StartupError(f"{name} can't be used: {error}", remedy) from error
+    merged = {**said, **override}
+    return {key: merged[key] for key in GENERATION if merged.get(key) is not None}

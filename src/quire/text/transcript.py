@@ -1,0 +1,61 @@
+"""A request's outputs as text: what its reader keeps beside the engine, which knows tokens alone.
+
+A stop string is found here, in tokens that the engine took in already, and may take in a few more of before it hears of
+it: what comes after the stop is dropped, so that no reader sees when that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from quire.control.outcomes import Output
+from quire.vocabulary.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.text.stream import TextFlow, TokenText
+
+Stop = Callable[[int, str], None]
+"""Tells the engine that a branch's text has a stop string."""
+
+
+class Transcript:
+    """The text of one request that continues `prompt`. Without a tokenizer, or where no text is asked for, outputs stay
+    as they are."""
+
+    __slots__ = ("_ended", "_flows", "_params", "_prompt", "_stop", "_text")
+
+    def __init__(self, text: TokenText | None, prompt: Sequence[int], params: SamplingParams, stop: Stop) -> None:
+        self._text = text if params.detokenize else None
+        self._prompt, self._params, self._stop = prompt, params, stop
+        self._flows: dict[int, TextFlow] = {}
+        self._ended: set[int] = set()  # branches whose end was told
+
+    def read(self, output: Output) -> Output | None:
+        """The output with its text, which may end the branch; None for one of a branch that ended before."""
+        if self._text is None:
+            return output
+        id, branch, tokens, _, tops, finish, reason, done, logprob, scored, cached = output
+        if branch in self._ended:
+            return None
+        text = ""
+        if finish != "abort":
+            # An end token itself is not text.
+            bare = finish == "stop" and not self._params.include_stop_str_in_output
+            text, found = self._flow(branch).push(tokens[:-1] if bare else tokens, finish is not None)
+            if found is not None:
+                if finish is None:
+                    self._stop(branch, found)
+                finish, reason = "stop", found
+        if finish is not None:
+            self._flows.pop(branch, None)
+            self._ended.add(branch)
+            done = done or len(self._ended) == self._params.n
+        return Output(id, branch, tokens, text, tops, finish, reason, done, logprob, scored, cached)
+
+    def _flow(self, branch: int) -> TextFlow:
+        flow = self._flows.get(branch)
+        if flow is None:
+            assert self._text is not None, "only outputs with a text are read"
+            flow = self._flows[branch] = self._text.stream(self._prompt, self._params)
+        return flow

@@ -1,0 +1,28 @@
+"""The engine's process, with an echo in the model's place: `echo_engine.py RECIPE FD ...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import echo_service
+
+from quire.control.engine import Engine
+from quire.link.hello import Hello
+from quire.link.messages import Ready
+from quire.link.program import main
+from quire.link.thread import described
+
+
+def build(hello: Hello) -> tuple[Engine, Ready]:
+    """The echo of the recipe."""
+    echo = echo_service.Echo(**RECIPE["echo"])
+    model = echo_service.built(echo, text=RECIPE["text"], kv_tokens=RECIPE["kv_tokens"], **RECIPE["settings"])
+    return model.engine, described(model.engine, model.plan.lines(), model.notices)
+
+
+RECIPE = json.loads(sys.argv.pop(1))
+main(build)

@@ -1,0 +1,334 @@
+"""The frames between fronts and the engine's process: what is read is what was said; what is broken is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.control.edge import Limits
+from quire.control.memory import Account
+from quire.control.memory.answers import Sharing, Usage
+from quire.control.outcomes import Output, Stats
+from quire.errors import (
+    EngineDead,
+    InputError,
+    Overloaded,
+    PrefixesFull,
+    PrefixTaken,
+    PromptTooLong,
+    QuireError,
+    StartupError,
+    UnknownPrefix,
+)
+from quire.link.frames import (
+    DEFAULTS,
+    HEAD,
+    UNSENT,
+    VERSION,
+    Frame,
+    Frames,
+    read_engine,
+    read_error,
+    read_front,
+    read_params,
+    sent_params,
+    write_engine,
+    write_error,
+    write_front,
+)
+from quire.link.hello import Hello, read_hello, read_pulse, read_ready, write_hello, write_pulse, write_ready
+from quire.link.messages import (
+    Abort,
+    Add,
+    Answer,
+    Asked,
+    Died,
+    Facts,
+    Prefixes,
+    Progress,
+    Queues,
+    Ready,
+    Register,
+    Release,
+    Stepped,
+    Stop,
+)
+from quire.link.pulse import Health
+from quire.vocabulary.columns import MOST_BYTES, WireError
+from quire.vocabulary.method import Method
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Top
+
+unsigned = st.integers(0, 2**32 - 1)
+small = st.integers(0, 2**31 - 1)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(), max_size=12)
+tokens = st.lists(small, max_size=5).map(tuple)
+tops = st.lists(st.builds(Top, small, finite, small, tokens, st.lists(finite, max_size=3).map(tuple)), max_size=3)
+outputs = st.builds(
+    Output, st.just(""), st.integers(0, 300), tokens, st.just(""), st.just(()), st.none(), st.none(), st.just(False),
+    finite, st.none(), small,
+)  # fmt: skip
+ended = st.builds(
+    Output, st.just(""), st.integers(0, 300), tokens, st.just(""), tops.map(tuple),
+    st.sampled_from(["stop", "length", "abort", "error"]), st.none() | small | texts, st.booleans(), finite,
+    st.none() | tops.map(tuple), small,
+)  # fmt: skip
+progress = st.builds(Progress, unsigned, unsigned, st.none() | finite, st.none() | finite, unsigned, unsigned)
+
+
+def some_facts() -> Facts:
+    stats = Stats()
+    stats.steps, stats.rows, stats.prompt_tokens, stats.generated_tokens, stats.computed_tokens = 5, 4, 3, 2, 1
+    stats.step_seconds, stats.finished = 0.25, {"stop": 3}
+    account = Account(Usage(1, 2, 3, 4, 5, 6), Sharing(*range(12)))
+    return Facts(account, stats, {"swap": 1, "recompute": 0}, 1.5)
+
+
+def facts_equal(one: Facts | None, other: Facts | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    same = all(getattr(one.stats, name) == getattr(other.stats, name) for name in Stats.__slots__)
+    return same and one._replace(stats=other.stats) == other
+
+
+def told(messages: Sequence[Output], numbers: Sequence[int]) -> list[tuple[int, Output]]:
+    return [(number, output) for number, output in zip(numbers, messages)]
+
+
+@given(
+    now=finite, queues=st.builds(Queues, unsigned, unsigned, unsigned, unsigned), computed=unsigned,
+    came=st.lists(progress, max_size=3), plain=st.lists(outputs | ended, max_size=6), known=st.booleans(),
+)  # fmt: skip
+def test_steps(
+    now: float, queues: Queues, computed: int, came: list[Progress], plain: list[Output], known: bool
+) -> None:
+    facts = some_facts() if known else None
+    message = Stepped(now, queues, computed, came, told(plain, range(len(plain))), facts)
+    kind, body = write_engine(message)
+    found = read_engine(Frame(kind, memoryview(body)))
+    assert isinstance(found, Stepped)
+    assert found._replace(facts=None) == message._replace(facts=None)
+    assert facts_equal(found.facts, facts)
+
+
+MESSAGES = [
+    Add(7, (Asked(1, "cmpl-1", (5, 6, 7)), Asked(2, "é\n", (1,))), SamplingParams(max_tokens=3), "salt"),
+    Abort(None), Abort((1, 2, 2**32 - 1)), Abort(()), Stop(3, 0, "stop\ud800 here"),
+    Register(1, 2, "rules", (1, 2, 3)), Release(4, "rules"), Prefixes(9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_fronts_send(message: Any) -> None:
+    kind, body = write_front(message)
+    found: Any = read_front(Frame(kind, memoryview(body)))
+    assert found == message
+
+
+PARAMS: list[dict[str, Any]] = [
+    {}, {"n": 3, "best_of": 5}, {"beam_width": 4, "n": 2, "early_stopping": "never", "length_penalty": 0.3},
+    {"temperature": 0.1, "top_p": 1 / 3, "top_k": 7, "min_p": 1e-5, "seed": -(2**63)}, {"max_tokens": None},
+    {"stop_token_ids": [4, 5], "allowed_token_ids": (1, 2), "logit_bias": {3: -1.5, 9: 100}},
+    {"bad_word_ids": ((1, 2), (3,))}, {"logprobs": 4, "prompt_logprobs": 0}, {"logprob_token_ids": [7, 8]},
+    {"detokenize": False, "skip_special_tokens": False, "ignore_eos": True, "min_tokens": 2},
+    {"presence_penalty": -0.1, "frequency_penalty": 2, "repetition_penalty": 1.1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", PARAMS, ids=str)
+def test_parameters(given: dict[str, Any]) -> None:
+    params = SamplingParams(**given)
+    found = read_params(json.loads(json.dumps(sent_params(params))))
+    assert found == params
+    assert found.sampling() == params.sampling()
+
+
+def test_every_parameter_is_sent_but_the_fronts_own() -> None:
+    assert set(DEFAULTS) | set(UNSENT) == {field.name for field in fields(SamplingParams)}
+    words = SamplingParams(stop=["a"], bad_words=["b"], bad_word_ids=((1,),))
+    assert sent_params(words) == {"bad_word_ids": ((1,),)}
+
+
+def test_a_method_stays_here() -> None:
+    def method() -> Method:
+        raise AssertionError
+
+    with pytest.raises(InputError, match="a method can't be given to an engine in a process of its own"):
+        write_front(Add(1, (), SamplingParams(method=method)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError("a", "n"), InputError("a"), PromptTooLong("b", "prompt"), PrefixTaken("c", "name"),
+        PrefixesFull("d", "prefix"), UnknownPrefix("e", "name"), Overloaded("f", 7), EngineDead("g"),
+        StartupError("h", "i"),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_errors(error: QuireError) -> None:
+    found = read_error(json.loads(json.dumps(write_error(error))))
+    assert type(found) is type(error)
+    assert vars(found) == vars(error)
+    assert found.args == error.args
+
+
+def test_other_errors_are_named() -> None:
+    found = read_error(write_error(RuntimeError("the device is gone")))
+    assert type(found) is EngineDead
+    assert str(found) == "RuntimeError: the device is gone"
+    kind, body = write_engine(Died(KeyboardInterrupt()))
+    died = read_engine(Frame(kind, memoryview(body)))
+    assert isinstance(died, Died)
+    assert "KeyboardInterrupt" in str(died.error)
+
+
+@pytest.mark.parametrize("value", [None, True, False, ({"rules": 5}, ("rules",))])
+def test_answers(value: Any) -> None:
+    kind, body = write_engine(Answer(3, None, value))
+    assert read_engine(Frame(kind, memoryview(body))) == Answer(3, None, value)
+
+
+def test_the_first_frames() -> None:
+    config = EngineConfig(model="x", kv_tokens=64, override_generation_config={"top_k": 3})
+    hello = Hello(config, (1, 2), 60.0, True, 20)
+    assert read_hello(memoryview(write_hello(hello))) == hello
+    ready = Ready(Limits(5, 6, 7, "the KV memory"), ("a", "b"), ("c",), {"block_size": "16"}, some_facts())
+    found = read_ready(memoryview(write_ready(ready)))
+    assert found._replace(facts=ready.facts) == ready
+    assert facts_equal(found.facts, ready.facts)
+    assert read_pulse(memoryview(write_pulse(Health(True, True, 4.0, "step 3"), 10.0)), 20.0) == Health(
+        True, True, 14.0, "step 3"
+    )
+
+
+def test_settings_that_can_not_be_are_refused() -> None:
+    for bad in ({"nothing": 1}, {"config": {"modell": ""}}, {"config": {}, "named": ["a"]}):
+        with pytest.raises(WireError):
+            read_hello(memoryview(json.dumps({"named": [], **bad}).encode()))
+
+
+# Frames
+
+
+def frames_of(count: int) -> tuple[list[bytes], list[tuple[int, bytes]]]:
+    writer = Frames()
+    said = [write_front(MESSAGES[at % len(MESSAGES)]) for at in range(count)]
+    return [writer.write(kind, body) for kind, body in said], said
+
+
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=40))
+def test_frames_come_whole_however_they_are_cut(cuts: list[int]) -> None:
+    written, said = frames_of(9)
+    data, reader, found, at = b"".join(written), Frames(), [], 0
+    for cut in [*cuts, len(data)]:
+        found += [(frame.kind, bytes(frame.body)) for frame in reader.feed(data[at : at + cut])]
+        at += cut
+    assert found == said
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        ((VERSION + 1, 2, 0, 1, 0), f"version: it is {VERSION + 1}, only {VERSION} is read"),
+        ((VERSION, 0, 0, 1, 0), "kind: 0 is no kind of frame"),
+        ((VERSION, 200, 0, 1, 0), "kind: 200 is no kind of frame"),
+        ((VERSION, 2, 1, 1, 0), "kind"),
+        ((VERSION, 2, 0, 2, 0), "number: it is 2, and 1 comes next"),
+        ((VERSION, 2, 0, 1, MOST_BYTES + 1), "bytes are announced, at most"),
+    ],
+)
+def test_heads_that_are_refused(head: tuple[int, ...], why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        list(Frames().feed(HEAD.pack(*head)))
+
+
+def test_a_frame_twice_is_refused() -> None:
+    written, _ = frames_of(2)
+    reader = Frames()
+    assert len(list(reader.feed(written[0]))) == 1
+    with pytest.raises(WireError, match="number"):
+        list(reader.feed(written[0]))
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """The bytes after one to four accidents."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(found)) if found else 0
+        match rng.randrange(5):
+            case 0 if found:
+                found[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del found[at:]
+            case 2:
+                del found[at : at + rng.randrange(1, 9)]
+            case 3:
+                number = rng.choice((0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1))
+                found[at : at + 4] = struct.pack("<I", number)
+            case _:
+                found[at : at + 1] = rng.choice((b"b", b"i", b"q", b"\0", b"\1", b"\xff", b'"', b"{", b"[[[["))
+    return bytes(found)
+
+
+def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
+    """Of every kind of message, with who reads it."""
+    ends = Output("", 1, (4, 5), "", (Top(4, -0.5, 1, (4, 9), (-0.5, -2.0)),), "stop", "so", True, -3.0, (), 5)
+    plain = [Output("", at % 3, (at,), "", (), None, None, False, -1.0) for at in range(40)]
+    stepped = Stepped(1.0, Queues(1, 2, 3, 0), 50, [Progress(1, 2, 3.0, None, 5, 6)],
+                      told([*plain, ends, ends._replace(stop_reason=7)], range(42)), some_facts())  # fmt: skip
+    held = {"a": 1}, ("a",)
+    engine = [stepped, stepped._replace(facts=None), Answer(1, InputError("a", "n")), Answer(2, None, held),
+              Died(EngineDead("x"))]  # fmt: skip
+    found: list[tuple[Callable[[Frame], object], int, bytes]] = [(read_engine, *write_engine(each)) for each in engine]
+    asked = Add(7, (Asked(1, "cmpl-1", tuple(range(90))),), SamplingParams(**PARAMS[5]), "salt")
+    found += [(read_front, *write_front(message)) for message in (asked, *MESSAGES)]
+    hello = write_hello(Hello(EngineConfig(), (1, 2), 60.0, True, 20))
+    ready = write_ready(Ready(Limits(5, 6, 7), ("a",), (), {"block_size": "16"}, some_facts()))
+    return [*found, (lambda frame: read_hello(frame.body), 1, hello), (lambda frame: read_ready(frame.body), 9, ready)]
+
+
+def attack(count: int, seed: int) -> dict[str, int]:
+    """Read so many broken bodies; what came of them. Anything but a message and the two refusals passes through."""
+    rng, kinds, seen = random.Random(seed), bodies(), {"refused": 0, "read": 0}
+    for _ in range(count):
+        read, kind, body = rng.choice(kinds)
+        broken, began = mutated(body, rng), time.perf_counter()
+        try:
+            read(Frame(kind, memoryview(broken)))
+            seen["read"] += 1
+        except (WireError, InputError, StartupError):
+            seen["refused"] += 1
+        assert time.perf_counter() - began < 5, f"{broken.hex()} takes too long"
+    return seen
+
+
+def test_broken_frames_are_refused_or_read() -> None:
+    tracemalloc.start()
+    try:
+        seen = attack(4000, seed=1)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+    assert seen["refused"] > 1000
+    assert seen["read"] > 100
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_many_broken_frames() -> None:
+    seen = attack(100_000, seed=3)
+    print(seen)
+    assert sum(seen.values()) == 100_000
