@@ -125,10 +125,9 @@ def built(runner: EchoRunner | None = None, *, text: bool = True, kv_tokens: int
     return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)
 
 
-def linked(model: EchoBuilt, stall_after: float = 60.0) -> AsyncLLM:
-    """An AsyncLLM over `model`: on a thread, or, if QUIRE_TEST_ENGINE says "process", over an engine of the same recipe
-    in a process of its own."""
-    if not APART or model.recipe is None:
+def linked(model: EchoBuilt, stall_after: float = 60.0, apart: bool = APART) -> AsyncLLM:
+    """An AsyncLLM over `model`: on a thread, or `apart` over an engine of the same recipe in a process of its own."""
+    if not apart or model.recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
     program = Path(__file__).parent / "echo_engine.py"
     link = ProcessLink(Child(program=("-P", str(program), json.dumps(model.recipe))))

@@ -41,6 +41,8 @@ class Link(Protocol):
     @property
     def engine(self) -> Engine | None: ...  # where it is in this process
     @property
+    def inside(self) -> bool: ...  # the engine is in this process
+    @property
     def ready(self) -> Ready: ...
 
     def start(self, receive: Callable[[FromEngine], None]) -> None: ...

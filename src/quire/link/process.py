@@ -20,7 +20,6 @@ from pathlib import Path
 
 import quire
 from quire.config import EngineConfig
-from quire.control.engine import Engine
 from quire.errors import EngineDead, StartupError
 from quire.link.channel import Channel
 from quire.link.frames import FAILED, HELLO, PING, PONG, READY, Frame, Frames, read_engine, write_front
@@ -93,7 +92,7 @@ class Child:
 class ProcessLink:
     """A link to the engine of `child`, whose model is known to be `ready` once `wait` returned."""
 
-    engine: Engine | None = None
+    inside, engine = False, None
     ready: Ready
 
     def __init__(self, child: Child, front: int = 0) -> None:

@@ -16,9 +16,12 @@ from quire.link.pulse import Health
 class ThreadLink:
     """A link to `engine`, which is there already. What it tells comes on the engine's thread."""
 
+    inside = True
+
     def __init__(self, engine: Engine, ready: Ready, stall_after: float = 60.0) -> None:
         self.engine, self.ready = engine, ready
         self._account: Account = ready.facts.account
+        self._seconds = 0.0
         self._host = Host(engine, self._told, stall_after)
         # A daemon, so that one that hangs doesn't hold up the program's end; one that works is closed by then.
         self._thread = threading.Thread(target=self._host.run, name="quire-engine", daemon=True)
@@ -45,7 +48,7 @@ class ThreadLink:
     def facts(self) -> Facts:
         """As they are now, and the memory as it was lately."""
         scheduler = self.engine.scheduler
-        return Facts(self._account, self.engine.stats, scheduler.preempted)
+        return Facts(self._account, self.engine.stats, scheduler.preempted, self._seconds)
 
     def health(self) -> Health:
         """Whether the engine's loop turns."""
@@ -62,7 +65,7 @@ class ThreadLink:
 
     def _told(self, front: int, message: FromEngine) -> None:
         if isinstance(message, Stepped) and message.facts is not None:
-            self._account = message.facts.account
+            self._account, self._seconds = message.facts.account, message.facts.seconds
         self._receive(message)
 
 

@@ -3,6 +3,7 @@ only latencies and what a request came to are counted as they happen, a step at 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -224,10 +225,12 @@ def counters(llm: AsyncLLM, metrics: Metrics) -> Iterator[Family]:
         ("admission_rejections", "Requests refused for a full queue", llm.rejected),
     ):
         yield name, text, (), [((), value)]
+    seconds = {"front": time.process_time() - (facts.seconds if llm.link.inside else 0), "engine": facts.seconds}
     reasons = sorted({"stop", "length", "abort", "error", *metrics.finished})
     for name, text, label, counts in (
         ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", metrics.sources),
         ("preemptions", "Requests preempted, by the way it was done", "way", facts.preempted),
+        ("process_cpu_seconds", "Processor time of what speaks HTTP and of the engine", "process", seconds),
         ("request_success", "Requests that ended", "finished_reason", {why: metrics.finished[why] for why in reasons}),
     ):
         yield name, text, (label,), [((key,), count) for key, count in counts.items()]

@@ -1,0 +1,301 @@
+"""The engine's process, and what becomes of either side when the other is killed, stopped, or says what is no frame."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Echo
+
+from quire.async_llm import AsyncLLM
+from quire.errors import EngineDead, StartupError
+from quire.link.frames import STEPPED, Frames
+from quire.link.process import Child, ProcessLink
+from quire.link.program import Side
+from quire.vocabulary.params import SamplingParams
+
+TESTS = Path(__file__).parent.parent
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+
+
+def apart(work: Callable[[AsyncLLM, ProcessLink], Awaitable[None]], **echo: float) -> AsyncLLM:
+    """Run a coroutine function with an AsyncLLM whose engine has a process of its own, then close that."""
+    model = echo_service.built(Echo(**echo))  # type: ignore[arg-type]
+    llm = echo_service.linked(model, apart=True)
+    link = llm.link
+    assert isinstance(link, ProcessLink)
+    try:
+        asyncio.run(work(llm, link))  # type: ignore[arg-type]
+    finally:
+        llm.close()
+    assert link.child.process.poll() is not None
+    return llm
+
+
+async def under_way(llm: AsyncLLM, count: int) -> list[asyncio.Future[None]]:
+    """Readers of so many requests, all of which have begun to answer."""
+    begun = 0
+
+    async def read(at: int) -> None:
+        nonlocal begun
+        first = True
+        async for _ in await llm.submit([1, 2, at + 1], LONG):
+            begun += first
+            first = False
+
+    readers = [asyncio.ensure_future(read(at)) for at in range(count)]
+    while begun < count:
+        await asyncio.sleep(0.01)
+    return readers
+
+
+def test_a_killed_engine_is_named_to_all() -> None:
+    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+        died = asyncio.Event()
+        llm.on_death = died.set
+        readers = await under_way(llm, 8)
+        began = time.monotonic()
+        link.child.process.kill()
+        ends = await asyncio.gather(*readers, return_exceptions=True)
+        assert time.monotonic() - began < 2
+        assert [type(end) for end in ends] == [EngineDead] * 8
+        assert "its process was ended by signal 9 (SIGKILL)" in str(ends[0])
+        assert died.is_set()
+        assert not llm.heartbeat().alive
+        with pytest.raises(EngineDead):
+            await llm.submit([1], LONG)
+
+    apart(work, pause=0.02)
+
+
+def test_a_stopped_engine_is_given_up() -> None:
+    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+        readers = await under_way(llm, 3)
+        link.child.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        ends = await asyncio.gather(*readers, return_exceptions=True)
+        assert time.monotonic() - began < 5
+        assert [type(end) for end in ends] == [EngineDead] * 3
+        assert "stopped (SIGSTOP)" in str(ends[0])
+
+    apart(work, pause=0.02)
+
+
+def test_a_silent_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that isn't stopped may only be busy: health says so, and requests go on once it is back."""
+    monkeypatch.setattr(Child, "stopped", lambda self: False)
+
+    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+        [reader] = await under_way(llm, 1)
+        link.child.process.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 6
+        while not llm.heartbeat().stalled and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        assert llm.heartbeat().stalled
+        assert "not been heard of for 2 s" in llm.heartbeat().why
+        link.child.process.send_signal(signal.SIGCONT)
+        await reader
+        end = time.monotonic() + 6
+        while llm.heartbeat().stalled and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        assert llm.heartbeat().alive
+        assert not llm.heartbeat().stalled
+
+    apart(work, pause=0.005)
+
+
+def test_a_hung_engine_is_killed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Child, "stopped", lambda self: False)
+    monkeypatch.setattr("quire.link.process.HUNG", 3.0)
+
+    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+        [reader] = await under_way(llm, 1)
+        link.child.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineDead, match="has not been heard of for 3 s and is given up"):
+            await reader
+
+    apart(work, pause=0.02)
+
+
+def test_an_engine_that_fails_says_why() -> None:
+    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+        with pytest.raises(EngineDead, match="RuntimeError: the device is gone"):
+            async for _ in await llm.submit([1], LONG):
+                pass
+
+    apart(work, fail_at=5)
+
+
+def test_closing_ends_the_process_at_once() -> None:
+    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+        readers = await under_way(llm, 2)
+        began = time.monotonic()
+        assert llm.close()
+        assert time.monotonic() - began < 3
+        assert link.child.process.returncode == 0
+        for reader in readers:
+            with pytest.raises(EngineDead, match="closed"):
+                await reader
+
+    apart(work, pause=0.01)
+
+
+def test_a_front_that_leaves_without_a_word_ends_the_engine() -> None:
+    """As when it is killed: nothing is left running."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import asyncio, os, signal, echo_service
+from quire.vocabulary.params import SamplingParams
+llm = echo_service.linked(echo_service.built(echo_service.Echo(pause=0.05)), apart=True)
+async def work():
+    async for _ in await llm.submit([1], SamplingParams(max_tokens=200, ignore_eos=True)):
+        print(llm.link.child.process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(work())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    pid = int(done.stdout)
+    end = time.monotonic() + 5
+    while gone(pid) is False and time.monotonic() < end:
+        time.sleep(0.05)
+    assert gone(pid)
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"  # ended, and nobody asked how
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+class NoHost:
+    """What a reader hands its frames to."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, front: int, message: object) -> bool:
+        self.sent.append(message)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [(b"GET / HTTP/1.1\r\n\r\n", "version: it is 71"), (Frames().write(STEPPED, b""), "is nothing that a front sends")],
+)
+def test_what_is_no_frame_closes_the_connection(data: bytes, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pair() as (ours, theirs):
+        host = NoHost()
+        reader = threading.Thread(target=Side(3, theirs).serve, args=(host,))
+        reader.start()
+        ours.sendall(data)
+        reader.join(5)
+        assert ours.recv(100) == b""
+    assert "front 3 is left: " in caplog.text
+    assert why in caplog.text
+    assert len(host.sent) == 1  # that it left
+
+
+def test_an_engine_that_sends_no_frames_is_dead() -> None:
+    async def work(llm: AsyncLLM, link: ProcessLink) -> None:
+        [reader] = await under_way(llm, 1)
+        link._frames._buffer += b"\xff" * 12  # before what comes next
+        with pytest.raises(EngineDead, match="sent what is no frame"):
+            await reader
+
+    apart(work, pause=0.01)
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0", "--engine-process", "on"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "config.json" in done.stderr
+    assert "Traceback" not in done.stderr
+    command = [*command[:4], "--port", "0", "--engine-process", "on", "--attention", "triton"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--attention is triton, which needs a GPU" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_ends_at_start_is_named() -> None:
+    link = ProcessLink(Child(program=("-c", "import os; os._exit(7)")))
+    with pytest.raises(StartupError, match="the engine's process ended with status 7 at start"):
+        link.wait()
+    link.close(1.0)
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """`quire serve` with the bundled model, its URL, and its engine's process."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--engine-process", "on", *flags]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             env={**os.environ, "QUIRE_API_KEY": ""})  # fmt: skip
+    assert child.stdout is not None
+    try:
+        line = next((line for line in child.stdout if "quire serves" in line), "")
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, child.communicate()
+        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(child.pid)], capture_output=True, text=True)
+        engine = next(int(line.split()[0]) for line in listed.stdout.splitlines() if "quire.link.program" in line)
+        yield child, found[0], engine
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_server_whose_engine_is_killed_ends() -> None:
+    with served() as (child, url, engine):
+        with httpx.stream("POST", f"{url}/v1/completions", timeout=30, json={
+            "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True,
+        }) as answer:  # fmt: skip
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(engine, signal.SIGKILL)
+            began = time.monotonic()
+            rest = [line for line in lines if line]
+            assert time.monotonic() - began < 2
+        assert "the engine stopped" in rest[-1]
+        assert "[DONE]" not in rest[-1]
+        assert httpx.get(f"{url}/health").status_code == 503
+        _, error = child.communicate(timeout=20)
+    assert child.returncode == 1, error
+    assert "the engine stopped: its process was ended by signal 9" in error
+
+
+def test_a_server_drains_through_both() -> None:
+    with served() as (child, url, engine):
+        body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", timeout=30, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for pid in (engine, child.pid):  # as a service manager does, which asks all of a group
+                os.kill(pid, signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        _, error = child.communicate(timeout=20)
+    assert child.returncode == 0, error
+    assert gone(engine)
