@@ -41,6 +41,7 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     WEIGHTS: WORDS | {"files", KERNELS, LAYERS_OF, MODELS},
     "data.runner": WORDS | DATA,  # nothing of the control plane
     "data": set(),
+    "client": set(),  # the standard library: it is started as a program, many times
     "text": CONTROL | {"build", "files"},
     **dict.fromkeys(JOINS, BELOW),
     **dict.fromkeys(TOP, BELOW | TOP),
