@@ -44,7 +44,7 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     "client": set(),  # the standard library: it is started as a program, many times
     "text": CONTROL | {"build", "files"},
     **dict.fromkeys(JOINS, BELOW),
-    **dict.fromkeys(TOP, BELOW | TOP),
+    **dict.fromkeys(TOP, BELOW | TOP | {"client"}),
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "_pickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -67,13 +68,13 @@ def chunk(said: object) -> bytes:
 
 
 @contextmanager
-def serving(paced: Paced) -> Iterator[str]:
+def serving(paced: Paced, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Its URL, while it serves in a thread of its own."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
     ports = list[int]()
 
     async def serve() -> None:
-        server = await asyncio.start_server(paced.connected, "127.0.0.1", 0, backlog=1024)
+        server = await asyncio.start_server(paced.connected, "127.0.0.1", 0, backlog=1024, ssl=tls)
         ports.append(server.sockets[0].getsockname()[1])
         ready.set()
         async with server:
@@ -86,7 +87,7 @@ def serving(paced: Paced) -> Iterator[str]:
     thread.start()
     try:
         assert ready.wait(20)
-        yield f"http://127.0.0.1:{ports[0]}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{ports[0]}"
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

@@ -4,10 +4,13 @@ exact where the server's pace is one, and generous where the machine has a say."
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +21,9 @@ from quire.bench.client import Client
 from quire.bench.drive import Load
 from quire.bench.fleet import EACH, Fleet, clients_for
 from quire.bench.workloads import parse
-from quire.errors import QuireError
+from quire.errors import QuireError, StartupError
+
+OPENSSL = shutil.which("openssl")
 
 
 def measured(paced: Paced, workload: str, load: Load, clients: int) -> dict[str, Any]:
@@ -83,6 +88,23 @@ def test_nobody_answers() -> None:
         client = Client(url, 1)
     with client, pytest.raises(QuireError, match="answered no request: no connection"):
         client.run(parse("fixed:5:3@2").jobs(100), Load(concurrency=1))
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificate")
+def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, cert = str(tmp_path / "key"), str(tmp_path / "cert")
+    command = [str(OPENSSL), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *names, "-nodes", "-keyout", key, "-out", cert], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    with serving(Paced(0.01, 0.001), context) as url:
+        with pytest.raises(StartupError, match="no server answers"):
+            Client(url)  # a certificate that nobody signed
+        monkeypatch.setenv("SSL_CERT_FILE", cert)
+        with Client(url, 1) as client:
+            run = client.run(parse("fixed:3000:9@6").jobs(100), Load(concurrency=3))
+    assert (run["requests"], run["prompt_tokens"], run["output_tokens"], run["chunks"]) == (6, 18_000, 54, 54)
 
 
 def test_how_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:

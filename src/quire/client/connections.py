@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from quire.client.answer import Answer, BadAnswer, Reader
 
+BUFFER = 65_536  # bytes read at once
 SILENCE = 600.0  # seconds without a byte after which an answer is given up
 
 
@@ -20,10 +21,12 @@ class Address(NamedTuple):
     tls_name: str | None
 
 
-class Connection(asyncio.Protocol):
-    """One connection. `ask` sends a request and returns when its answer has ended, well or not."""
+class Connection(asyncio.BufferedProtocol):
+    """One connection. `ask` sends a request and returns when its answer has ended, well or not. What comes is put into
+    `buffer`, which the connections of an event loop share: it is read before another one gets it."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
         self.usable = True
         self.heard = 0.0  # when the last byte came
         self._reader: Reader | None = None
@@ -43,9 +46,12 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         await self._ended
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         now = self.heard = time.monotonic()
-        reader = self._reader
+        data, reader = bytes(self._buffer[:nbytes]), self._reader
         if reader is None:  # nobody asked
             self.close()
             return
@@ -92,6 +98,7 @@ class Connections:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        self._buffer = memoryview(bytearray(BUFFER))
         self._tls = ssl.create_default_context() if address.tls_name is not None else None
         self._idle: list[Connection] = []
         self.busy: set[Connection] = set()
@@ -124,7 +131,9 @@ class Connections:
 
     async def _connect(self) -> Connection:
         loop, (ip, port, name) = asyncio.get_running_loop(), self._address
-        _, connection = await loop.create_connection(Connection, ip, port, ssl=self._tls, server_hostname=name)
+        _, connection = await loop.create_connection(
+            lambda: Connection(self._buffer), ip, port, ssl=self._tls, server_hostname=name
+        )
         return connection
 
     def end_silent(self, now: float) -> None:
