@@ -51,7 +51,8 @@ def test_prompts(name: str, start: list[int], total: int, last: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean_in", "mean_out", "ratio", "seed"), [(200, 330, "0.6", 11), (32, 64, ".25", 0), (9, 1, "0", 2)]
+    ("mean_in", "mean_out", "ratio", "seed"),
+    [(200, 330, "0.6", 11), (32, 64, ".25", 0), (7, 5, "0.3", 3), (9, 1, "0", 2)],
 )
 def test_a_range_has_the_lengths_of_vllms_random_data_set(mean_in: int, mean_out: int, ratio: str, seed: int) -> None:
     """Its `--random-range-ratio`, for a tokenizer that adds no special tokens: the same seed, the same lengths."""
