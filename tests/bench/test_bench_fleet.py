@@ -9,6 +9,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,12 @@ def test_a_known_pace_is_given_back(clients: int) -> None:
     assert (run["requests"], run["prompt_tokens"], run["output_tokens"], run["chunks"]) == (12, 84, 72, 72)
     assert (run["refused"], run["failed"], run["other_lengths"]) == ({}, {}, 0)
     assert len(run["clients"]) == clients
-    assert 0.199 <= run["ttft_s"]["p50"] <= 0.3
-    assert run["tpot_s"]["p50"] == pytest.approx(0.05, rel=0.3)
-    assert run["itl_s"]["p50"] == pytest.approx(0.05, rel=0.3)
+    assert 0.199 <= run["ttft_s"]["p50"] <= 0.4
+    assert run["tpot_s"]["p50"] == pytest.approx(0.05, rel=0.5)
+    assert run["itl_s"]["p50"] == pytest.approx(0.05, rel=0.5)
     assert run["inter_token_s"] == run["itl_s"]
     assert run["inter_token_from"] == "one token a chunk"
-    assert run["e2e_s"]["p50"] == pytest.approx(0.45, rel=0.3)
+    assert run["e2e_s"]["p50"] == pytest.approx(0.45, rel=0.5)
     assert run["seconds"] >= 0.11 + 0.2 + 5 * 0.05 - 0.001
     assert run["sent_late_s"]["p50"] >= 0
     assert run["as_vllm"]["median_ttft_ms"] <= 1000 * run["ttft_s"]["p50"]
@@ -54,8 +55,8 @@ def test_chunks_of_several_tokens() -> None:
     run = measured(Paced(first=0.05, gap=0.06, together=3), "fixed:7:9@4", Load(concurrency=4), 1)
     assert (run["output_tokens"], run["chunks"]) == (36, 12)
     assert run["inter_token_from"] == "mean tokens a chunk"
-    assert run["itl_s"]["p50"] == pytest.approx(0.06, rel=0.3)
-    assert run["tpot_s"]["p50"] == pytest.approx(2 * 0.06 / 8, rel=0.3)
+    assert run["itl_s"]["p50"] == pytest.approx(0.06, rel=0.5)
+    assert run["tpot_s"]["p50"] == pytest.approx(2 * 0.06 / 8, rel=0.5)
     assert run["inter_token_s"]["mean"] == pytest.approx(run["tpot_s"]["mean"], rel=0.01)
 
 
@@ -116,13 +117,22 @@ def test_how_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clients_for(1000, Load((0.0,) * 1000)) == 1
 
 
-def test_a_client_that_dies_is_an_error() -> None:
-    with serving(Paced(30.0, 0.0)) as url, Client(url, 2) as client:
-        fleet = client._fleet_for(2, Load((0.0, 0.0)))
-        for process in fleet._processes:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_client_that_dies_is_an_error(number: int) -> None:
+    """At once, though the other one still has much to wait for."""
+    paced, load = Paced(60.0, 0.0), Load((0.0, 0.0))
+    with serving(paced) as url, Client(url, 2) as client:
+        process = client._fleet_for(2, load)._processes[number]
+
+        def kill() -> None:
+            wait_until(lambda: paced.under_way == 2)
             process.kill()
-        with pytest.raises(QuireError, match=r"client process 1 of 2 ended with status -9"):
-            client.run(parse("fixed:5:3@2").jobs(100), Load((0.0, 0.0)))
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        with pytest.raises(QuireError, match=f"client process {number + 1} of 2 ended with status -9"):
+            client.run(parse("fixed:5:3@2").jobs(100), load)
+        thread.join()
 
 
 def test_clients_end_with_the_process_that_started_them() -> None:

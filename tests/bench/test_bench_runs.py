@@ -99,6 +99,12 @@ def test_serve_at_a_rate(model: list[str], tmp_path: Path) -> None:
     assert run["output_tokens"] == 40
 
 
+def test_all_at_once(model: list[str], tmp_path: Path) -> None:
+    content = bench(tmp_path, "serve", *model, "--workload", "range:8:4:0@20", "--rate", "inf", "--repeat", "1")
+    run = content["results"][0]["median"]
+    assert (run["steps"], run["mean_running"], run["output_tokens"]) == (4, 20, 80)
+
+
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     shown = capsys.readouterr().out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from quire.errors import QuireError
 MOST = 64  # client processes
 EACH = 128  # requests at once that one process gets before there is another one
 BEFORE = 0.1  # seconds between a run's last word to the clients and its start
+LOOK = 0.2  # seconds between two looks at whether a process has ended
 LEAVE = 5.0  # seconds for a process to end
 
 
@@ -104,6 +106,7 @@ class Fleet:
             self._tell(process, {"start": start})
         sent, clients = list[Sent](), list[dict[str, Any]]()
         for process in self._processes:
+            self._await(process)
             while "load" not in (said := self._hear(process)):
                 sent.append(_sent(said["answer"], load))
             clients.append(said["load"])
@@ -145,6 +148,16 @@ class Fleet:
             process.stdin.flush()
         except OSError:
             self._ended(process)
+
+    def _await(self, process: subprocess.Popen[bytes]) -> None:
+        """Until `process` says something, or another one has ended, which is an error."""
+        assert process.stdout is not None, "it was started with a pipe"
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not selector.select(LOOK):
+                for one in self._processes:
+                    if one.poll() is not None:
+                        self._ended(one)
 
     def _hear(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         assert process.stdout is not None, "it was started with a pipe"
