@@ -2,7 +2,7 @@
 are asked for, then sends each of them a token, so many times a second, a chunk each, and says how fast it was.
 
     python tools/token_sender.py --port 9102 --streams 500 --rate 160 &
-    quire bench serve --url http://127.0.0.1:9102 --workload fixed:20:640@500 --rate inf --clients 1 --repeat 1 --warmup 0
+    quire bench serve --url http://127.0.0.1:9102 --workload fixed:20:640@500 --rate inf --clients 1
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import socket
 import time
 
 CHUNK = {
-    "id": "cmpl-0123456789abcdef0123456789abcdef", "object": "text_completion", "created": 1700000000, "model": "sender",
-    "choices": [{"index": 0, "text": " word", "logprobs": None, "finish_reason": None}], "usage": None,
+    "id": "cmpl-0123456789abcdef0123456789abcdef", "object": "text_completion", "created": 1700000000,
+    "model": "sender", "usage": None,
+    "choices": [{"index": 0, "text": " word", "logprobs": None, "finish_reason": None}],
 }  # fmt: skip
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
 
