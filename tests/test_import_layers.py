@@ -41,10 +41,11 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     WEIGHTS: WORDS | {"files", KERNELS, LAYERS_OF, MODELS},
     "data.runner": WORDS | DATA,  # nothing of the control plane
     "data": set(),
+    "client": set(),  # the standard library: it is started as a program, many times
     "text": CONTROL | {"build", "files"},
     "link": CONTROL | {"build", "source", "text"},
     **dict.fromkeys(JOINS, BELOW),
-    **dict.fromkeys(TOP, BELOW | TOP),
+    **dict.fromkeys(TOP, BELOW | TOP | {"client"}),
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "_pickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from quire.bench import main
-from quire.bench.client import Client
+from quire.bench.client import Asking, Client
 from quire.bench.drive import Load
 from quire.bench.workloads import parse
 from quire.data.models.configs import named_config
@@ -99,6 +99,12 @@ def test_serve_at_a_rate(model: list[str], tmp_path: Path) -> None:
     assert run["output_tokens"] == 40
 
 
+def test_all_at_once(model: list[str], tmp_path: Path) -> None:
+    content = bench(tmp_path, "serve", *model, "--workload", "range:8:4:0@20", "--rate", "inf", "--repeat", "1")
+    run = content["results"][0]["median"]
+    assert (run["steps"], run["mean_running"], run["output_tokens"]) == (4, 20, 80)
+
+
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
@@ -122,6 +128,8 @@ def test_control(tmp_path: Path) -> None:
         (["throughput", "--workload", "fixed:4000:200@1"], "4200 tokens, but sequences may have 4096"),
         (["serve", "--rate", "-1"], "--rate is -1.0"),
         (["serve", "--concurrency", "0"], "--concurrency is 0"),
+        (["serve", "--url", "http://127.0.0.1:9", "--clients", "0"], "--clients is 0"),
+        (["serve", "--url", "http://127.0.0.1:9", "--clients", "65"], "--clients is 65"),
         (["serve", "--url", "ftp://x"], "Expected http://HOST:PORT"),
         (["serve", "--url", "http://127.0.0.1:9"], "Start one with: quire serve"),
     ],
@@ -142,7 +150,8 @@ class Imitation(BaseHTTPRequestHandler):
     """Streams as many chunks as tokens were asked for, two tokens in the last one, and usage."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
-    fail = False
+    last: ClassVar[list[dict[str, Any]]] = []  # what the latest server was asked
+    every = 0  # which requests are refused
 
     def log_message(self, *args: object) -> None:
         """Quiet."""
@@ -154,23 +163,27 @@ class Imitation(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
+        if self.path.endswith("/metrics"):
+            self.answer(404, b"")
+            return
         self.answer(200, json.dumps({"data": [{"id": "imitation"}]}).encode())
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(asked)
-        if self.fail:
+        if self.every and len(self.asked) % self.every == 0:
             self.answer(503, b'{"error": {"message": "the queue is full"}}')
             return
         chunks: list[dict[str, Any]] = [{"choices": [{"text": "a"}]} for _ in range(asked["max_tokens"] - 1)]
-        chunks.append({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
+        chunks.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": asked["max_tokens"]}})
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
         self.answer(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
 
 
 @contextmanager
-def imitation(fail: bool = False) -> Iterator[str]:
-    handler = type("Handler", (Imitation,), {"asked": [], "fail": fail})
+def imitation(fail: bool = False, every: int = 0) -> Iterator[str]:
+    handler = type("Handler", (Imitation,), {"asked": [], "every": 1 if fail else every})
+    Imitation.last = handler.asked
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -182,26 +195,55 @@ def imitation(fail: bool = False) -> Iterator[str]:
         server.server_close()
 
 
-def test_serve_url(tmp_path: Path) -> None:
+def test_serve_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with imitation() as url:
         content = bench(tmp_path, "serve", "--url", url + "/v1", "--workload", "fixed:5:4@6", "--repeat", "1")
     result = content["results"][0]
+    run = result["median"]
     assert result["model"] == "imitation"
-    assert result["median"]["output_tokens"] == 24
-    assert result["median"]["requests"] == 6
-    assert result["median"]["chunks"] == 18
+    assert result["prompts"] == "ids"
+    assert (run["output_tokens"], run["requests"], run["attempted"], run["chunks"]) == (24, 6, 6, 18)
+    assert run["inter_token_from"] == "mean tokens a chunk"
+    assert (run["refused"], run["failed"], run["other_lengths"], run["server"]) == ({}, {}, 0, None)
+    assert len(run["clients"]) == 1
+    assert "6 of 6 requests" in capsys.readouterr().out
 
 
-def test_client_sends_whole_requests_in_order_of_time() -> None:
+def test_bodies_ask_for_exactly_the_jobs() -> None:
+    jobs = parse("fixed:5:4@6").jobs(100)
+    with imitation() as url, Client(url, asking=Asking(0.5, chunk_usage=True)) as client:
+        client.run(jobs, Load(concurrency=2))
+        bodies = [json.loads(client.body(job)) for job in jobs]
+    assert [body["prompt"] for body in bodies] == [job.prompt for job in jobs]
+    assert bodies[0] == {
+        "model": "imitation", "prompt": jobs[0].prompt, "max_tokens": 4, "temperature": 0.5, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }  # fmt: skip
+
+
+def test_prompts_as_text(tmp_path: Path) -> None:
+    """The bundled model's tokenizer decodes them; the server is asked with text."""
     with imitation() as url:
-        client = Client(url)
-        jobs = parse("fixed:5:4@6").jobs(100)
-        traces = client.run(jobs, Load((0.0, 0.0, 0.05, 0.05, 0.1, 0.1)), 0.5)
-    assert [trace.arrival for trace in traces] == [0.0, 0.0, 0.05, 0.05, 0.1, 0.1]
-    assert all(trace.events[0][0] >= trace.arrival for trace in traces)
-    assert [[tokens for _, tokens in trace.events] for trace in traces] == [[1, 1, 2]] * 6
+        content = bench(tmp_path, "serve", "--url", url, "--prompts", "text", "--workload", "fixed:5:4@3",
+                        "--repeat", "1", "--warmup", "0")  # fmt: skip
+        asked = Imitation.last
+    assert content["results"][0]["prompts"] == "text"
+    assert [type(body["prompt"]) for body in asked] == [str] * 3
+    assert content["results"][0]["median"]["prompt_tokens"] == 3 * 7  # as the server counts them
 
 
 def test_a_refusal_is_shown() -> None:
-    with imitation(fail=True) as url, pytest.raises(QuireError, match=r"answered 503.*the queue is full"):
-        Client(url).run(parse("fixed:5:4@1").jobs(100), Load(concurrency=1), 0.0)
+    with imitation(fail=True) as url, pytest.raises(QuireError, match=r"503.*the queue is full"), Client(url) as client:
+        client.run(parse("fixed:5:4@1").jobs(100), Load(concurrency=1))
+
+
+def test_refusals_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with imitation(every=3) as url:
+        content = bench(tmp_path, "serve", "--url", url, "--workload", "fixed:5:4@9", "--repeat", "1", "--warmup", "0")
+    run = content["results"][0]["median"]
+    assert (run["attempted"], run["requests"], run["refused"], run["failed"]) == (9, 6, {"503": 3}, {})
+    assert run["as_vllm"]["failed"] == 3
+    said = capsys.readouterr()
+    assert "3 requests refused" in said.err
+    assert "6 of 9 requests" in said.out
+    assert "3 requests without an answer: 503" in said.out

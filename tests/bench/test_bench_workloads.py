@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import combinations
 
@@ -49,6 +50,23 @@ def test_prompts(name: str, start: list[int], total: int, last: int) -> None:
     assert [(len(job.prompt), job.output) for job in jobs] == workload.lengths()
 
 
+@pytest.mark.parametrize(
+    ("mean_in", "mean_out", "ratio", "seed"),
+    [(200, 330, "0.6", 11), (32, 64, ".25", 0), (7, 5, "0.3", 3), (9, 1, "0", 2)],
+)
+def test_a_range_has_the_lengths_of_vllms_random_data_set(mean_in: int, mean_out: int, ratio: str, seed: int) -> None:
+    """Its `--random-range-ratio`, for a tokenizer that adds no special tokens: the same seed, the same lengths."""
+    rng, share = np.random.default_rng(seed), float(ratio)
+    drawn = [
+        rng.integers(max(1, math.floor(mean * (1 - share))), math.ceil(mean * (1 + share)) + 1, size=500)
+        for mean in (mean_in, mean_out)
+    ]
+    lengths = parse(f"range:{mean_in}:{mean_out}:{ratio}@500").lengths(seed)
+    assert lengths == list(zip(*(one.tolist() for one in drawn)))
+    for at, mean in enumerate((mean_in, mean_out)):
+        assert np.mean([pair[at] for pair in lengths]) == pytest.approx(mean, rel=0.05)
+
+
 def test_shared_prefix() -> None:
     assert parse("shared:5:3:2@4").jobs(100) == [
         ([47, 50, 70, 86, 12, 21, 75, 85], 2),
@@ -67,6 +85,8 @@ def test_tokens_are_plain_and_within_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "range:5:5@3", "range:5:5:1@3", "range:5:5:1.5@3", "range:5:5:-0.1@3", "range:5:5:nan@3", "range:5:5:@3",
+        "range:0:5:0.5@3", "range:5:5:0.5:0.5@3",
         "", "sharegpt", "sharegpt@", "sharegpt@0", "sharegpt@-1", "sharegpt@1e3", "sharegpt@100001", "wmt@10",
         "fixed@4", "fixed:1@4", "fixed:1:2:3@4", "fixed:0:1@4", "fixed:1:x@4", "fixed:1:99999999999@4",
         "shared:1:2@3", "sharegpt:1@3", "alpaca@٣", "alpaca@" + "9" * 5000,

@@ -27,6 +27,7 @@ from quire.bench import (
 )
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
+from quire.bench.fleet import EACH
 from quire.bench.workloads import EXPECTED
 from quire.cli.flags import add_engine_flags
 from quire.cli.parser import Parser
@@ -95,13 +96,22 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _workload_flags("sharegpt@64")(parser)
     group = parser.add_argument_group("service")
     group.add_argument("--arrivals", metavar="HOW", help=f"when requests come: {arrivals.EXPECTED}")
-    group.add_argument("--rate", type=float, metavar="X", help="the same as --arrivals poisson:X")
+    group.add_argument("--rate", type=float, metavar="X", help="the same as --arrivals poisson:X; inf: all at once")
     group.add_argument("--concurrency", type=int, default=8, metavar="N",
                        help="without either, and without a trace's own times: requests under way at any time "
                             "(default: %(default)s)")  # fmt: skip
     group.add_argument("--url", metavar="URL", help="measure the OpenAI-compatible server there, not an engine here")
     group.add_argument("--vocab-size", type=int, default=1024, metavar="N",
                        help="with --url: prompts are made of token ids below N (default: %(default)s)")  # fmt: skip
+    group.add_argument("--clients", type=int, metavar="N",
+                       help="with --url: processes that send requests and time answers (default: one for each "
+                            f"{EACH} requests at once, on at most half of the cores)")  # fmt: skip
+    group.add_argument("--prompts", choices=("ids", "text"), default="ids",
+                       help="with --url: send prompts as token ids (the default), or as the text that --tokenizer or "
+                            "the model's decodes them to, whose tokens the server counts")  # fmt: skip
+    group.add_argument("--chunk-usage", action="store_true",
+                       help="with --url: ask for the tokens so far in each chunk, to share the time between chunks "
+                            "that bring several by what each brought")  # fmt: skip
 
 
 def _traced(run: Run) -> Run:

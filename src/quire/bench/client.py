@@ -1,97 +1,138 @@
-"""Driving an OpenAI-compatible server through a workload: a thread a request, the standard library's HTTP client.
-
-A streamed chunk counts as one token for the gaps between tokens; how many came in all is what the server's usage says.
-"""
+"""An OpenAI-compatible server, measured: its model, its metrics, and the load that client processes put on it."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from quire.bench.drive import Load
-from quire.bench.latency import Trace
+from quire.bench.fleet import MOST, Fleet, clients_for
+from quire.bench.scrape import Scrape, between
+from quire.bench.served import summary
 from quire.bench.workloads import Job
+from quire.client.connections import Address
 from quire.errors import QuireError, StartupError
 
-MAX_THREADS = 1024
-LINE = 2**20  # bytes of one line of a stream
-TIMEOUT = 600.0
+ANSWER = 2**24  # bytes of an answer that is no completion
+TIMEOUT = 60.0
+
+
+class Asking(NamedTuple):
+    """How completions are asked for: `chunk_usage` for the tokens so far in every chunk; `text` makes a prompt of token
+    ids a text, which is sent instead."""
+
+    temperature: float = 0.0
+    chunk_usage: bool = False
+    text: Callable[[Sequence[int]], str] | None = None
 
 
 class Client:
-    """A server at `url`, such as http://127.0.0.1:8000. The key of QUIRE_API_KEY is sent if it is set."""
+    """A server at `url`, such as http://127.0.0.1:8000. The key of QUIRE_API_KEY is sent if it is set. Load comes from
+    `clients` processes, or as many as it needs; they end with this context."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, clients: int | None = None, asking: Asking | None = None) -> None:
+        if clients is not None and not 1 <= clients <= MOST:
+            raise StartupError(f"--clients is {clients}", f"Give 1 to {MOST}")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise StartupError(f"--url is {url[:80]!r}", "Expected http://HOST:PORT")
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port, self.url = parts.hostname, parts.port, url
+        self.url, self._tls = url, parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         key = os.environ.get("QUIRE_API_KEY", "")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.model = str(json.loads(self._ask("GET", "/v1/models").read(LINE))["data"][0]["id"])
+        self._clients, self._asking = clients, asking or Asking()
+        self._fleet: Fleet | None = None
+        self._jobs: Sequence[Job] = ()
+        self._bodies: list[bytes] = []
+        status, models = self._get("/v1/models")
+        if status != 200:
+            raise QuireError(f"{url}/v1/models answered {status}: {models[:500]}")
+        self.model = str(json.loads(models)["data"][0]["id"])
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        connection = self._kind(self._host, self._port, timeout=TIMEOUT)
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+
+    def _get(self, path: str) -> tuple[int, str]:
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=TIMEOUT)
         try:
-            connection.request(
-                method, self._root + path, None if body is None else json.dumps(body), headers=self._headers
-            )
-            response = connection.getresponse()
+            connection.request("GET", self._root + path, headers=self._headers)
+            with connection.getresponse() as response:
+                return response.status, response.read(ANSWER).decode(errors="replace")
         except OSError as error:
             raise StartupError(f"no server answers at {self.url}: {error}", "Start one with: quire serve") from error
-        if response.status != 200:
-            with response:
-                said = response.read(500).decode(errors="replace")
-            raise QuireError(f"{self.url}{path} answered {response.status}: {said}")
-        return response
+        finally:
+            connection.close()
 
-    def complete(self, job: Job, temperature: float, arrival: float, start: float) -> Trace:
-        """One streamed completion; `start` is when the run began."""
-        body = {
-            "model": self.model,
-            "prompt": job.prompt,
-            "max_tokens": job.output,
-            "temperature": temperature,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        moments, tokens = list[float](), 0
-        with self._ask("POST", "/v1/completions", body) as response:
-            while line := response.readline(LINE):
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise QuireError(f"the server failed: {chunk['error']}")
-                if chunk.get("choices"):
-                    moments.append(time.monotonic() - start)
-                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-        if not moments or not tokens:
-            raise QuireError(f"{self.url} ended a stream without tokens or usage")
-        moments = moments[:tokens]  # a last chunk may only say why the output ended
-        last = tokens - len(moments) + 1
-        return Trace(arrival, len(job.prompt), [*((moment, 1) for moment in moments[:-1]), (moments[-1], last)])
+    def scrape(self) -> Scrape | None:
+        """The server's metrics; None if it shows none."""
+        try:
+            status, text = self._get("/metrics")
+        except StartupError:  # it has ended: what the run came to says so
+            return None
+        return Scrape.of(text) if status == 200 else None
 
-    def run(self, jobs: Sequence[Job], load: Load, temperature: float) -> list[Trace]:
-        """All jobs. Open loads send each request at its time; if MAX_THREADS are busy it waits, and that counts."""
-        start = time.monotonic()
+    def _address(self) -> Address:
+        try:
+            [(*_, where), *_] = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise StartupError(f"{self._host!r} has no address: {error}", "Expected http://HOST:PORT") from error
+        return Address(str(where[0]), self._port, self._host if self._tls else None)
 
-        def one(index: int) -> Trace:
-            now = time.monotonic() - start
-            if load.times is None:
-                return self.complete(jobs[index], temperature, now, start)
-            time.sleep(max(0.0, load.times[index] - now))
-            return self.complete(jobs[index], temperature, load.times[index], start)
+    def _head(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        headers = {"Host": f"{host}:{self._port}", **self._headers}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"POST {self._root}/v1/completions HTTP/1.1\r\n{lines}"
 
-        threads = min(load.concurrency if load.times is None else len(jobs), MAX_THREADS)
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(one, range(len(jobs))))
+    def body(self, job: Job) -> bytes:
+        """A streamed completion of exactly the job's length."""
+        temperature, chunk_usage, text = self._asking
+        options = {"include_usage": True} | ({"continuous_usage_stats": True} if chunk_usage else {})
+        asked = {
+            "model": self.model, "prompt": text(job.prompt) if text else job.prompt, "max_tokens": job.output,
+            "temperature": temperature, "ignore_eos": True, "stream": True, "stream_options": options,
+        }  # fmt: skip
+        return json.dumps(asked, separators=(",", ":")).encode()
+
+    def run(self, jobs: Sequence[Job], load: Load) -> dict[str, Any]:
+        """The numbers of one run of all jobs. Open loads send each request at its time."""
+        if jobs is not self._jobs:
+            self._jobs, self._bodies = jobs, [self.body(job) for job in jobs]
+        fleet = self._fleet_for(len(jobs), load)
+        before = self.scrape()
+        sent, clients = fleet.run(self._address(), self._head(), self._bodies, load)
+        after = self.scrape()
+        run = summary(jobs, sent, clients)
+        if not run["requests"]:
+            raise QuireError(f"{self.url} answered no request: {sent[0].error}")
+        run["server"] = between(before, after, run["output_tokens"], run["seconds"])
+        return run
+
+    def _fleet_for(self, requests: int, load: Load) -> Fleet:
+        """The processes of the run before, if they are as many as this one needs."""
+        count = self._clients or clients_for(requests, load)
+        if self._fleet is not None and self._fleet.count != count:
+            self._fleet.close()
+            self._fleet = None
+        if self._fleet is None:
+            self._fleet = Fleet(count)
+        return self._fleet
+
+
+def progress(run: dict[str, Any]) -> str:
+    """What somebody who waits should know of a run beside its speed, from "; " on; "" for nothing."""
+    said = [f"{count} requests {what}" for what in ("refused", "failed") if (count := sum(run[what].values()))]
+    said += [f"{run['other_lengths']} answers have other lengths than asked for"] if run["other_lengths"] else []
+    said += [f"the client was saturated: {why}" for why in run["saturated"]]
+    return "".join(f"; {one}" for one in said)

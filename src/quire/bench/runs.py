@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from quire.bench.client import Client
+from quire.bench import served
+from quire.bench.client import Asking, Client, progress
 from quire.bench.document import short, table
 from quire.bench.drive import Decoding, Load, drive
-from quire.bench.latency import Trace, latencies, totals
+from quire.bench.latency import latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
+from quire.bench.traces import tokenizer_of
 from quire.bench.workloads import Job, Workload, parse, poisson
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
@@ -24,11 +26,12 @@ from quire.errors import InputError, StartupError
 from quire.link.collector import spare_the_loaded
 
 Loads = Callable[[Workload, int], Load]
-Attempt = Callable[[Sequence[Job], Load], tuple[list[Trace], dict[str, Any]]]
+Attempt = Callable[[Sequence[Job], Load], dict[str, Any]]
 
 
 class Target(NamedTuple):
-    """What runs the jobs: `attempt` once, and facts of it that hold for all runs, asked for at the end."""
+    """What runs the jobs: `attempt` once, for the numbers of a run; and facts that hold for all runs, asked for at the
+    end."""
 
     vocab_size: int
     max_len: int | None
@@ -47,14 +50,16 @@ def latency(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def serve(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Poisson arrivals at --rate a second, or always --concurrency requests under way."""
+    """Poisson arrivals at --rate a second (inf: all at once), or always --concurrency requests under way."""
     rate = args.rate
-    if rate is not None and not 0 < rate < float("inf"):
-        raise StartupError(f"--rate is {rate}", "Give requests a second, above 0")
+    if rate is not None and not rate > 0:
+        raise StartupError(f"--rate is {rate}", "Give requests a second, above 0, or inf")
     if args.concurrency < 1:
         raise StartupError(f"--concurrency is {args.concurrency}", "It must be at least 1")
     if rate is None:
         return measure(args, lambda workload, seed: Load(concurrency=args.concurrency))
+    if rate == float("inf"):
+        return throughput(args)
     return measure(args, lambda workload, seed: Load(poisson(workload.requests, rate, seed)))
 
 
@@ -69,7 +74,7 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
     if url and not decoding.plain:
         raise StartupError("--url is given with --n, --best-of or --beam-width", "Measure those in this process")
     results = []
-    with _server(url, args) if url else _engine(config, decoding) as target:
+    with _server(url, args, config) if url else _engine(config, decoding) as target:
         for workload in workloads:
             jobs = workload.jobs(target.vocab_size, config.seed)
             _check_lengths(workload, jobs, target.max_len)
@@ -103,10 +108,12 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
     engine = built.engine
     engine.limits = engine.limits._replace(max_queued=sys.maxsize)
 
-    def attempt(jobs: Sequence[Job], load: Load) -> tuple[list[Trace], dict[str, Any]]:
+    def attempt(jobs: Sequence[Job], load: Load) -> dict[str, Any]:
         if (prefixes := engine.scheduler.memory.prefixes) is not None:
             prefixes.reset()
-        return drive(engine, jobs, load, decoding)
+        traces, facts = drive(engine, jobs, load, decoding)
+        end = max(trace.events[-1][0] for trace in traces)
+        return {**totals(traces, end), **latencies(traces), **facts}
 
     def facts() -> dict[str, Any]:
         defaults = {field.name: field.default for field in fields(EngineConfig)}
@@ -126,14 +133,12 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
 
 
 @contextmanager
-def _server(url: str, args: argparse.Namespace) -> Iterator[Target]:
-    client = Client(url)
-
-    def attempt(jobs: Sequence[Job], load: Load) -> tuple[list[Trace], dict[str, Any]]:
-        traces = client.run(jobs, load, args.temperature)
-        return traces, {"chunks": sum(len(trace.events) for trace in traces)}
-
-    yield Target(args.vocab_size, None, attempt, lambda: {"model": client.model, "url": url})
+def _server(url: str, args: argparse.Namespace, config: EngineConfig) -> Iterator[Target]:
+    tokenizer = tokenizer_of(config) if args.prompts == "text" else None
+    asking = Asking(args.temperature, args.chunk_usage, tokenizer.decode if tokenizer else None)
+    with Client(url, args.clients, asking) as client:
+        facts = {"model": client.model, "url": url, "prompts": args.prompts}
+        yield Target(tokenizer.vocab_size if tokenizer else args.vocab_size, None, client.run, lambda: facts)
 
 
 def _check_lengths(workload: Workload, jobs: Sequence[Job], max_len: int | None) -> None:
@@ -149,22 +154,22 @@ def _run(
     target: Target, workload: Workload, jobs: Sequence[Job], load: Load, index: int, repeat: int
 ) -> dict[str, Any]:
     others = Others()
-    traces, facts = target.attempt(jobs, load)
-    busy = others.load()
-    end = max(trace.events[-1][0] for trace in traces)
-    run = {**totals(traces, end), **latencies(traces), **facts, "cores_used_by_others": busy}
-    chunks = run.get("chunks", run["output_tokens"])
-    print(
-        f"{workload.name}, run {index + 1} of {repeat}: {end:.3g} s, {short(run['output_tokens_per_s'])} output tok/s"
-        + (f"; only {chunks} chunks, so latencies are those of chunks" if 2 * chunks < run["output_tokens"] else "")
-        + (f"; others used {busy:.2f} cores, so don't trust this" if busy > QUIET else ""),
-        file=sys.stderr,
-    )
+    run = target.attempt(jobs, load)
+    busy = others.load() - sum(client["cpu_s"] / client["seconds"] for client in run.get("clients", ()))
+    run["cores_used_by_others"] = max(0.0, busy)
+    said = f"{short(run['seconds'])} s, {short(run['output_tokens_per_s'])} output tok/s"
+    if "clients" in run:
+        said += progress(run)
+    elif busy > QUIET:
+        said += f"; others used {busy:.2f} cores, so don't trust this"
+    print(f"{workload.name}, run {index + 1} of {repeat}: {said}", file=sys.stderr)
     return run
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """The median runs as a table."""
+    """The median runs as a table; those against a server as one each."""
+    if results and "url" in results[0]:
+        return served.show(results)
     head = ("workload", "s", "output tok/s", "total tok/s", "TTFT p50 ms", "p99", "inter-token ms", "p99",
             "normalised ms", "mean batch", "KV used", "preempted", "others' cores")  # fmt: skip
     rows = []

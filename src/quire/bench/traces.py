@@ -329,14 +329,19 @@ def counter(config: EngineConfig) -> Count:
 
     @cache
     def tokenizer() -> Tokenizer:
-        from quire.data.weights.checkpoint import locate
-        from quire.source import read_source
-        from quire.text.tokenizer import Tokenizer
-
-        named = config.tokenizer
-        folder = locate(named, weights=False) if named is not None else read_source(config, weights=False).folder
-        if folder is None:
-            raise StartupError("a trace is in ShareGPT's format, and there is no tokenizer", "Give --tokenizer FOLDER")
-        return Tokenizer.load(folder)
+        return tokenizer_of(config)
 
     return lambda text: len(tokenizer().encode(text))
+
+
+def tokenizer_of(config: EngineConfig) -> Tokenizer:
+    """The tokenizer of --tokenizer, or the model's own."""
+    from quire.data.weights.checkpoint import locate
+    from quire.source import read_source
+    from quire.text.tokenizer import Tokenizer
+
+    named = config.tokenizer
+    folder = locate(named, weights=False) if named is not None else read_source(config, weights=False).folder
+    if folder is None:
+        raise StartupError("texts are counted in tokens, and there is no tokenizer", "Give --tokenizer FOLDER")
+    return Tokenizer.load(folder)

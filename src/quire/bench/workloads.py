@@ -6,6 +6,8 @@ aren't used: at each workload a comment says which numbers are the paper's, and 
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -128,9 +130,17 @@ ARTICLE = Uniform(54_586, 130_000)
 ASKED = 4
 QUESTION, ANSWER = Uniform(16, 64), Uniform(50, 100)
 
-NUMBERS = {"docqa": 2, "fixed": 2, "shared": 3, **dict.fromkeys((*DRAWN, *TRANSLATION, "chat", "arxiv-qa"), 0)}
+RATIO = re.compile(r"0?\.[0-9]{1,6}|0", re.ASCII)  # of a range: below 1
+NUMBERS = {
+    "docqa": 2,
+    "fixed": 2,
+    "range": 3,
+    "shared": 3,
+    **dict.fromkeys((*DRAWN, *TRANSLATION, "chat", "arxiv-qa"), 0),
+}
 EXPECTED = ", ".join((
-    "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N, shared:PREFIX:OWN:OUT@N, docqa:DOCUMENTS:TOKENS@N",
+    "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N, range:IN:OUT:RATIO@N, shared:PREFIX:OWN:OUT@N",
+    "docqa:DOCUMENTS:TOKENS@N",
     *(f"{kind}@N" for kind, count in NUMBERS.items() if not count and kind not in ("sharegpt", "alpaca", "longdoc")),
 ))  # fmt: skip
 
@@ -181,12 +191,16 @@ class Named(Workload):
     kind: str
     numbers: tuple[int, ...]
     requests: int
+    ratio: float = 0.0
 
     def sketches(self, seed: int = 0) -> list[Sketch]:
         """Every request, without its tokens: the same for the same seed."""
         rng = np.random.default_rng(seed)
         if self.kind in DRAWN:
             return list(_drawn(rng, *DRAWN[self.kind], self.requests))
+        if self.kind == "range":
+            prompts, outputs = (around(mean, self.ratio) for mean in self.numbers)
+            return list(_drawn(rng, prompts, outputs, self.requests))
         if self.kind in TRANSLATION:
             prefix = TRANSLATION[self.kind]
             return [
@@ -199,11 +213,16 @@ class Named(Workload):
             return _questions(rng, -(-self.requests // ASKED), ARTICLE, self.requests)
         if self.kind == "docqa":
             documents, tokens = self.numbers
-            around = Uniform(tokens - tokens // 4, tokens + tokens // 4)
-            return _questions(rng, documents, around, self.requests)
+            lengths = Uniform(tokens - tokens // 4, tokens + tokens // 4)
+            return _questions(rng, documents, lengths, self.requests)
         *prefix_and_own, output = self.numbers
         shared = ("shared", prefix_and_own[0]) if self.kind == "shared" else ()
         return [Sketch(sum(prefix_and_own), output, *shared)] * self.requests
+
+
+def around(mean: int, ratio: float) -> Uniform:
+    """Lengths within `ratio` of `mean`: the bounds that vLLM's random data set takes."""
+    return Uniform(max(1, math.floor(mean * (1 - ratio))), math.ceil(mean * (1 + ratio)))
 
 
 def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int) -> Iterator[Sketch]:
@@ -245,8 +264,17 @@ def parse(name: str | Workload) -> Workload:
     kind, *given = what.split(":")
     if not at or NUMBERS.get(kind) != len(given):
         raise StartupError(f"there is no workload {name[:60]!r}", f"Expected {EXPECTED}")
+    ratio = _ratio(name, given.pop()) if kind == "range" else 0.0
     numbers = tuple(_number(name, text, MAX_LENGTH) for text in given)
-    return Named(name, kind, numbers, _number(name, count, MAX_REQUESTS))
+    return Named(name, kind, numbers, _number(name, count, MAX_REQUESTS), ratio)
+
+
+def _ratio(name: str, text: str) -> float:
+    if not RATIO.fullmatch(text):
+        raise StartupError(
+            f"{text[:20]!r} in the workload {name[:60]!r} is not a ratio from 0 to below 1", f"Expected {EXPECTED}"
+        )
+    return float(text)
 
 
 def _number(name: str, text: str, most: int) -> int:

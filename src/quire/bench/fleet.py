@@ -1,0 +1,184 @@
+"""Client processes (quire.client) that put one load on a server: started once, given a plan for each run.
+
+They share a file of requests' bytes and, for a closed loop, a queue; plans and results are JSON lines over pipes. They
+are programs of their own, and end when their stdin does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+from quire.bench.drive import Load
+from quire.client.connections import Address
+from quire.client.load import RECORD
+from quire.errors import QuireError
+
+MOST = 64  # client processes
+EACH = 128  # requests at once that one process gets before there is another one
+BEFORE = 0.1  # seconds between a run's last word to the clients and its start
+LOOK = 0.2  # seconds between two looks at whether a process has ended
+LEAVE = 5.0  # seconds for a process to end
+
+
+def clients_for(requests: int, load: Load) -> int:
+    """As many as the load asks for, on at most half of the cores: the server may be on the others."""
+    at_once = requests if load.times is not None else min(requests, load.concurrency)
+    return max(1, min(-(-at_once // EACH), (os.cpu_count() or 1) // 2, 16))
+
+
+class Sent(NamedTuple):
+    """What came of one request. Seconds from the start of the run: when it was `due` and when it was `sent`, and when
+    each chunk came; `counts` says the tokens after each chunk, if the server does. `prompt`, `tokens`: its usage."""
+
+    number: int
+    due: float
+    sent: float
+    times: list[float]
+    counts: list[int]
+    prompt: int
+    tokens: int
+    status: int
+    error: str | None
+
+
+class Fleet:
+    """`count` processes, until `close`."""
+
+    def __init__(self, count: int) -> None:
+        assert 1 <= count <= MOST, count
+        self.count = count
+        self._stack = ExitStack()
+        self._bodies = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._queue = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._spans: list[tuple[int, int]] = []
+        self._held: Sequence[bytes] = ()
+        self._processes = []
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for _ in range(count):
+                self._processes.append(self._start())
+            undo.pop_all()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        files = (self._bodies.fileno(), self._queue.fileno())
+        return subprocess.Popen(
+            [sys.executable, "-m", "quire.client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=files,
+            start_new_session=True,  # so that a terminal's Ctrl-C is this process's to handle
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None, "it was started with pipes"
+                with suppress(OSError):  # what is unsent can't be sent to one that has ended
+                    pipe.close()
+        for process in self._processes:
+            try:
+                process.wait(LEAVE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._stack.close()
+
+    def run(
+        self, address: Address, head: str, bodies: Sequence[bytes], load: Load
+    ) -> tuple[list[Sent], list[dict[str, Any]]]:
+        """Send every body as `load` says: what came of each, in order, and how busy each client was."""
+        self._hold(bodies)
+        plans = self._plans(len(bodies), load)
+        for process, plan in zip(self._processes, plans):
+            files = {"bodies": self._bodies.fileno(), "queue": self._queue.fileno()}
+            self._tell(process, {"address": address, "head": head, **plan, **files})
+        for process in self._processes:
+            self._hear(process)
+        start = time.monotonic() + BEFORE
+        for process in self._processes:
+            self._tell(process, {"start": start})
+        sent, clients = list[Sent](), list[dict[str, Any]]()
+        for process in self._processes:
+            self._await(process)
+            while "load" not in (said := self._hear(process)):
+                sent.append(_sent(said["answer"], load))
+            clients.append(said["load"])
+        sent.sort()
+        if [one.number for one in sent] != list(range(len(bodies))):
+            raise QuireError(f"the clients lost requests: {len(sent)} answers to {len(bodies)}")
+        return sent, clients
+
+    def _hold(self, bodies: Sequence[bytes]) -> None:
+        """The bodies in the file that the clients read."""
+        if bodies is self._held:
+            return
+        self._bodies.seek(0)
+        self._bodies.truncate()
+        self._spans, at = [], 0
+        for body in bodies:
+            self._spans.append((at, len(body)))
+            self._bodies.write(body)
+            at += len(body)
+        self._bodies.flush()
+        self._held = bodies
+
+    def _plans(self, count: int, load: Load) -> list[dict[str, Any]]:
+        clients = len(self._processes)
+        if load.times is not None:
+            timed = [(index, *self._spans[index], load.times[index]) for index in range(count)]
+            return [{"requests": timed[client::clients], "slots": 0} for client in range(clients)]
+        queue = self._queue.fileno()
+        os.ftruncate(queue, 0)
+        os.pwrite(queue, b"".join(RECORD.pack(index, *self._spans[index]) for index in range(count)), 0)
+        os.lseek(queue, 0, os.SEEK_SET)  # for the clients too: they inherited this position
+        slots = min(load.concurrency, count)
+        return [{"requests": [], "slots": (slots + client) // clients} for client in range(clients)]
+
+    def _tell(self, process: subprocess.Popen[bytes], what: Mapping[str, Any]) -> None:
+        assert process.stdin is not None, "it was started with a pipe"
+        try:
+            process.stdin.write(json.dumps(what, separators=(",", ":")).encode() + b"\n")
+            process.stdin.flush()
+        except OSError:
+            self._ended(process)
+
+    def _await(self, process: subprocess.Popen[bytes]) -> None:
+        """Until `process` says something, or another one has ended, which is an error."""
+        assert process.stdout is not None, "it was started with a pipe"
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not selector.select(LOOK):
+                for one in self._processes:
+                    if one.poll() is not None:
+                        self._ended(one)
+
+    def _hear(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        assert process.stdout is not None, "it was started with a pipe"
+        line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            self._ended(process)
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> None:
+        number = self._processes.index(process) + 1
+        status = process.wait(LEAVE)
+        raise QuireError(f"client process {number} of {len(self._processes)} ended with status {status}: see above")
+
+
+def _sent(said: Mapping[str, Any], load: Load) -> Sent:
+    sent = at = said["sent"]
+    times = []
+    for gap in said["times"]:
+        at += gap
+        times.append(at / 1e6)
+    due = sent / 1e6 if load.times is None else load.times[said["number"]]
+    return Sent(said["number"], due, sent / 1e6, times, said["counts"], said["prompt"], said["tokens"],
+                said["status"], said["error"])  # fmt: skip

@@ -1,0 +1,105 @@
+"""What a server says of itself: /metrics before and after a run, and what happened between them.
+
+Names are those of quire, under its own prefix or vLLM's, so vLLM's server can be read too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIXES = ("quire_", "vllm:")
+LATENCIES = {
+    "ttft_s": "time_to_first_token_seconds",
+    "inter_token_s": "inter_token_latency_seconds",
+    "queue_s": "request_queue_time_seconds",
+}
+
+
+class Scrape(NamedTuple):
+    """Samples by name: their labels, and values."""
+
+    samples: dict[str, list[tuple[dict[str, str], float]]]
+
+    @classmethod
+    def of(cls, text: str) -> Scrape | None:
+        """The samples in Prometheus's text format; None if it is something else."""
+        samples = defaultdict(list)
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    samples[sample.name].append((dict(sample.labels), sample.value))
+        except (ValueError, KeyError, IndexError):
+            return None
+        return cls(dict(samples))
+
+    def find(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """The samples of `name` under the prefix that the server uses."""
+        return next((self.samples[prefix + name] for prefix in PREFIXES if prefix + name in self.samples), [])
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Sums by the values of one label; those without it are under ""."""
+        sums: dict[str, float] = defaultdict(float)
+        for labels, value in self.find(name):
+            sums[labels.get(label, "")] += value
+        return dict(sums)
+
+
+def between(before: Scrape | None, after: Scrape | None, tokens: int, seconds: float) -> dict[str, Any] | None:
+    """What the server counted between two scrapes, in which a client got `tokens` tokens within `seconds`; None if it
+    shows none of it. A part that it doesn't show is left out."""
+    if before is None or after is None:
+        return None
+    facts: dict[str, Any] = {}
+    for name, metric in LATENCIES.items():
+        if (seen := histogram(before, after, metric)) is not None:
+            facts[name] = seen
+    generated = difference(before, after, "generation_tokens_total", "")
+    if generated:
+        facts["output_tokens"] = round(sum(generated.values()))
+    cpu = difference(before, after, "process_cpu_seconds_total", "process")
+    if cpu:
+        facts["cpu_cores"] = {process: spent / seconds for process, spent in cpu.items()}
+        facts["cpu_us_per_token"] = {process: 1e6 * spent / max(tokens, 1) for process, spent in cpu.items()}
+    return facts or None
+
+
+def difference(before: Scrape, after: Scrape, name: str, label: str) -> dict[str, float]:
+    """How much a counter grew, by the values of a label. A process that was started again counts from 0."""
+    old = before.by(name, label)
+    return {
+        key: value - old.get(key, 0.0) if value >= old.get(key, 0.0) else value
+        for key, value in after.by(name, label).items()
+    }
+
+
+def histogram(before: Scrape, after: Scrape, name: str) -> dict[str, float] | None:
+    """What a histogram took in: `count`, `mean`, and percentiles between the bounds of buckets; None for nothing."""
+    count = sum(difference(before, after, f"{name}_count", "").values())
+    if count <= 0:
+        return None
+    total = sum(difference(before, after, f"{name}_sum", "").values())
+    grown = difference(before, after, f"{name}_bucket", "le")
+    buckets = sorted((float(bound), at_most) for bound, at_most in grown.items())
+    points = {f"p{share}": quantile(buckets, share / 100) for share in (50, 90, 99)}
+    return {"count": round(count), "mean": total / count, **dict(_known(points))}
+
+
+def _known(points: dict[str, float | None]) -> Iterator[tuple[str, float]]:
+    return ((name, value) for name, value in points.items() if value is not None)
+
+
+def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
+    """A quantile of cumulative `buckets` (upper bounds, and how many are at most that), taken to be spread evenly in
+    each bucket, as Prometheus's histogram_quantile does. Beyond the last finite bound it is that bound."""
+    if not buckets or buckets[-1][1] <= 0:
+        return None
+    rank, low, below = share * buckets[-1][1], 0.0, 0.0
+    for bound, at_most in buckets:
+        if at_most >= rank and at_most > below:
+            return low if bound == float("inf") else low + (bound - low) * (rank - below) / (at_most - below)
+        low, below = (low if bound == float("inf") else bound), at_most
+    return low

@@ -1,0 +1,160 @@
+"""Reading streamed completions: however the bytes are cut, beside the standard library's HTTP; and what is refused."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import random
+from typing import Any
+
+import pytest
+
+from quire.client.answer import CHUNK, HEAD, LINE, Answer, BadAnswer, Reader
+
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+def events(tokens: int, counted: bool = False) -> list[bytes]:
+    """A completion of so many tokens, one a chunk."""
+    said: list[dict[str, Any]] = [
+        {"choices": [{"text": "é\n"}], "usage": {"prompt_tokens": 3, "completion_tokens": i + 1} if counted else None}
+        for i in range(tokens)
+    ]
+    said.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}})
+    return [b"data: %s\n\n" % json.dumps(one, ensure_ascii=False).encode() for one in said] + [b"data: [DONE]\n\n"]
+
+
+def chunked(pieces: list[bytes]) -> bytes:
+    body = b"".join(b"%X;x=y\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return PLAIN + b"Transfer-Encoding: Chunked\r\n\r\n" + body + b"0\r\n\r\n"
+
+
+def read(data: bytes, cuts: list[int], close: bool = False) -> tuple[Answer, Reader]:
+    """Everything, fed in pieces that end at `cuts`: the first at time 0, the second at 1 ..."""
+    answer = Answer(0, None)
+    reader, at = Reader(answer), 0
+    done = False
+    for now, end in enumerate([*cuts, len(data)]):
+        assert not done or end == at, "done before its end"
+        done = reader.feed(data[at:end], now)
+        at = end
+    if close:
+        reader.closed()
+    else:
+        assert done
+    return answer, reader
+
+
+def test_however_the_bytes_are_cut() -> None:
+    data = chunked(events(4))
+    for cut in range(1, len(data)):
+        answer, reader = read(data, [cut])
+        assert (len(answer.times), answer.tokens, answer.prompt, answer.error) == (4, 4, 3, None)
+        assert reader.keep
+    answer, _ = read(data, list(range(1, len(data))))  # a byte at a time
+    assert (len(answer.times), answer.tokens) == (4, 4)
+
+
+def test_events_are_what_the_standard_library_reads() -> None:
+    rng = random.Random(3)
+    body = b"".join(events(40))
+    for _ in range(50):  # chunks that don't care where an event ends
+        ends = sorted(rng.sample(range(1, len(body)), 30))
+        data = chunked([body[a:b] for a, b in zip([0, *ends], [*ends, len(body)])])
+
+        class Socket:
+            def makefile(self, mode: str, data: bytes = data) -> io.BytesIO:
+                return io.BytesIO(data)
+
+        response = http.client.HTTPResponse(Socket())  # type: ignore[arg-type]
+        response.begin()
+        expected = [line for line in response.read().split(b"\n") if b'"text"' in line]
+        answer, _ = read(data, sorted(rng.sample(range(1, len(data)), 20)))
+        assert len(answer.times) == len(expected) == 40
+
+
+def test_times_are_those_of_the_piece_that_ended_an_event() -> None:
+    pieces = [chunked([event]) for event in events(3)]
+    head = pieces[0].index(b"\r\n\r\n") + 4
+    bodies = [piece[head:-5] for piece in pieces]
+    data = chunked(events(3))
+    ends = [head + sum(map(len, bodies[: i + 1])) for i in range(3)]
+    answer, _ = read(data, ends)
+    assert list(answer.times) == [0, 1, 2]
+    answer, _ = read(data, [end - 1 for end in ends])  # each event's last byte comes with the next piece
+    assert list(answer.times) == [1, 2, 3]
+
+
+def test_usage_of_every_chunk() -> None:
+    answer, _ = read(chunked(events(5, counted=True)), [])
+    assert list(answer.counts) == [1, 2, 3, 4, 5]
+
+
+def test_bodies_of_known_length_and_until_the_end() -> None:
+    body = b"".join(events(3))
+    answer, reader = read(PLAIN + b"Content-Length: %d\r\n\r\n%s" % (len(body), body), [70, 90])
+    assert (answer.tokens, len(answer.times), reader.keep) == (3, 3, True)
+    answer, reader = read(PLAIN.replace(b"1.1", b"1.0") + b"\r\n" + body, [70, 90], close=True)
+    assert (answer.tokens, answer.error, reader.keep) == (3, None, False)
+    closing = chunked(events(2)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
+    assert not read(closing, [])[1].keep
+    answer, _ = read(b"HTTP/1.1 100 Continue\r\n\r\n" + chunked(events(2)), [5])
+    assert answer.tokens == 2
+
+
+def test_a_refusal_is_kept() -> None:
+    body = b'{"error": {"message": "the queue is full"}}'
+    answer, reader = read(b"HTTP/1.1 503 Busy\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body), [50])
+    assert answer.status == 503
+    assert answer.error == "503: " + body.decode()
+    assert reader.keep
+    assert read(b"HTTP/1.1 429 Slow\r\nContent-Length: 0\r\n\r\n", [])[0].error == "429: "
+
+
+def test_a_stream_without_tokens_is_an_error() -> None:
+    for pieces in (events(2)[:2], events(2)[2:], [b"data: [DONE]\n\n"], []):
+        assert read(chunked(pieces), [])[0].error == "a stream that ended without tokens or usage"
+
+
+START = PLAIN + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def event(data: bytes) -> bytes:
+    line = b"data: %s\n" % data
+    return START + b"%x\r\n%s\r\n" % (len(line), line)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"SSH-2.0-x\r\n\r\n", "no HTTP answer"),
+        (b"HTTP/1.1 abc\r\n\r\n", "no HTTP answer"),
+        (b"x" * (HEAD + 1), "headers of more than"),
+        (START + b"zz\r\n", "a chunk of size 'zz"),
+        (START + b"-5\r\nhello\r\n", "a chunk of size '-5"),
+        (START + b"0x5\r\nhello\r\n", "a chunk of size '0x5"),
+        (START + b"%x\r\n" % (CHUNK + 1), "a chunk of size"),
+        (START + b"9" * 200, "a chunk without a size"),
+        (START + b"0\r\n" + b"x" * (HEAD + 1), "a trailer of more than"),
+        (START + b"%x\r\n%s\r\n" % (LINE + 2, b"x" * (LINE + 2)), "a line of more than"),
+        (START + b"8\r\ndata: {\n\r\n", "a chunk that can't be read"),
+        (START + b"9\r\ndata: []\n\r\n", "a chunk that can't be read"),
+        (event(b'{"usage":1}'), "a chunk that can't be read"),
+        (event(b'{"usage":{"prompt_tokens":1,"completion_tokens":-1}}'), "a chunk that can't be read"),
+        (event(b'{"error":"no KV"}'), "the server failed: no KV"),
+        (PLAIN + b"Content-Length: -1\r\n\r\n", "a content-length that is no number"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(BadAnswer, match=why):
+        Reader(Answer(0, None)).feed(data, 0.0)
+
+
+def test_an_end_in_the_middle_is_an_error() -> None:
+    data = chunked(events(3))
+    for cut in range(len(data)):
+        reader = Reader(Answer(0, None))
+        assert not reader.feed(data[:cut], 0.0)
+        with pytest.raises(BadAnswer, match="closed in an answer" if reader.answer.status else "no answer came"):
+            reader.closed()

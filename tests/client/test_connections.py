@@ -1,0 +1,106 @@
+"""Connections that servers close, break or leave silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from quire.client.answer import Answer
+from quire.client.connections import SILENCE, Address, Connections
+
+REQUEST = b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
+EVENTS = b'data: {"choices":[1],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
+GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(EVENTS), EVENTS)
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def asked(serve: Serve, use: Callable[[Connections], Awaitable[None]]) -> None:
+    """Run `use` with connections to a server that treats each of its own as `serve` says."""
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        connections = Connections(Address("127.0.0.1", server.sockets[0].getsockname()[1], None))
+        try:
+            await use(connections)
+        finally:
+            connections.close()
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
+    opened = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(GOOD)
+        if len(opened) == 1:  # it reads the next request too, and says nothing
+            await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async def use(connections: Connections) -> None:
+        for number in range(3):
+            answer = Answer(number, None)
+            await connections.ask(REQUEST, answer)
+            assert (answer.error, answer.tokens, len(answer.times)) == (None, 1, 1)
+            await asyncio.sleep(0.01)
+        assert len(opened) == 3
+        assert not connections.busy
+
+    asked(serve, use)
+
+
+def test_a_new_connection_that_is_closed_is_a_failure() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async def use(connections: Connections) -> None:
+        answer = Answer(0, None)
+        await connections.ask(REQUEST, answer)
+        assert answer.error == "no answer came"
+        assert answer.status == 0
+
+    asked(serve, use)
+
+
+def test_a_silent_server_is_given_up() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def use(connections: Connections) -> None:
+        answer = Answer(0, None)
+        asking = asyncio.create_task(connections.ask(REQUEST, answer))
+        while not connections.busy:
+            await asyncio.sleep(0.001)
+        connections.end_silent(time.monotonic() + SILENCE - 5)
+        assert connections.busy
+        connections.end_silent(time.monotonic() + SILENCE + 1)
+        await asking
+        assert answer.error == f"nothing came for {SILENCE:g} s"
+
+    asked(serve, use)
+
+
+def test_bytes_after_an_answer_end_the_connection() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(GOOD)
+        await asyncio.sleep(0.02)
+        writer.write(b"more")
+        await reader.read()
+        writer.close()
+
+    async def use(connections: Connections) -> None:
+        for number in range(2):
+            answer = Answer(number, None)
+            await connections.ask(REQUEST, answer)
+            assert answer.error is None
+            await asyncio.sleep(0.05)
+
+    asked(serve, use)
