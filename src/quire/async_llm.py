@@ -66,8 +66,9 @@ class AsyncLLM(Front):
         return self
 
     def _set_up(self, link: Link, prompts: Prompts, observer: Observer | None = None) -> None:
-        self.accepting = True
+        self.accepting, self.restarting = True, False
         self._ids = itertools.count()
+        self._registered: dict[str, list[int]] = {}  # prefixes that are there, or are to be once the engine is
         atexit.register(self.close)
         super().__init__(link, prompts, observer)
 
@@ -181,10 +182,12 @@ class AsyncLLM(Front):
                 self.abort(stream.id)
         assert last is not None, "a prefix was computed without an output"
         check_registered(name, last)
+        self._registered[name] = tokens
         return len(tokens)
 
     async def release_prefix(self, name: str) -> None:
         """Let go of a registered prefix; requests that use its pages keep them. UnknownPrefix if there is none."""
+        self._registered.pop(name, None)
         if not await self._ask(asyncio.get_running_loop().create_future(), lambda key: Release(key, name)):
             raise UnknownPrefix(f"no prefix called {name[:60]!r} is registered", "name")
 
@@ -246,7 +249,22 @@ class AsyncLLM(Front):
         self._died(EngineDead("the engine was closed"))
         return ended
 
+    async def restart(self) -> None:
+        """Start an engine whose process died again, and compute the registered prefixes; what was under way stays lost.
+        StartupError if it can't be started."""
+        assert self.error is not None, "only a dead engine is started again"
+        self.restarting = True
+        try:
+            self.revive(await asyncio.get_running_loop().run_in_executor(None, self.link.again))
+        finally:
+            self.restarting = False
+        self.link.attach()
+        for name, tokens in list(self._registered.items()):
+            await self.register_prefix(name, tokens)
+
     def _check_open(self, more: int = 1) -> None:
+        if self.restarting:
+            raise Overloaded("the engine stopped, and is being started again", RETRY_AFTER)
         if self.error is not None:
             raise dead(self.error)
         if not self.accepting or self._closing:

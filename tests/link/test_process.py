@@ -260,12 +260,16 @@ def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
         line = next((line for line in child.stdout if "quire serves" in line), "")
         found = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert found, child.communicate()
-        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(child.pid)], capture_output=True, text=True)
-        engine = next(int(line.split()[0]) for line in listed.stdout.splitlines() if "quire.link.program" in line)
-        yield child, found[0], engine
+        yield child, found[0], engine_of(child.pid)
     finally:
         child.kill()
         child.communicate()
+
+
+def engine_of(pid: int) -> int:
+    """The engine's process of a server."""
+    children = [one for each in Path(f"/proc/{pid}/task").glob("*/children") for one in each.read_text().split()]
+    return next(int(one) for one in children if "quire.link.program" in Path(f"/proc/{one}/cmdline").read_text())
 
 
 def test_a_server_whose_engine_is_killed_ends() -> None:
@@ -299,3 +303,32 @@ def test_a_server_drains_through_both() -> None:
         _, error = child.communicate(timeout=20)
     assert child.returncode == 0, error
     assert gone(engine)
+
+
+def test_an_engine_is_started_again_once(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("admin-admin-admin-admin\n")
+    keys.chmod(0o600)
+    flags = ("--on-engine-death", "restart", "--prefix-tokens", "64", "--admin-key-file", str(keys))
+    with served(*flags) as (child, url, engine):
+        headers = {"Authorization": "Bearer admin-admin-admin-admin"}
+        prefix = {"name": "rules", "text": "Once upon a time"}
+        assert httpx.post(f"{url}/v1/prefixes", json=prefix, headers=headers, timeout=30).status_code == 200
+        body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        before = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+        os.kill(engine, signal.SIGKILL)
+        end = time.monotonic() + 30
+        while httpx.get(f"{url}/health").status_code == 200 and time.monotonic() < end:
+            time.sleep(0.02)
+        while httpx.get(f"{url}/health").status_code == 503 and time.monotonic() < end:
+            refused = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+            assert refused.status_code in (200, 503)
+            time.sleep(0.05)
+        after = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["choices"][0]["text"]
+        assert after == before
+        listed = httpx.get(f"{url}/v1/prefixes", headers=headers).json()["data"]
+        assert [(one["id"], one["status"]) for one in listed] == [("rules", "ready")]
+        os.kill(engine_of(child.pid), signal.SIGKILL)
+        _, error = child.communicate(timeout=30)
+    assert child.returncode == 1
+    assert error.count("it is started again, once") == 1

@@ -67,6 +67,7 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         ssl_certfile=args.ssl_certfile,
         max_connections=args.max_connections,
         engine_process=args.engine_process,
+        on_engine_death=args.on_engine_death,
     )
 
 

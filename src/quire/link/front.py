@@ -53,6 +53,7 @@ class Link(Protocol):
     @property
     def facts(self) -> Facts: ...
     def health(self) -> Health: ...
+    def again(self) -> Link: ...
     def close(self, timeout: float) -> bool: ...
 
 
@@ -77,6 +78,12 @@ class Front:
         self._named: dict[str, Stream] = {}  # the same by id
         self._questions: dict[int, Question] = {}
         self._numbers, self._keys = itertools.count(), itertools.count()
+        link.start(self._receive)
+
+    def revive(self, link: Link) -> None:
+        """Go on over another link, after the engine's death."""
+        self.link, self.error = link, None
+        self.limits, self.cache = link.ready.limits, link.ready.cache
         link.start(self._receive)
 
     @property

@@ -43,6 +43,7 @@ class Child:
 
     def __init__(self, fronts: int = 1, program: Sequence[str] = PROGRAM) -> None:
         """StartupError if the system has no socket or process for it."""
+        self.program = program
         pairs: list[tuple[socket.socket, socket.socket]] = []
         root = str(Path(quire.__file__).parent.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -106,11 +107,13 @@ class ProcessLink:
         self._ended = False
         self._queues = Queues()
         self._facts: Facts
+        self._hello: Hello
         self._early: list[Frame] = []  # what came right behind the first
         self._receive: Callable[[FromEngine], None]
 
     def hello(self, hello: Hello) -> None:
         """Say what is to be built."""
+        self._hello = hello
         self._channel.send(HELLO, write_hello(hello))
 
     def wait(self) -> None:
@@ -174,6 +177,17 @@ class ProcessLink:
         if silent >= SILENT:
             return Health(True, True, self._health.beat, f"its process has not been heard of for {silent:.0f} s")
         return self._health
+
+    def again(self) -> ProcessLink:
+        """Such an engine in another process; returns once it is built. StartupError if it can't be."""
+        link = ProcessLink(Child(program=self.child.program))
+        try:
+            link.hello(self._hello)
+            link.wait()
+        except BaseException:
+            link.close(0.0)
+            raise
+        return link
 
     def close(self, timeout: float) -> bool:
         """End the process. Returns whether it ended by itself, within `timeout` seconds."""

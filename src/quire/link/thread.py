@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from quire.control.engine import Engine
 from quire.control.memory import Account
+from quire.errors import StartupError
 from quire.link.cache import cache_facts
 from quire.link.host import FIRST, Host
 from quire.link.messages import Facts, FromEngine, FromFront, Queues, Ready, Stepped, facts_of, queues_of
@@ -53,6 +54,10 @@ class ThreadLink:
     def health(self) -> Health:
         """Whether the engine's loop turns."""
         return self._host.health() if self._thread.is_alive() else Health(False, False, 0.0, "closed")
+
+    def again(self) -> ThreadLink:
+        """Such an engine, started anew: its memory and its device are this process's, so there is none."""
+        raise StartupError("an engine on a thread can't be started again", "Give it a process: --engine-process on")
 
     def close(self, timeout: float) -> bool:
         """End the thread and release the engine. Returns whether the thread ended: one whose step still hangs after

@@ -79,7 +79,7 @@ def failure(error: BaseException) -> Failure:
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDead):
-        return Failure(503, "the engine stopped; the server is about to exit", headers={"Retry-After": "10"})
+        return Failure(503, "the engine stopped: what was under way is lost", headers={"Retry-After": "10"})
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         told = wrong_body(first) or wrong_type(first["loc"], first["msg"])

@@ -35,6 +35,7 @@ LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its cl
 MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
 MOST_TIMEOUT = 86_400  # seconds of --shutdown-timeout
 ENGINE_PROCESS = ("auto", "on", "off")
+ON_DEATH = ("exit", "restart")
 GPUS = ("/dev/nvidiactl", "/dev/dxg")
 log = logging.getLogger("quire.server")
 
@@ -62,6 +63,7 @@ class ServeOptions(NamedTuple):
     max_connections: int | None = None  # as many as there are descriptors for
     stall_after: float = 60.0  # seconds
     engine_process: str = "auto"  # one of ENGINE_PROCESS
+    on_engine_death: str = "exit"  # one of ON_DEATH
 
 
 def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
@@ -107,6 +109,10 @@ def _check(options: ServeOptions) -> None:
     if not 0 <= options.shutdown_timeout <= MOST_TIMEOUT:
         cause = f"--shutdown-timeout is {options.shutdown_timeout:g}"
         raise StartupError(cause, f"It is in seconds, from 0 to {MOST_TIMEOUT:,}")
+    if options.on_engine_death == "restart" and options.engine_process == "off":
+        raise StartupError(
+            "--on-engine-death is restart, and --engine-process is off", "Only a process can be started again"
+        )
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
     raise_limit()
     capacity(options.max_connections)
@@ -121,7 +127,7 @@ def _load(config: EngineConfig, options: ServeOptions) -> tuple[AsyncLLM, str]:
     libraries.start()
     progress = sys.stderr.isatty()
     try:
-        if apart(config, options.engine_process):
+        if apart(config, options.engine_process, options.on_engine_death):
             from quire.link.process import launch
 
             link, prompts, source = launch(config, progress, options.stall_after)
@@ -135,11 +141,13 @@ def _load(config: EngineConfig, options: ServeOptions) -> tuple[AsyncLLM, str]:
         spare_the_loaded()
 
 
-def apart(config: EngineConfig, said: str) -> bool:
+def apart(config: EngineConfig, said: str, on_death: str = "exit") -> bool:
     """Whether the engine gets a process of its own: what was `said`, else where there is a GPU. Torch, which knows,
     isn't asked: it would take a second."""
     if said != "auto":
         return said == "on"
+    if on_death == "restart":
+        return True
     return config.device != "cpu" and any(Path(device).exists() for device in GPUS)
 
 
@@ -241,6 +249,7 @@ async def _serve(
     llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _first_signal, loop, stop)
+    llm.link.attach()
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
     aside = [*waits, asyncio.ensure_future(watch(llm)), asyncio.ensure_future(_status(llm))]
     try:
@@ -249,6 +258,10 @@ async def _serve(
         server = WebServer(app, options, ready, died.set)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
+        if llm.error is not None and options.on_engine_death == "restart" and await _restarted(llm, stop):
+            died.clear()
+            waits[1] = asyncio.ensure_future(died.wait())
+            await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()  # why it could not start
         status = await _end(llm, options, stop)
@@ -259,6 +272,22 @@ async def _serve(
         for task in aside:
             task.cancel()
         arm(MARGIN)
+
+
+async def _restarted(llm: AsyncLLM, stop: asyncio.Event) -> bool:
+    """Whether a dead engine was started again; not when a signal came first."""
+    log.error("the engine stopped: %s; it is started again, once", llm.heartbeat().why)
+    restarting, stopping = asyncio.ensure_future(llm.restart()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([restarting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not restarting.done():
+        restarting.cancel()
+        return False
+    if (error := restarting.exception()) is not None:
+        log.error("the engine can't be started again: %s", error)
+        return False
+    log.warning("the engine is there again")
+    return True
 
 
 async def _registered(
