@@ -27,6 +27,7 @@ chat: $(VENV)/.installed
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/server
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -332,3 +332,13 @@ def test_an_engine_is_started_again_once(tmp_path: Path) -> None:
         _, error = child.communicate(timeout=30)
     assert child.returncode == 1
     assert error.count("it is started again, once") == 1
+
+
+def test_the_front_has_no_torch() -> None:
+    with served() as (child, url, engine):
+        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).status_code == 200
+        assert "torch" not in Path(f"/proc/{child.pid}/maps").read_text()
+        assert "torch" in Path(f"/proc/{engine}/maps").read_text()
+        resident = int(re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{child.pid}/status").read_text())[0])
+        assert resident < 120_000
