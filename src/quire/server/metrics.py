@@ -63,8 +63,6 @@ class Metrics:
         self.sources = {"local_compute": 0, "local_cache_hit": 0}  # where prompt tokens came from
         self.invalid = 0
         self.http = HttpCounts()
-        self._last: dict[tuple[str, int], float] = {}
-        self._generated: dict[str, Counter[int]] = {}  # tokens of each branch, by request
         self.registry = CollectorRegistry()
 
     def watch(self, llm: AsyncLLM) -> None:
@@ -80,45 +78,47 @@ class Metrics:
 
     def told(self, outputs: Sequence[tuple[Output, Record]], now: float) -> None:
         """Take in a step's outputs."""
-        gaps: Counter[float] = Counter()
+        gaps: dict[float, int] = {}
         for output, request in outputs:
-            key = (request.id, output.branch)
-            if output.tokens:
-                if key in self._last:
-                    gaps[now - self._last[key]] += 1
-                elif output.branch == 0 and request.first_token is not None:
-                    self._observe("time_to_first_token_seconds", request.first_token - request.arrival)
-                self._last[key] = now
-                self._branches(request)[output.branch] += len(output.tokens)
-            if output.finish_reason is not None:
-                self._last.pop(key, None)
+            tokens = len(output.tokens)
+            if tokens:
+                seen = request.seen.get(output.branch)
+                if seen is None:
+                    self._begun(request, output.branch)
+                    request.seen[output.branch] = [now, tokens]
+                else:
+                    gap = now - seen[0]
+                    gaps[gap] = gaps.get(gap, 0) + 1
+                    seen[0], seen[1] = now, seen[1] + tokens
             if output.done:
                 self._ended(output, request, now)
         for gap, times in gaps.items():
             self._observe("inter_token_latency_seconds", gap, times)
 
+    def _begun(self, request: Record, branch: int) -> None:
+        """A branch has its first token."""
+        if branch == 0 and request.first_token is not None:
+            self._observe("time_to_first_token_seconds", request.first_token - request.arrival)
+        self._count_prompt(request)
+
+    def _count_prompt(self, request: Record) -> None:
+        """At a request's first token, or at its end if it had none: the whole prompt was computed, or found."""
+        if not request.seen and request.scheduled is not None:
+            self.sources["local_compute"] += request.prompt_len - request.cached_tokens
+            self.sources["local_cache_hit"] += request.cached_tokens
+
     def _observe(self, name: str, value: float, times: int = 1) -> None:
         self.histograms[name].observe(value, times)
 
-    def _branches(self, request: Record) -> Counter[int]:
-        """Tokens that each branch has. At the first look its prompt is counted: all of it was computed, or found."""
-        found = self._generated.get(request.id)
-        if found is None:
-            found = self._generated[request.id] = Counter()
-            if request.scheduled is not None:
-                self.sources["local_compute"] += request.prompt_len - request.cached_tokens
-                self.sources["local_cache_hit"] += request.cached_tokens
-        return found
-
     def _ended(self, output: Output, request: Record, now: float) -> None:
         self.finished[output.finish_reason or ""] += 1
-        branches = self._branches(request)
-        del self._generated[request.id]
-        tokens = branches.total()
+        self._count_prompt(request)
+        branches = [int(tokens) for _, tokens in request.seen.values()]
+        tokens = sum(branches)
         self._observe("e2e_request_latency_seconds", now - request.arrival)
         self._observe("request_prompt_tokens", request.prompt_len)
         self._observe("request_generation_tokens", tokens)
-        self._observe("request_max_num_generation_tokens", max(branches.values(), default=0))
+        self._observe("request_max_num_generation_tokens", max(branches, default=0))
         self._observe("request_num_preemptions", request.preemptions)
         self._observe("request_params_n", request.params.n)
         self._observe("request_params_max_tokens", request.max_tokens)

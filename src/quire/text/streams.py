@@ -22,7 +22,7 @@ class Record:
 
     __slots__ = (
         "arrival", "cached_tokens", "first_token", "id", "max_tokens", "params", "preemptions", "prefix", "prompt_len",
-        "scheduled",
+        "scheduled", "seen",
     )  # fmt: skip
 
     def __init__(self, id: str, prompt_len: int, params: SamplingParams, arrival: float, prefix: bool = False) -> None:
@@ -30,6 +30,7 @@ class Record:
         self.max_tokens = self.cached_tokens = self.preemptions = 0
         self.scheduled: float | None = None
         self.first_token: float | None = None
+        self.seen: dict[int, list[float]] = {}  # of each branch: when its last token came, and how many have
 
 
 class Observer(Protocol):
