@@ -210,6 +210,7 @@ class Engine:
             plan, ticket = self.flight.popleft()
             result = self.runner.collect(ticket)
             self.stats.step_seconds += result.seconds
+            self.stats.idle_seconds += result.idle
             self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
             outputs += self._told(self.outcomes.of(self.scheduler.update(plan, result), self.clock()))
         elif self.scheduler.unfinished and not outputs and not any(map(_waits, self.scheduler.running)):

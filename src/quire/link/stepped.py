@@ -88,7 +88,8 @@ def said_facts(facts: Facts) -> dict[str, Any]:
     counted = {name: getattr(stats, name) for name in COUNTED}
     return {
         "usage": facts.account.usage, "sharing": facts.account.sharing, "preempted": dict(facts.preempted),
-        "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds, "seconds": facts.seconds,
+        "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
+        "idle_seconds": stats.idle_seconds, "seconds": facts.seconds,
     }  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def read_facts(said: dict[str, Any]) -> Facts:
         stats = Stats()
         for name in COUNTED:
             setattr(stats, name, _count(said["counted"][name]))
-        stats.step_seconds = float(said["step_seconds"])
+        stats.step_seconds, stats.idle_seconds = float(said["step_seconds"]), float(said["idle_seconds"])
         stats.finished = {str(why): _count(many) for why, many in said["finished"].items()}
         usage, sharing = Usage(*map(_count, said["usage"])), Sharing(*map(_count, said["sharing"]))
         preempted = {str(way): _count(many) for way, many in said["preempted"].items()}

@@ -219,6 +219,7 @@ def counters(llm: AsyncLLM, metrics: Metrics) -> Iterator[Family]:
         ("prompt_tokens_cached", "Those that were found cached", metrics.sources["local_cache_hit"]),
         ("generation_tokens", "Tokens generated", stats.generated_tokens),
         ("engine_steps", "Steps of the engine", stats.steps),
+        ("engine_idle_seconds", "Seconds that the device waited for the host between two steps", stats.idle_seconds),
         ("engine_step_seconds", "Seconds of steps, overlap counted once", stats.step_seconds),
         ("aborted_requests", "Requests that ended before their end: clients that left, drains", llm.aborted),
         ("invalid_requests", "Requests refused with a 4xx status", metrics.invalid),

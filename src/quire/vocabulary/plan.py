@@ -162,7 +162,9 @@ class Sampled(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """One Sampled a row, in plan order, and the step's duration."""
+    """One Sampled a row, in plan order, the step's duration, and how long the device was idle before it though the step
+    before was not collected yet: it waited for the host."""
 
     samples: tuple[Sampled, ...]
     seconds: float
+    idle: float = 0.0

@@ -44,7 +44,7 @@ from quire.vocabulary.plan import (
     Table,
 )  # fmt: skip
 
-VERSION = 2
+VERSION = 3
 PLAN, RESULT = 1, 2
 
 Message = StepPlan | StepResult
@@ -64,7 +64,7 @@ CODES = {kind.entry: code for code, kind in enumerate(ENTRIES)}
 
 HEAD = struct.Struct("<BB")  # version, kind
 PLAN_HEAD = struct.Struct("<IIII")  # births, entries of the journal, rows, entries of `ahead`
-RESULT_HEAD = struct.Struct("<Id")  # samples, seconds
+RESULT_HEAD = struct.Struct("<Idd")  # samples, seconds, idle
 BIRTH = struct.Struct("<iqiqiiIB")  # slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling
 # temperature, top_p, min_p, the penalties; top_k, min_tokens, prompt_logprobs; counts of stop tokens, allowed ones,
 # biases, bad words, named tokens; flags
@@ -101,9 +101,9 @@ def _plan(plan: StepPlan) -> Iterator[bytes]:
 
 
 def _result(result: StepResult) -> Iterator[bytes]:
-    samples, seconds = result
+    samples, seconds, idle = result
     yield HEAD.pack(VERSION, RESULT)
-    yield pack(RESULT_HEAD, "result head", len(samples), seconds)
+    yield pack(RESULT_HEAD, "result head", len(samples), seconds, idle)
     if not samples:
         return
     tokens, tops, scores, errors = zip(*samples)
@@ -195,15 +195,15 @@ def _read_plan(reader: Reader) -> StepPlan:
 
 
 def _read_result(reader: Reader) -> StepResult:
-    count, seconds = reader.take(RESULT_HEAD, "result head")
+    count, seconds, idle = reader.take(RESULT_HEAD, "result head")
     if not reader.bounded(count, "samples"):
-        return StepResult((), seconds)
+        return StepResult((), seconds, idle)
     lengths = reader.lengths(count, "error lengths")
     errors = [read_text(reader, length) for length in lengths] if any(lengths) else repeat("", count)
     tokens = reader.runs(count, "sampled tokens")
     tops = read_tops(reader, count)
     scores = read_tops(reader, count)
-    return StepResult(tuple(map(new, repeat(Sampled), zip(tokens, tops, scores, errors))), seconds)
+    return StepResult(tuple(map(new, repeat(Sampled), zip(tokens, tops, scores, errors))), seconds, idle)
 
 
 def _read_birth(reader: Reader) -> Birth:
