@@ -248,8 +248,9 @@ def decode(
 
     tables [slots, logical pages] is that of the cache's group, slots and lengths [B] are int64 on the device; a length
     counts the token of this step, which is already in its page. Slot 0 or length 0 is padding: zeros come out. With
-    `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i; padding whose rows[i]
-    is -1 has neither. With splits=1 a row's result does not depend on the other rows. Nothing here waits for the device.
+    `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i; at -1, which is for
+    padding, it has neither. With splits=1 a row's result does not depend on the other rows. Nothing here waits for the
+    device.
     """
     heads, dim = q.shape[1:]
     batch, kv_heads = slots.shape[0], cache.kv_heads
