@@ -46,8 +46,10 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
             for size in seconds:
                 runner.mixed.capture_second(size)
         torch.cuda.empty_cache()  # what they ran first; the memory of the steps that follow stays with the process
+    mixed, runner.mixed = runner.mixed, None  # some steps with prompts have no graph: their kernels are wanted
     for plan in _plans(tokens, max_len, runner.store.geometry.slots - 1):
         runner.collect(runner.submit(plan))
+    runner.mixed = mixed
     runner.store.clear_scratch()  # finite, whatever the model made of padding
     torch.cuda.synchronize(runner.device)
 
