@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache, to_device
 from quire.data.kernels.reference import write_pages
-from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, multiprocessors
+from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch, multiprocessors
 from quire.data.kernels.triton.launch import early, hopper
 from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
 from quire.data.kernels.triton.rope_write import rope_write
@@ -40,8 +40,8 @@ class Norm(Protocol):
 class Launches:
     """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T];
     their queries, or only those at `asked`, are rows of one query (`slots`, `lengths`, and `rows`, their places among
-    the queries; None: in order), or are in `tiles` for `kernel`. `scratch` is where split contexts meet, if it is kept
-    for long; `pdl`: kernels start early."""
+    the queries; None: in order), or are in `tiles` for `kernel`. `scratch` is where split contexts meet; `pdl`: kernels
+    start early."""
 
     tables: Tensor
     token_slots: Tensor
@@ -106,7 +106,8 @@ class TritonBackend:
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
             parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
-        n = len(one)
+        n, heads = len(one), cache.kv_heads
+        splits = choose_splits(n, heads, multiprocessors(batch.device))
         return Launches(
             tables=batch.tables[group],
             token_slots=batch.token_slots,
@@ -116,8 +117,9 @@ class TritonBackend:
             rows=ints[2 * n : 3 * n] if n else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
             kernel=kernel,
-            splits=choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
+            splits=splits,
             asked=None if asked is None else asked.ends,
+            scratch=decode_scratch(n, cache.heads, heads, cache.head_dim, splits, batch.device),
         )
 
     def singles(self, slots: Tensor, positions: Tensor) -> Singles:
