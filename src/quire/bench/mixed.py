@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if min(args.rows, args.context, args.steps, *args.prompt) < 1:
         raise StartupError("--rows, --context, --prompt and --steps", "Give positive numbers")
     with built(config_from(args)) as made:
-        if made.engine.runner.mixed is None:
+        runner: Any = made.engine.runner
+        if runner.mixed is None:
             raise StartupError("there are no graphs to compare with", "Leave out --no-cuda-graphs")
         spent = _spent(made.engine, args)
         shape = {"model": made.name, "rows": args.rows, "context": args.context}

@@ -119,9 +119,10 @@ class Again:
     """In place of a Recorder: a step's launches are made anew, and leave their results where the first time's are."""
 
     def __init__(self) -> None:
-        self.replays = 0
+        self.replays = self.recorded = 0
 
     def record(self, step: Callable[[], Any]) -> Graph:
+        self.recorded += 1
         result = step()
 
         def replay() -> None:
@@ -213,6 +214,31 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
     for mine, theirs in zip(runner.store.views, reference.store.views):
         torch.testing.assert_close(mine[1:], theirs[1:], atol=1e-4, rtol=1e-4, equal_nan=True)
         assert mine[0].isfinite().all(), "padding is finite"
+
+
+def test_all_that_a_server_needs_can_be_captured_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = a_model("llama-125m")
+    runner = a_runner(model, spec, "triton", SLOTS)
+    again = with_graphs(runner, monkeypatch)
+    most = 14  # tokens a step
+    firsts, seconds = runner.mixed.halves(most)
+    assert firsts == [(16, 8), (16, 3), (16, 1), (8, 8), (8, 3), (8, 1), (4, 4), (4, 3), (4, 1)]
+    assert seconds == [8, 5, 2, 1]
+    assert runner.mixed.halves() == ([(24, 8), (24, 3), (24, 1), *firsts], seconds)
+    with torch.inference_mode():
+        for sizes in firsts:
+            runner.mixed.capture_first(*sizes)
+        for count in seconds:
+            runner.mixed.capture_second(count)
+    assert again.recorded == 9 + 4 + 4, "each second half has a tail"
+    pages = runner.store.views[0]
+    assert pages[1:].isnan().all(), "only the scratch page is written"
+    assert pages[0].isfinite().all()
+    births = tuple(Birth(s, s, -1, SamplingParams(temperature=0).sampling(), 0, 5) for s in (1, 2))
+    tables = tuple(Table(s, 0, 0, tuple(range(1 + s * WIDTH, 1 + (s + 1) * WIDTH))) for s in (1, 2))
+    rows = (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(2, (11, 12, 13), 0, 1))
+    assert all(sample.tokens for sample in runner.collect(runner.submit(StepPlan(births, tables, rows))).samples)
+    assert (again.recorded, again.replays) == (17, 3)
 
 
 def test_scored_and_long_steps_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
