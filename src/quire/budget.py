@@ -10,7 +10,7 @@ import psutil
 
 from quire.config import EngineConfig
 from quire.control.memory.layout import page_layout
-from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, SCORED_AT_ONCE
+from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.specs import ModelSpec
 
@@ -133,7 +133,9 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     groups = len(page_layout(config, spec, itemsize))
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     tables = groups * (config.max_num_seqs + 1) * -(-longest // config.page_size) * 8
-    return rows * spec.vocab_size * (2 * itemsize + 4 + 6) + tables
+    kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
+    step = min(config.max_num_batched_tokens, MOST_GRAPH_TOKENS) * (8 * spec.hidden + 4 * kv + 3 * spec.intermediate)
+    return rows * spec.vocab_size * (2 * itemsize + 4 + 6) + step * itemsize + tables
 
 
 def device_memory(device: str) -> tuple[int, int]:

@@ -39,7 +39,7 @@ class EngineConfig:
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
     `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `deterministic` makes a
-    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay decode steps, and
+    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps, and
     `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed. `log_plans`
     names a file to write every plan and result to (quire.plan_log), for debugging.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.bench import main
+from quire.bench.mixed import Timed, show
 from quire.bench.profile import kind, union
 from quire.errors import StartupError
 
@@ -40,6 +41,19 @@ def test_kernels_are_named_without_their_arguments(name: str, expected: str) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it does without a GPU")
-def test_a_profile_needs_a_gpu() -> None:
+@pytest.mark.parametrize("entry", ["profile", "mixed"])
+def test_profiles_need_a_gpu(entry: str) -> None:
     with pytest.raises(StartupError, match="finds none"):
-        main(["profile"])
+        main([entry])
+
+
+def test_steps_are_told_apart_by_their_prompts_and_ways() -> None:
+    timed = Timed.__new__(Timed)
+    timed.host = {(1, False): [2.0], (1, True): [1.0, 3.0, 9.0], (200, True): [4.0]}
+    timed.device = {(1, False): [20.0], (1, True): [10.0, 30.0, 90.0], (200, True): [40.0]}
+    assert timed.medians() == {
+        0: {"eager_host_ms": 2, "eager_device_ms": 20, "eager_steps": 1,
+            "replayed_host_ms": 3, "replayed_device_ms": 30, "replayed_steps": 3},
+        200: {"replayed_host_ms": 4, "replayed_device_ms": 40, "replayed_steps": 1},
+    }  # fmt: skip
+    assert "200" in show([{"rows": 1, "context": 2, "prompt": 200, **timed.medians()[200]}])

@@ -89,7 +89,9 @@ def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) ->
 
     engine = start(**settings)
     graphs = engine.runner.graphs
+    mixed = engine.runner.mixed
     captured = 0 if graphs is None else len(graphs.ends)
+    halves = None if mixed is None else (set(mixed.firsts), set(mixed.ends))
     compiled: list[str] = []
 
     def seen(*, fn: Any, repr: str, **_: Any) -> None:
@@ -102,6 +104,9 @@ def test_nothing_is_compiled_or_captured_in_service(settings: dict[str, Any]) ->
     finally:
         triton.knobs.runtime.jit_cache_hook = before
     assert not compiled, "\n".join(compiled)
+    if mixed is not None:
+        assert halves == (set(mixed.firsts), set(mixed.ends))
+        assert halves[0] == set(mixed.halves(engine.scheduler.budget)[0])
     if graphs is not None:
         assert captured == len(graphs.ends) == len(graphs.sizes) * len(graphs.tails)
     assert engine.scheduler.memory.account().usage.used == 0
@@ -115,4 +120,5 @@ def test_it_can_be_left_out() -> None:
     while engine.unfinished:
         engine.step()
     assert len(engine.runner.graphs.models) == 2, "the largest and that of one row"
+    assert (len(engine.runner.mixed.firsts), len(engine.runner.mixed.seconds)) == (1, 1), "the prompt's"
     engine.close()

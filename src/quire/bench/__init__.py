@@ -18,6 +18,7 @@ from quire.bench import (
     events,
     histories,
     memory,
+    mixed,
     preemption,
     profile,
     runs,
@@ -149,6 +150,11 @@ def _profile_flags(parser: argparse.ArgumentParser) -> None:
     profile.flags(parser)
 
 
+def _mixed_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    mixed.flags(parser)
+
+
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     calibrate.flags(parser)
@@ -204,6 +210,7 @@ ENTRIES: dict[str, Entry] = {
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
     "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
+    "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),
     "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
     "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),
     "memory": Entry("what memory went into, beside what was planned", memory.run, memory.show, add_engine_flags),

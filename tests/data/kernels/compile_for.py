@@ -99,6 +99,8 @@ def attend() -> None:
         for batch in attention.representatives(1024, cache, torch.device("cpu")) if every else (1, 1024):
             splits = attention.choose_splits(batch, kv, COUNT)
             attention.decode(zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), splits=splits, pdl=PDL)
+        rows = ints(256)
+        attention.decode(zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows)
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, small=small)

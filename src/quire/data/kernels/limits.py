@@ -1,5 +1,5 @@
-"""How much is held at once: by attention through gathered pages, by the scoring of prompts, and by graphs of decode
-steps; and what the Triton kernels take. The memory plan counts with these numbers. No torch here."""
+"""How much is held at once: by attention through gathered pages, by the scoring of prompts, and by graphs; and what the
+Triton kernels take. The memory plan counts with these numbers. No torch here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ SCORED_AT_ONCE = 256
 
 MOST_GRAPH_ROWS = 1024
 """Rows of the largest decode step that is replayed as a CUDA graph."""
+
+MOST_GRAPH_TOKENS = 1024
+"""Tokens of the largest step with prompts that is replayed as CUDA graphs."""
 
 MOST_GROUP = 64
 """Query heads of a key head, at most, in the Triton kernels."""

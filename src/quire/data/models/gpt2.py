@@ -49,14 +49,14 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, 3 * hidden, True, dtype, device)
         self.out = Linear(hidden, hidden, True, dtype, device)
 
-    def forward(self, x: Tensor, ctx: Attending) -> Tensor:
+    def forward(self, x: Tensor, ctx: Attending, last: bool = False) -> Tensor:
+        """What the heads of each token find; `out` comes next."""
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv, last=self.last).flatten(1))
+        return ctx.attend(self.layer, qkv, last=last).flatten(1)
 
 
 class Block(nn.Module):
@@ -71,8 +71,14 @@ class Block(nn.Module):
         self.mlp = MLP(s.hidden, s.intermediate, s.activation, True, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor]:
-        delta = self.attention(self.attention_norm(x, delta), ctx)
-        x = ctx.wanted(x) if self.attention.last else x
+        return self.rest(x, self.attention.out(self.attend(x, delta, ctx)))
+
+    def attend(self, x: Tensor, delta: Tensor | None, ctx: Attending, last: bool = False) -> Tensor:
+        """Up to the attention, itself included."""
+        return self.attention(self.attention_norm(x, delta), ctx, last)
+
+    def rest(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind it."""
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
@@ -93,16 +99,26 @@ class GPT2(nn.Module):
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.positions = Embedding(s.max_len, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
-        self.layers[-1].attention.last = True
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        x, attended = self.begin(tokens, ctx)
+        return self.end(ctx.wanted(x), attended)
+
+    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
         x = self.embed(tokens).add_(self.positions(ctx.positions))
         delta = None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, delta = layer(x, delta, ctx)
+        return x, last.attend(x, delta, ctx, last=True)
+
+    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -47,7 +47,6 @@ class Attention(nn.Module):
     def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
-        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, head_dim
         rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv = Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
@@ -56,10 +55,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
         self.k_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
 
-    def forward(self, x: Tensor, rotary: Rotary, ctx: Attending) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, ctx: Attending, last: bool = False) -> Tensor:
+        """What the heads of each token find; `out` comes next."""
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
-        return self.out(ctx.attend(self.layer, qkv, rotary, norms, self.last).flatten(1))
+        return ctx.attend(self.layer, qkv, rotary, norms, last).flatten(1)
 
 
 class Block(nn.Module):
@@ -75,8 +75,14 @@ class Block(nn.Module):
         self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Attending) -> tuple[Tensor, Tensor]:
-        delta = self.attention(self.attention_norm(x, delta), rotary, ctx)
-        x = ctx.wanted(x) if self.attention.last else x
+        return self.rest(x, self.attention.out(self.attend(x, delta, rotary, ctx)))
+
+    def attend(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Attending, last: bool = False) -> Tensor:
+        """Up to the attention, itself included."""
+        return self.attention(self.attention_norm(x, delta), rotary, ctx, last)
+
+    def rest(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind it."""
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
@@ -96,16 +102,26 @@ class Llama(nn.Module):
         self.tied = s.tied
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.windows)))
-        self.layers[-1].attention.last = True
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        x, attended = self.begin(tokens, ctx)
+        return self.end(ctx.wanted(x), attended)
+
+    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
         x, delta = self.embed(tokens), None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, delta = layer(x, delta, self.rotary, ctx)
+        return x, last.attend(x, delta, self.rotary, ctx, last=True)
+
+    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
     def logits(self, hidden: Tensor) -> Tensor:

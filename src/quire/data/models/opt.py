@@ -56,14 +56,14 @@ class Attention(nn.Module):
         self, hidden: int, heads: int, layer: int, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.last = False  # the model's last attention: the model says so
         self.layer, self.head_dim = layer, hidden // heads
         self.qkv = Linear(hidden, (hidden, hidden, hidden), bias, dtype, device)
         self.out = Linear(hidden, hidden, bias, dtype, device)
 
-    def forward(self, x: Tensor, ctx: Attending) -> Tensor:
+    def forward(self, x: Tensor, ctx: Attending, last: bool = False) -> Tensor:
+        """What the heads of each token find; `out` comes next."""
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(ctx.attend(self.layer, qkv, last=self.last).flatten(1))
+        return ctx.attend(self.layer, qkv, last=last).flatten(1)
 
 
 class Block(nn.Module):
@@ -80,12 +80,16 @@ class Block(nn.Module):
         self.mlp = MLP(s.hidden, s.intermediate, s.activation, s.bias, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor | None]:
+        return self.rest(x, self.attention.out(self.attend(x, delta, ctx)))
+
+    def attend(self, x: Tensor, delta: Tensor | None, ctx: Attending, last: bool = False) -> Tensor:
+        """Up to the attention, itself included."""
+        return self.attention(self.attention_norm(x, delta) if self.norm_before else x, ctx, last)
+
+    def rest(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Behind it."""
         if self.norm_before:
-            delta = self.attention(self.attention_norm(x, delta), ctx)
-            x = ctx.wanted(x) if self.attention.last else x
             return x, self.mlp(self.mlp_norm(x, delta))
-        delta = self.attention(x, ctx)
-        x = ctx.wanted(x) if self.attention.last else x
         x = self.attention_norm(x, delta)
         return self.mlp_norm(x, self.mlp(x)), None
 
@@ -109,20 +113,30 @@ class OPT(nn.Module):
         projected = s.embed_dim != s.hidden
         self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
-        self.layers[-1].attention.last = True
         self.norm = LayerNorm(s.hidden, NORM_EPS, dtype, device) if s.final_norm else None
         self.project_out = Linear(s.hidden, s.embed_dim, False, dtype, device) if projected else None
         self.head = Linear(s.embed_dim, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm if any."""
+        x, attended = self.begin(tokens, ctx)
+        return self.end(ctx.wanted(x), attended)
+
+    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
         x = self.embed(tokens)
         if self.project_in is not None:
             x = self.project_in(x)
         x.add_(self.positions(ctx.positions + POSITION_OFFSET))
         delta: Tensor | None = None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, delta = layer(x, delta, ctx)
+        return x, last.attend(x, delta, ctx, last=True)
+
+    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
         if self.norm is not None:
             return self.norm(x, delta)
         return x if delta is None else x.add_(delta)

@@ -8,12 +8,10 @@ last samples) or is one small copy: each row's token, slot and position.
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 from quire.data.kernels.batch import Batch, LayerCache
 from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode_scratch, multiprocessors
 from quire.data.kernels.triton.backend import TritonBackend
+from quire.data.runner.recorder import Graph, Recorder
 from quire.data.runner.staging import Staging
 from quire.data.runner.step import Step
 from quire.data.runner.store import Store
@@ -51,11 +50,19 @@ def token_step(
     return Step(positions, store.caches, backend, plan)
 
 
-class Graph(NamedTuple):
-    """What was captured, and what it leaves on the device."""
-
-    graph: torch.cuda.CUDAGraph
-    result: Any
+def split_scratch(
+    caches: Iterable[LayerCache], launches: Callable[[LayerCache], Iterable[tuple[int, int]]]
+) -> SplitScratch:
+    """One that suffices for all layers, which follow one another: `launches` are a layer's rows and parts."""
+    kinds = {(c.heads, c.kv_heads, c.head_dim): c for c in caches}
+    meta = torch.device("meta")
+    needs = [
+        decode_scratch(rows, cache.heads, cache.kv_heads, cache.head_dim, splits, meta)
+        for cache in kinds.values() for rows, splits in launches(cache)
+    ]  # fmt: skip
+    most = [max(tensor.numel() for tensor in tensors) for tensors in zip(*needs)]
+    device = next(iter(kinds.values())).device
+    return SplitScratch(*(torch.empty(count, dtype=torch.float32, device=device) for count in most))
 
 
 class DecodeGraphs:
@@ -71,28 +78,19 @@ class DecodeGraphs:
         staging: Staging,
         largest: int,
         tails: dict[str, AnyTail],
+        recorder: Recorder,
     ) -> None:
         self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
-        self.backend, self.sizes = backend, sizes(largest)
+        self.backend, self.sizes, self.recorder = backend, sizes(largest), recorder
         self.largest = largest
         self.models: dict[int, torch.cuda.CUDAGraph] = {}  # by size
         self.ends: dict[tuple[int, str], Graph] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(last.device)
         # Slot 0 and position 0: what padding is, until a step fills them in.
         self.inputs = torch.zeros(3 * largest, dtype=torch.int64, device=last.device)
-        self.scratch = self._scratch(store.caches)
-
-    def _scratch(self, caches: list[LayerCache]) -> SplitScratch:
-        """One that suffices for every size and layer: layers follow one another."""
-        count = multiprocessors(self.last.device)
-        kinds = {(c.heads, c.kv_heads, c.head_dim) for c in caches}
-        needs = [
-            (decode_scratch(size, heads, kv, dim, choose_splits(size, kv, count), torch.device("meta")))
-            for heads, kv, dim in kinds for size in self.sizes
-        ]  # fmt: skip
-        most = [max(tensor.numel() for tensor in tensors) for tensors in zip(*needs)]
-        return SplitScratch(*(torch.empty(count, dtype=torch.float32, device=self.last.device) for count in most))
+        count = multiprocessors(last.device)
+        self.scratch = split_scratch(
+            store.caches, lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.sizes)
+        )
 
     def fits(self, rows: tuple[Row, ...]) -> bool:
         """Every row computes one token and samples what follows it."""
@@ -126,8 +124,8 @@ class DecodeGraphs:
         self.inputs.zero_()
         self.rehearse(size)  # in this thread: libraries keep handles for each
         slots = self._rows(size)[1]
-        model, logits = self._captured(lambda: self._logits(size))
-        ends = {(size, name): self._captured(partial(tail, logits, slots)) for name, tail in self.tails.items()}
+        model, logits = self.recorder.record(lambda: self._logits(size))
+        ends = {(size, name): self.recorder.record(partial(tail, logits, slots)) for name, tail in self.tails.items()}
         self.models[size] = model
         self.ends |= ends
 
@@ -140,25 +138,3 @@ class DecodeGraphs:
         tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
         step = token_step(self.store, self.backend, slots, positions, self.scratch)
         return self.model.logits(self.model(tokens, step))
-
-    def _captured(self, step: Callable[[], Any]) -> Graph:
-        """What `step` enqueues as a graph, captured on a stream of its own."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.last.device)
-        self.stream.wait_stream(current)
-        collecting = gc.isenabled()
-        gc.disable()  # a tensor that is freed while a stream is captured would spoil the capture
-        try:
-            with torch.cuda.stream(self.stream):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    result = step()
-                except BaseException:
-                    with suppress(RuntimeError):  # of a capture that failed: what failed is said instead
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
-        current.wait_stream(self.stream)
-        return Graph(graph, result)

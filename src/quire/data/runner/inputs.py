@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,24 +13,47 @@ from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row
 
 
+class Flat(NamedTuple):
+    """A step's rows as int64 arrays. `inputs` [3, T]: each token, its position, its slot. Of each row [R]: `slots`,
+    `starts`, `lengths`, and `offsets`, its first token. `asked` [S]: the rows that sample; `ends` [S]: their last
+    tokens."""
+
+    inputs: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    offsets: np.ndarray
+    asked: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, rows: tuple[Row, ...]) -> Flat:
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        lengths = np.array([len(row.tokens) for row in rows], dtype=np.int64)
+        offsets = np.cumsum(lengths) - lengths
+        total = int(lengths.sum())
+        inputs = np.empty((3, total), dtype=np.int64)
+        inputs[0] = [token for row in rows for token in row.tokens]
+        inputs[1] = np.arange(total) - np.repeat(offsets - starts, lengths)
+        inputs[2] = np.repeat(slots, lengths)
+        asked = np.flatnonzero(np.array([row.sample for row in rows]))
+        return cls(inputs, slots, starts, lengths, offsets, asked, (offsets + lengths - 1)[asked])
+
+
 def build_batch(rows: tuple[Row, ...], store: Store, last: Tensor) -> Batch:
     """The batch of a plan's rows. `last` [slots] holds each slot's most recent sample, where LAST resolves."""
-    slots = np.array([row.slot for row in rows], dtype=np.int64)
-    starts = np.array([row.start for row in rows], dtype=np.int64)
-    lengths = np.array([len(row.tokens) for row in rows], dtype=np.int64)
-    offsets = np.cumsum(lengths) - lengths
-    total = int(lengths.sum())
-    inputs = np.empty((3, total), dtype=np.int64)
-    inputs[0] = [token for row in rows for token in row.tokens]
-    inputs[1] = np.arange(total) - np.repeat(offsets - starts, lengths)
-    inputs[2] = np.repeat(slots, lengths)
-    asked = np.flatnonzero(np.array([row.sample for row in rows]))
-    ends = (offsets + lengths - 1)[asked]
-    unseen = bool((inputs[0] == LAST).any())
-    there, on_device_ends = store.staging.upload_all([inputs, ends])
+    return batch_of(Flat.of(rows), store, last)
+
+
+def batch_of(flat: Flat, store: Store, last: Tensor) -> Batch:
+    """The same of rows that are flat already."""
+    unseen = bool((flat.inputs[0] == LAST).any())
+    there, ends = store.staging.upload_all([flat.inputs, flat.ends])
     tokens, positions, token_slots = there
     if unseen:
         tokens = torch.where(tokens == LAST, last[token_slots], tokens)
     return Batch(
-        tokens, positions, token_slots, on_device_ends, slots, starts, lengths, offsets, asked, store.tables,
+        tokens, positions, token_slots, ends, flat.slots, flat.starts, flat.lengths, flat.offsets, flat.asked,
+        store.tables,
     )  # fmt: skip

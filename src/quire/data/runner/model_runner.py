@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
 from quire.data.runner.drawn import Drawn
-from quire.data.runner.inputs import build_batch
+from quire.data.runner.inputs import Flat, batch_of
 from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
@@ -37,6 +38,8 @@ class Model(Protocol):
     """What the runner needs of a model (see quire.data.models)."""
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
+    def begin(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
+    def end(self, x: Tensor, attended: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -82,7 +85,8 @@ class ModelRunner:
         self.store: Store
         self.sampler: Sampler
         self.last: Tensor
-        self.graphs: Any = None
+        self.graphs: Any = None  # of decode steps
+        self.mixed: Any = None  # of steps with prompts
 
     def bind(self, geometry: Geometry) -> None:
         """Allocate pages, tables and sampling state for a memory of this geometry. StartupError if the attention can't
@@ -99,13 +103,18 @@ class ModelRunner:
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
         if self.replays:
-            from quire.data.runner.graphs import DecodeGraphs
+            self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
 
-            largest = min(geometry.slots - 1, MOST_GRAPH_ROWS)
-            tails = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
-            self.graphs = DecodeGraphs(
-                self.model, self.store, self.backend, self.last, self.store.staging, largest, tails
-            )
+    def _prepare_graphs(self, largest: int) -> None:
+        """For up to `largest` rows that sample. Nothing is captured yet."""
+        from quire.data.runner.graphs import DecodeGraphs
+        from quire.data.runner.mixed import MixedGraphs
+        from quire.data.runner.recorder import Recorder
+
+        tails, recorder = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}, Recorder(self.device)
+        model, store, backend, last = self.model, self.store, self.backend, self.last
+        self.graphs = DecodeGraphs(model, store, backend, last, store.staging, largest, tails, recorder)
+        self.mixed = MixedGraphs(model, store, backend, last, self.spec.hidden, self.graphs.sizes, tails, recorder)
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
         """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs."""
@@ -140,8 +149,13 @@ class ModelRunner:
         if not plan.rows:
             return Ticket(None, [], plan, began, None)
         if self.graphs is not None and self.graphs.fits(plan.rows):
-            return Ticket(self._replay(plan.rows), [], plan, began, None)
-        batch = build_batch(plan.rows, self.store, self.last)
+            return Ticket(self._sampled(plan.rows, partial(self.graphs.run, plan.rows)), [], plan, began, None)
+        flat = Flat.of(plan.rows)
+        sizes = self.mixed.fit(plan.rows, flat) if self.mixed is not None else None
+        if sizes is not None:
+            sampling = tuple(row for row in plan.rows if row.sample)
+            return Ticket(self._sampled(sampling, partial(self.mixed.run, flat, sizes)), [], plan, began, None)
+        batch = batch_of(flat, self.store, self.last)
         scored = any(row.score for row in plan.rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
         hidden = self.model(batch.tokens, Step.of(batch, self.store.caches, self.backend, narrow))
@@ -156,12 +170,12 @@ class ModelRunner:
             done.record()
         return Ticket(drawn, scores, plan, began, done)
 
-    def _replay(self, rows: tuple[Row, ...]) -> Drawn:
-        """A step of one token a row, as one launch."""
+    def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
+        """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
         tail = self.sampler.tail_of(rows)
         if tail in ("random", "cut"):
             self.sampler.fill(rows)
-        result = self.graphs.run(rows, tail)
+        result = replay(tail)
         if tail:
             return self.sampler.from_graph(*result, rows)
         return self._draw(rows, result[: len(rows)])
@@ -211,6 +225,6 @@ class ModelRunner:
         """Let go of the pages, once nothing moves them any more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for name in ("graphs", "store", "sampler", "last"):
+        for name in ("graphs", "mixed", "store", "sampler", "last"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -40,9 +40,16 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
         with torch.inference_mode():
             for size in reversed(runner.graphs.sizes):
                 runner.graphs.capture(size)
+            firsts, seconds = runner.mixed.halves(tokens)
+            for sizes in firsts:
+                runner.mixed.capture_first(*sizes)
+            for size in seconds:
+                runner.mixed.capture_second(size)
         torch.cuda.empty_cache()  # what they ran first; the memory of the steps that follow stays with the process
+    mixed, runner.mixed = runner.mixed, None  # some steps with prompts have no graph: their kernels are wanted
     for plan in _plans(tokens, max_len, runner.store.geometry.slots - 1):
         runner.collect(runner.submit(plan))
+    runner.mixed = mixed
     runner.store.clear_scratch()  # finite, whatever the model made of padding
     torch.cuda.synchronize(runner.device)
 
@@ -97,6 +104,9 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
         for size in runner.graphs.sizes:
             if 1 < size <= MOST_AT_ONCE and size & (size - 1) == 0:
                 yield partial(runner.graphs.rehearse, size)
+        for count, singles in runner.mixed.halves(MOST_AT_ONCE)[0]:
+            if count & (count - 1) == 0:
+                yield partial(runner.mixed.rehearse, count, singles)
 
 
 def _plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:

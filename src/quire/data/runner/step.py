@@ -44,9 +44,7 @@ class Step:
         """See quire.data.models.attending."""
         cache = self.caches[layer]
         asked = self.asked if last else None
-        plan = self.plans.get(cache.kind) if asked is None else self.plan(cache, asked)
-        if plan is None:
-            plan = self.plans[cache.kind] = self.plan(cache, None)
+        plan = self.planned(cache) if asked is None else self.plan(cache, asked)
         if self.backend.rotates:
             return self.backend.rotate_and_attend(qkv, rotary, norms, cache, plan)
         angles = self._angles(rotary, qkv.dtype) if rotary is not None else None
@@ -58,6 +56,13 @@ class Step:
     def wanted(self, x: Tensor) -> Tensor:
         """See quire.data.models.attending."""
         return x if self.asked is None else x.index_select(0, self.asked.ends)
+
+    def planned(self, cache: LayerCache) -> Any:
+        """The plan for queries of all tokens."""
+        plan = self.plans.get(cache.kind)
+        if plan is None:
+            plan = self.plans[cache.kind] = self.plan(cache, None)
+        return plan
 
     def _angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = self.angles.get(id(rotary))

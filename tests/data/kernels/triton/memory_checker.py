@@ -26,7 +26,7 @@ class Bounds:
 
     def check(self, what: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
         shape = np.broadcast_shapes(addresses.shape, mask.shape)
-        wanted = np.broadcast_to(addresses, shape)[np.broadcast_to(mask, shape)].astype(np.int64)
+        wanted = np.broadcast_to(addresses, shape)[np.broadcast_to(mask, shape).astype(np.bool_)].astype(np.int64)
         for tensor in self.tensors:
             if wanted.size:
                 wanted = wanted[~_within(tensor, wanted, size)]

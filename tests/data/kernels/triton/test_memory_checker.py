@@ -32,6 +32,21 @@ def test_what_lies_within_and_what_is_masked_passes() -> None:
     add_one(source[3:], target, -3, 0, 0)
 
 
+@triton.jit
+def _mark_if(target, to, flag, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(target + to + at, at.to(tl.float32), mask=(at < N) & (flag > 1))
+
+
+def test_a_mask_that_one_number_decides_is_a_mask() -> None:
+    """The interpreter has it as integers."""
+    target = torch.zeros(16)
+    _mark_if[(1,)](target, -100, 0, N=16)
+    assert not target.any()
+    with pytest.raises(TritonError, match="a store of 4 bytes at -4 bytes"):
+        _mark_if[(1,)](target, -1, 2, N=16)
+
+
 @pytest.mark.parametrize(
     ("start", "to", "count", "what"),
     [

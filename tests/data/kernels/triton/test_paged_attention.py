@@ -165,6 +165,20 @@ def test_any_number_of_splits(splits, dtype, pdl) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_without_a_place_writes_nothing(splits, dtype) -> None:
+    lengths, shape = (150, 0, 33, 0), Shape()
+    memory = filled(shape, lengths, dtype)
+    q = random(3, shape.heads, shape.dim, dtype=dtype, seed=99)
+    out = torch.full_like(q, 7.0)
+    decode(q, memory.cache, memory.tables, slots_of(lengths), ints(lengths), out, splits=splits,
+           rows=ints([2, -1, 0, -1]))  # fmt: skip
+    for row, i in ((2, 0), (0, 2)):
+        assert_close(out[row : row + 1], dense(q[row : row + 1], memory.histories[i], lengths[i] - 1, None))
+    assert (out[1] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page", [1, 2, 3, 4, 8, 16, 32, 64, 128, 256])
 def test_every_page_size(page, dtype) -> None:
     check_decode(Shape(page=page), dtype, (300, 17))
@@ -311,6 +325,23 @@ def check_prompt(shape: Shape, dtype: torch.dtype, chunks: tuple[tuple[int, int]
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (5, 1)])
 def test_prompts_equal_dense_attention(heads, kv_heads, window, dtype) -> None:
     check_prompt(Shape(heads, kv_heads, window=window), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("small", [False, True])
+def test_tiles_of_padding_get_zeros(small, dtype) -> None:
+    """As many as they have queries; of none, nothing is written. Scratch pages aren't read."""
+    shape = Shape()
+    memory = filled(shape, (40,), dtype)
+    memory.cache.keys[0], memory.cache.values[0] = torch.nan, torch.nan
+    q = random(12, shape.heads, shape.dim, dtype=dtype, seed=99)
+    q[8:] = torch.nan
+    tiles = torch.tensor([(1, 2, 5, 35), (0, 8, 3, 0), (0, 0, 0, 0)], dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(q, 7.0)
+    prompt(q, memory.cache, memory.tables, tiles, out, small=small)
+    assert_close(out[2:7], dense(q[2:7], memory.histories[0], 35, None))
+    assert not out[8:11].any()
+    assert (out[[0, 1, 7, 11]] == 7).all()
 
 
 @pytest.mark.parametrize("room", [101_376, 166_912, 232_448])  # of an L4, an A100, an H200

@@ -4,50 +4,16 @@ graph captures, padding included."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from geometries import one_size
+from small_models import DEVICE, SMALL, WIDTH, a_model, a_runner
 
-from quire.data.models import resolve
-from quire.data.models.configs import named_config
 from quire.data.runner.inputs import build_batch
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.runner.step import Step
-from quire.data.weights.dummy import fill_dummy
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PAGE, SLOTS, WIDTH = 4, 5, 8
-SMALL = {
-    "llama-125m": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-                   "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64},
-    "opt-125m": {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-                 "ffn_dim": 48, "vocab_size": 64, "max_position_embeddings": 64},
-}  # fmt: skip
-
-
-def a_model(name: str) -> tuple[Any, Any]:
-    config = {**named_config(name), **SMALL[name]}
-    kind = resolve(config)
-    model = kind(config, torch.float32, DEVICE)
-    fill_dummy(model, 3)
-    for parameter in model.parameters():
-        parameter.mul_(8)  # logits that differ
-    model.prepare(64)
-    return model, kind.spec(config)
-
-
-def a_runner(model: Any, spec: Any, attention: str) -> ModelRunner:
-    runner = ModelRunner(model, spec, torch.float32, DEVICE, attention)
-    page_bytes = sum(layer.token_bytes(4) for layer in spec.layers) * PAGE
-    layers = tuple(range(len(spec.layers)))
-    pages = SLOTS * WIDTH + 1
-    runner.bind(one_size((layers, None), pages=pages, page_bytes=page_bytes, slots=SLOTS, width=WIDTH, tokens=PAGE))
-    runner.store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
-    return runner
 
 
 def plans() -> list[StepPlan]:

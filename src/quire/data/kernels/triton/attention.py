@@ -137,11 +137,13 @@ def _decode(
     oldest, first, chunk, active = extent(length, WINDOW, BLOCK, SPLITS)
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, length)
-    if (split > 0) & (begin >= end):
-        return
+    idle = (split > 0) & (begin >= end)
     where = row.to(tl.int64)
     if INDEXED:
         where = tl.load(rows + row)
+        idle |= where < 0
+    if idle:
+        return
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
     inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
@@ -246,8 +248,9 @@ def decode(
 
     tables [slots, logical pages] is that of the cache's group, slots and lengths [B] are int64 on the device; a length
     counts the token of this step, which is already in its page. Slot 0 or length 0 is padding: zeros come out. With
-    `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i. With splits=1 a row's
-    result does not depend on the other rows. Nothing here waits for the device.
+    `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i; at -1, which is for
+    padding, it has neither. With splits=1 a row's result does not depend on the other rows. Nothing here waits for the
+    device.
     """
     heads, dim = q.shape[1:]
     batch, kv_heads = slots.shape[0], cache.kv_heads

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache, to_device
 from quire.data.kernels.reference import write_pages
-from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, multiprocessors
+from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch, multiprocessors
 from quire.data.kernels.triton.launch import early, hopper
 from quire.data.kernels.triton.prompt import make_tiles, prompt, tile_queries
 from quire.data.kernels.triton.rope_write import rope_write
@@ -40,8 +40,8 @@ class Norm(Protocol):
 class Launches:
     """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T];
     their queries, or only those at `asked`, are rows of one query (`slots`, `lengths`, and `rows`, their places among
-    the queries; None: in order), or are in `tiles` for `kernel`. `scratch` is where split contexts meet, if it is kept
-    for long; `pdl`: kernels start early."""
+    the queries; None: in order), or are in `tiles` for `kernel`. `scratch` is where split contexts meet; `pdl`: kernels
+    start early."""
 
     tables: Tensor
     token_slots: Tensor
@@ -64,6 +64,19 @@ class Singles(NamedTuple):
     positions: Tensor
     lengths: Tensor
     tiles: Tensor | None
+
+
+class Padded(NamedTuple):
+    """A step of prompts and single tokens on the device, padded to sizes that a graph is captured for. Of each token
+    `token_slots` and `positions` [T]. Rows of one token: `slots`, `lengths` and `rows`, their places [D]; padding has
+    slot 0 and place -1. All others are in `tiles`, by the queries of a tile; padding has slot 0 there too."""
+
+    token_slots: Tensor
+    positions: Tensor
+    slots: Tensor
+    lengths: Tensor
+    rows: Tensor
+    tiles: dict[int, Tensor]
 
 
 class TritonBackend:
@@ -93,7 +106,8 @@ class TritonBackend:
             tiles = make_tiles(*(x[many] for x in (of.slots, of.starts, of.lengths, of.offsets)), queries)
             parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
-        n = len(one)
+        n, heads = len(one), cache.kv_heads
+        splits = choose_splits(n, heads, multiprocessors(batch.device))
         return Launches(
             tables=batch.tables[group],
             token_slots=batch.token_slots,
@@ -103,8 +117,9 @@ class TritonBackend:
             rows=ints[2 * n : 3 * n] if n else None,
             tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
             kernel=kernel,
-            splits=choose_splits(n, cache.kv_heads, multiprocessors(batch.device)),
+            splits=splits,
             asked=None if asked is None else asked.ends,
+            scratch=decode_scratch(n, cache.heads, heads, cache.head_dim, splits, batch.device),
         )
 
     def singles(self, slots: Tensor, positions: Tensor) -> Singles:
@@ -136,16 +151,43 @@ class TritonBackend:
             pdl=device.type == "cuda" and early(device),
         )
 
+    def plan_padded(
+        self, step: Padded, tables: Tensor, cache: LayerCache, scratch: SplitScratch, splits: int
+    ) -> Launches:
+        """As `plan`, for a padded step and the page tables of the cache's group."""
+        device = step.token_slots.device
+        return Launches(
+            tables=tables,
+            token_slots=step.token_slots,
+            positions=step.positions,
+            slots=step.slots if len(step.slots) else None,
+            lengths=step.lengths,
+            rows=step.rows,
+            tiles=step.tiles[self.queries(cache)],
+            kernel=self.usual,
+            splits=splits,
+            scratch=scratch,
+            pdl=device.type == "cuda" and early(device),
+        )
+
+    def queries(self, cache: LayerCache) -> int:
+        """The queries of a tile for the usual kernel."""
+        return tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize, self.deterministic)
+
+    def is_long(self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray) -> bool:
+        """Whether prompts of `lengths` tokens, which see up to `contexts`, are for another than the usual kernel: most
+        of the work must be in long ones, as short ones take longer there."""
+        roles, work = self._roles(cache), lengths * contexts
+        return roles is not None and bool((work * contexts).sum() >= roles.LONG * max(int(work.sum()), 1))
+
     def _kernel(
         self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray
     ) -> tuple[Callable[..., Tensor], int]:
-        """The kernel for a step's prompts, and the queries of its tiles: `lengths` tokens, which see up to `contexts`.
-        For `prompt_hopper` most of the work must be in long ones, as short ones take longer there."""
-        roles, work = self._roles(cache), lengths * contexts
-        if roles is not None and (work * contexts).sum() >= roles.LONG * max(int(work.sum()), 1):
+        """The kernel for a step's prompts, and the queries of its tiles."""
+        roles = self._roles(cache)
+        if roles is not None and self.is_long(cache, lengths, contexts):
             return roles.prompt, roles.tile_queries(cache.heads // cache.kv_heads)
-        shape = cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize
-        return self.usual, tile_queries(*shape, self.deterministic)
+        return self.usual, self.queries(cache)
 
     def _roles(self, cache: LayerCache) -> ModuleType | None:
         """`prompt_hopper`, if it may compute this layer's prompts."""
@@ -176,7 +218,7 @@ class TritonBackend:
             size, table = cache.page_tokens, plan.tables
             pages = table[plan.token_slots, torch.div(plan.positions, size, rounding_mode="floor")]
             write_pages(cache.keys, cache.values, k, v, pages, plan.positions % size)
-        return self._attend(q, cache, plan)
+        return self.read(q, cache, plan)
 
     def rotate_and_attend(
         self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Launches
@@ -184,14 +226,22 @@ class TritonBackend:
         """The same from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised and rotated where
         asked: one launch does that and the write. Queries are rotated in place."""
         q = qkv[:, : cache.heads]
+        self.write(qkv, q, rotary, norms, cache, plan)
+        return self.read(q if plan.asked is None else q.index_select(0, plan.asked), cache, plan)
+
+    def write(
+        self, qkv: Tensor, q: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache,
+        plan: Launches,
+    ) -> None:  # fmt: skip
+        """The first half of that: keys and values to their pages, queries to q [T, heads, dim]."""
         rope_write(
             qkv, q, cache, plan.tables, plan.token_slots, plan.positions,
             rotary=None if rotary is None else rotary.table,
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=plan.pdl,
         )  # fmt: skip
-        return self._attend(q if plan.asked is None else q.index_select(0, plan.asked), cache, plan)
 
-    def _attend(self, q: Tensor, cache: LayerCache, plan: Launches) -> Tensor:
+    def read(self, q: Tensor, cache: LayerCache, plan: Launches) -> Tensor:
+        """The second half: the attention of q [Q, heads, dim] to what is in the pages."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None:
             plan.kernel(q, cache, plan.tables, plan.tiles, out)

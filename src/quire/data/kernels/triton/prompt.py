@@ -108,6 +108,10 @@ def _prompt(
     inside = (m // GROUP < many)[:, None] & (d < DIM)[None, :]
     at = (token + m // GROUP).to(tl.int64)
     heads = head * GROUP + m % GROUP
+    if slot == 0:  # padding
+        places = out + (at * out_row + heads * DIM)[:, None] + d[None, :]
+        tl.store(places, tl.zeros([BLOCK_M, DIM_PAD], out.dtype.element_ty), mask=inside)
+        return
     query = tl.load(q + (at * q_row + heads * q_head)[:, None] + d[None, :], mask=inside, other=0.0)
     keys += head.to(tl.int64) * HEAD_STRIDE
     values += head.to(tl.int64) * HEAD_STRIDE
@@ -144,7 +148,8 @@ def prompt(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False
 ) -> Tensor:
     """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
-    dim]; rows of out that no tile names stay as they are.
+    dim]; rows of out that no tile names stay as they are. A tile of slot 0 is padding: it sees nothing, and zeros come
+    out, of none if it has no queries.
 
     The keys and values of all queries are in their pages already. `small` tiles waste less on rows of one token. The
     bits of a query's result depend on the size of tiles, and on nothing else of the step.

@@ -1,0 +1,254 @@
+"""Steps with prompts, padded to what graphs are captured for: their numbers cover every token once, and what the
+halves compute from them is what eager steps compute. Without a GPU a graph is its launches, made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import DEVICE, SMALL, WIDTH, a_model, a_runner
+
+from quire.data.kernels.triton.backend import TritonBackend
+from quire.data.runner import mixed, padded
+from quire.data.runner.inputs import Flat
+from quire.data.runner.mixed import MixedGraphs
+from quire.data.runner.model_runner import ModelRunner
+from quire.data.runner.padded import Inputs, Sizes
+from quire.data.runner.recorder import Graph
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
+
+CPU = torch.device("cpu")
+SLOTS = 9
+Chunk = tuple[int, int]
+"""Tokens of a sequence so far, and how many a step computes."""
+
+
+def rows_of(chunks: list[Chunk], unsampled: int = 0) -> tuple[Row, ...]:
+    """Rows of slots 1, 2, ...; the first ones don't sample."""
+    return tuple(
+        Row(i + 1, tuple(range(10, 10 + count)), start, int(i >= unsampled)) for i, (start, count) in enumerate(chunks)
+    )
+
+
+CHUNKS = st.lists(
+    st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(1, 300))), min_size=1, max_size=60
+)  # fmt: skip
+
+
+def numbers(inputs: Inputs, flat: Flat, sizes: Sizes) -> dict[str, np.ndarray]:
+    """What graphs of these sizes find on the device."""
+    inputs.buffer.fill_(-7)
+    inputs.region(sizes).copy_(torch.from_numpy(inputs.filled(flat, sizes)))
+    ids, step = inputs.step(sizes.tokens, sizes.singles)
+    found = {"ids": ids, "sampled": inputs.sampled(sizes.sampled), **step._asdict()}
+    found |= {f"tiles {queries}": tiles for queries, tiles in step.tiles.items()}
+    return {name: tensor.numpy() for name, tensor in found.items() if name != "tiles"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@given(chunks=CHUNKS, unsampled=st.integers(0, 5))
+def test_every_token_is_one_rows_or_padding(deterministic: bool, chunks: list[Chunk], unsampled: int) -> None:
+    inputs = Inputs([1, 2, 4, 8, 40, 61], (32, 5), deterministic, CPU)
+    rows = rows_of(chunks, unsampled)
+    flat = Flat.of(rows)
+    sizes = inputs.fit(flat)
+    total, prompts = sum(count for _, count in chunks), sum(count > 1 for _, count in chunks)
+    if total > 1024 or prompts > padded.PROMPTS or len(chunks) <= unsampled:
+        assert sizes is None
+        return
+    assert sizes is not None
+    found = numbers(inputs, flat, sizes)
+    assert total <= sizes.tokens == len(found["ids"]) == len(found["token_slots"])
+    for name, padding, expected in (
+        ("ids", 0, [token for row in rows for token in row.tokens]),
+        ("positions", 0, [row.start + i for row in rows for i in range(len(row.tokens))]),
+        ("token_slots", 0, [row.slot for row in rows for _ in row.tokens]),
+    ):
+        assert found[name].tolist() == expected + [padding] * (sizes.tokens - total)
+    ends = np.cumsum([len(row.tokens) for row in rows]) - 1
+    sampled = [(end, row.slot, row.start + len(row.tokens) - 1) for end, row in zip(ends.tolist(), rows) if row.sample]
+    assert found["sampled"].T.tolist() == [list(one) for one in sampled] + [[0] * 3] * (sizes.sampled - len(sampled))
+    seen = np.zeros(sizes.tokens, dtype=int)
+    for slot, length, place in zip(found["slots"], found["lengths"], found["rows"]):
+        if place < 0:
+            assert (slot, length, place) == (0, 0, -1)
+        else:
+            seen[place] += 1
+            assert (slot, length) == (found["token_slots"][place], found["positions"][place] + 1)
+    assert len(found["slots"]) == (0 if deterministic else sizes.singles)
+    for queries in inputs.queries:
+        covered = seen.copy()
+        for slot, token, many, position in found[f"tiles {queries}"].tolist():
+            assert 0 <= many <= queries
+            covered[token : token + many] += 1
+            assert (found["token_slots"][token : token + many] == slot).all()
+            if slot:
+                assert found["positions"][token : token + many].tolist() == list(range(position, position + many))
+            else:
+                assert many == 0 or token >= total
+        assert (covered == 1).all()
+
+
+def test_sizes_are_the_least_with_room() -> None:
+    inputs = Inputs([1, 8, 64, 200, 256], (32,), False, CPU)
+
+    def fit(*chunks: Chunk, unsampled: int = 0) -> Sizes | None:
+        return inputs.fit(Flat.of(rows_of(list(chunks), unsampled)))
+
+    assert fit(*[(400, 1)] * 190, (0, 200)) == Sizes(432, 256, 200)
+    assert fit((0, 5)) == Sizes(32, 32, 1)
+    assert fit(*[(9, 1)] * 200, (0, 32)) == Sizes(256, 256, 256)
+    assert fit(*[(9, 1)] * 30, (0, 40), unsampled=29) == Sizes(96, 32, 8)
+    assert fit((0, 1024)) == Sizes(1024, 32, 1)
+    assert fit((0, 1025)) is None
+    assert fit((0, 40), unsampled=1) is None, "nothing samples"
+    assert fit(*[(0, 2)] * 16) == Sizes(32, 32, 64)
+    assert fit(*[(0, 2)] * 17) is None, "too many tiles"
+    assert fit(*[(9, 1)] * 257, (0, 2)) is None, "more rows than graphs have"
+
+
+class Again:
+    """In place of a Recorder: a step's launches are made anew, and leave their results where the first time's are."""
+
+    def __init__(self) -> None:
+        self.replays = self.recorded = 0
+
+    def record(self, step: Callable[[], Any]) -> Graph:
+        self.recorded += 1
+        result = step()
+
+        def replay() -> None:
+            self.replays += 1
+            anew = step()
+            if result is not None:
+                result.copy_(anew)
+
+        return Graph(SimpleNamespace(replay=replay), result)  # type: ignore[arg-type]
+
+
+def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch) -> Again:
+    """Steps with prompts are replayed, their logits kept. Small sizes, so that all of them are met."""
+    for module, name, value in (
+        (padded, "TOKENS", [4, 8, 16, 24]), (padded, "PROMPTS", 2), (padded, "FEW", 1), (padded, "SOME", 3),
+        (mixed, "FEW", 1), (mixed, "SOME", 3), (mixed, "choose_splits", lambda rows, *_: 4 if rows < 3 else 1),
+    ):  # fmt: skip
+        patch.setattr(module, name, value)
+    again = Again()
+    kept = torch.zeros((SLOTS, 64), device=DEVICE)
+    tails = {"": lambda logits, slots: kept[: len(logits)].copy_(logits)}
+    runner.mixed = MixedGraphs(
+        runner.model,
+        runner.store,
+        runner.backend,
+        runner.last,
+        32,
+        [1, 2, 5, SLOTS - 1],
+        tails,
+        again,  # type: ignore[arg-type]
+    )
+    patch.setattr(runner.sampler, "tail_of", lambda rows: "")
+    return again
+
+
+def served(runners: list[ModelRunner], seed: int, steps: int = 10) -> list[list[Any]]:
+    """Random steps of sequences that come, with prompts in chunks, decode and go: what each runner drew."""
+    random = np.random.default_rng(seed)
+    drawn: list[list[Any]] = [[] for _ in runners]
+    left: dict[int, list[int]] = {}  # of each slot: positions done, tokens of the prompt
+    for step in range(steps):
+        births, tables, rows = [], [], []
+        for slot in range(1, SLOTS):
+            if slot not in left and random.random() < 0.35:
+                left[slot] = [0, int(random.integers(1, 12))]
+                params = SamplingParams(temperature=float(random.choice([0.0, 1.0])), seed=slot)
+                births.append(Birth(slot, slot, -1, params.sampling(), 100 * seed + 10 * step + slot, left[slot][1]))
+                pages = tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH))
+                tables.append(Table(slot, 0, 0, pages))
+        for slot in random.permutation(list(left)).tolist():
+            done, prompt = left[slot]
+            count = 1 if done >= prompt else min(int(random.integers(1, 9)), prompt - done)
+            tokens = (LAST,) if done >= prompt else tuple(random.integers(5, 60, count).tolist())
+            ends = done + count >= prompt
+            rows.append(Row(slot, tokens, done, (1 + (random.random() < 0.1)) * ends))
+            left[slot][0] += count
+            if left[slot][0] >= prompt + 6:
+                del left[slot]
+        plan = StepPlan(tuple(births), tuple(tables), tuple(rows))
+        for runner, own in zip(runners, drawn):
+            own.append([sample.tokens for sample in runner.collect(runner.submit(plan)).samples])
+    return drawn
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "plain") for name in SMALL),
+        *(("llama-125m", how) for how in ("deterministic", "windows", "unlike layers")),
+    ],
+)
+def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = a_model(name)
+    reference, runner = a_runner(model, spec, "reference", SLOTS), a_runner(model, spec, "triton", SLOTS)
+    if how == "deterministic":
+        monkeypatch.setattr(runner, "backend", TritonBackend(deterministic=True))
+    for each in (reference, runner):
+        caches = each.store.caches
+        if how == "windows":
+            caches = [replace(cache, window=5) for cache in caches]
+        if how == "unlike layers":
+            caches = [replace(caches[0], softcap=0.5), *caches[1:]]
+        monkeypatch.setattr(each.store, "caches", caches)
+    again = with_graphs(runner, monkeypatch)
+    expected, got = served([reference, runner], seed=len(name) + len(how))
+    assert got == expected
+    assert again.replays >= 3 * 6, "most steps are replayed, each as three graphs"
+    for mine, theirs in zip(runner.store.views, reference.store.views):
+        torch.testing.assert_close(mine[1:], theirs[1:], atol=1e-4, rtol=1e-4, equal_nan=True)
+        assert mine[0].isfinite().all(), "padding is finite"
+
+
+def test_all_that_a_server_needs_can_be_captured_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = a_model("llama-125m")
+    runner = a_runner(model, spec, "triton", SLOTS)
+    again = with_graphs(runner, monkeypatch)
+    most = 14  # tokens a step
+    firsts, seconds = runner.mixed.halves(most)
+    assert firsts == [(16, 8), (16, 3), (16, 1), (8, 8), (8, 3), (8, 1), (4, 4), (4, 3), (4, 1)]
+    assert seconds == [8, 5, 2, 1]
+    assert runner.mixed.halves() == ([(24, 8), (24, 3), (24, 1), *firsts], seconds)
+    with torch.inference_mode():
+        for sizes in firsts:
+            runner.mixed.capture_first(*sizes)
+        for count in seconds:
+            runner.mixed.capture_second(count)
+    assert again.recorded == 9 + 4 + 4, "each second half has a tail"
+    pages = runner.store.views[0]
+    assert pages[1:].isnan().all(), "only the scratch page is written"
+    assert pages[0].isfinite().all()
+    births = tuple(Birth(s, s, -1, SamplingParams(temperature=0).sampling(), 0, 5) for s in (1, 2))
+    tables = tuple(Table(s, 0, 0, tuple(range(1 + s * WIDTH, 1 + (s + 1) * WIDTH))) for s in (1, 2))
+    rows = (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(2, (11, 12, 13), 0, 1))
+    assert all(sample.tokens for sample in runner.collect(runner.submit(StepPlan(births, tables, rows))).samples)
+    assert (again.recorded, again.replays) == (17, 3)
+
+
+def test_scored_and_long_steps_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spec = a_model("llama-125m")
+    runner = a_runner(model, spec, "triton", SLOTS)
+    again = with_graphs(runner, monkeypatch)
+    rows = rows_of([(0, 5), (3, 1)])
+    assert runner.mixed.fit(rows, Flat.of(rows)) == Sizes(8, 1, 2)
+    scored = (rows[0]._replace(score=(1, 2, 3, 4, 5)), rows[1])
+    assert runner.mixed.fit(scored, Flat.of(scored)) is None
+    monkeypatch.setattr(runner.backend, "is_long", lambda cache, lengths, contexts: (lengths, contexts) == ([5], [5]))
+    assert runner.mixed.fit(rows, Flat.of(rows)) is None
+    assert not again.replays
