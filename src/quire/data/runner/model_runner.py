@@ -20,6 +20,7 @@ from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
 from quire.data.runner.drawn import Drawn
+from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
 from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.rehearsal import rehearse
@@ -58,7 +59,7 @@ class Ticket(NamedTuple):
     scores: list[Tensor]
     plan: StepPlan
     began: float
-    done: torch.cuda.Event | None  # behind the step's rows, where no sample says that they have run
+    span: Span | None  # on a GPU
 
 
 class ModelRunner:
@@ -82,6 +83,7 @@ class ModelRunner:
         self.replays, self.deterministic, self.debug = graphs, deterministic, debug
         self.depth = 1 if device.type == "cpu" else 2
         self.collected = -math.inf  # when the last step was
+        self.idle = Idle(device)
         self.store: Store
         self.sampler: Sampler
         self.last: Tensor
@@ -145,30 +147,36 @@ class ModelRunner:
         return ticket
 
     def _rows(self, plan: StepPlan, began: float) -> Ticket:
-        """Enqueue a plan's rows."""
-        if not plan.rows:
+        """Enqueue a plan's rows: as graphs where there are any for them."""
+        rows, scores = plan.rows, []
+        if not rows:
             return Ticket(None, [], plan, began, None)
-        if self.graphs is not None and self.graphs.fits(plan.rows):
-            return Ticket(self._sampled(plan.rows, partial(self.graphs.run, plan.rows)), [], plan, began, None)
-        flat = Flat.of(plan.rows)
-        sizes = self.mixed.fit(plan.rows, flat) if self.mixed is not None else None
-        if sizes is not None:
-            sampling = tuple(row for row in plan.rows if row.sample)
-            return Ticket(self._sampled(sampling, partial(self.mixed.run, flat, sizes)), [], plan, began, None)
+        mark, replayed = self.idle.begin(), True
+        drawn: Drawn | None
+        if self.graphs is not None and self.graphs.fits(rows):
+            drawn = self._sampled(rows, partial(self.graphs.run, rows))
+        else:
+            flat = Flat.of(rows)
+            sizes = self.mixed.fit(rows, flat) if self.mixed is not None else None
+            if sizes is not None:
+                sampling = tuple(row for row in rows if row.sample)
+                drawn = self._sampled(sampling, partial(self.mixed.run, flat, sizes))
+            else:
+                replayed = False
+                drawn, scores = self._eager(rows, flat)
+        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed))
+
+    def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor]]:
+        """Enqueue rows launch by launch: what they draw, and the log-probabilities of prompts."""
         batch = batch_of(flat, self.store, self.last)
-        scored = any(row.score for row in plan.rows)
+        scored = any(row.score for row in rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
         hidden = self.model(batch.tokens, Step.of(batch, self.store.caches, self.backend, narrow))
-        scores = [self._score(row, int(offset), hidden) for row, offset in zip(plan.rows, batch.offsets) if row.score]
-        drawn = None
-        if len(batch.asked):
-            logits = self.model.logits(hidden if narrow else hidden.index_select(0, batch.ends))
-            drawn = self._draw([row for row in plan.rows if row.sample], logits)
-        done = None
-        if drawn is None and self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return Ticket(drawn, scores, plan, began, done)
+        scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
+        if not len(batch.asked):
+            return None, scores
+        logits = self.model.logits(hidden if narrow else hidden.index_select(0, batch.ends))
+        return self._draw([row for row in rows if row.sample], logits), scores
 
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
@@ -200,11 +208,11 @@ class ModelRunner:
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step: its rows have run when this returns, so their pages may be moved by others. Its seconds run
         from its submission, or from the end of the step before if that was later: no second counts twice."""
-        if ticket.done is not None:
-            ticket.done.synchronize()
+        if ticket.drawn is None and ticket.span is not None:
+            ticket.span.end.synchronize()
         finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
-            return StepResult(tuple(finished), self._seconds(ticket))
+            return StepResult(tuple(finished), self._seconds(ticket), self.idle.collected(ticket.span))
         drawn = iter(finished)
         scores = iter(ticket.scores)
         samples = []
@@ -215,7 +223,7 @@ class ModelRunner:
                 scored = zip(row.score, next(scores).tolist())
                 sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
             samples.append(sample)
-        return StepResult(tuple(samples), self._seconds(ticket))
+        return StepResult(tuple(samples), self._seconds(ticket), self.idle.collected(ticket.span))
 
     def _seconds(self, ticket: Ticket) -> float:
         began, self.collected = max(ticket.began, self.collected), time.perf_counter()
