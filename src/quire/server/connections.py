@@ -20,10 +20,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from quire.server.direct import DIRECT, Direct
 from quire.server.errors import Failure
 
 MAX_HEAD = 64 << 10  # bytes of a request line and its headers
@@ -151,10 +153,16 @@ class BoundedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, state, app_state)
         self.conn, self._bounds, self._all, self._refused = BoundedParser(), bounds, all, refused
+        self.app = self._offering  # type: ignore[assignment]
         self._since: float | None = None  # when the client began to owe a head, or a body that was answered already
         self._told: float | None = None  # when it was told to go
         self._unsent, self._moved = 0, 0.0  # bytes that the client must read before more is sent, and their last change
         all.add(self)
+
+    async def _offering(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, with Direct among the extensions that it is offered."""
+        scope["extensions"] = {DIRECT: Direct(self.cycle, self.flow)}
+        await self.config.loaded_app(scope, receive, send)  # type: ignore[arg-type]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The first head is due."""

@@ -1,0 +1,263 @@
+"""What HTTP costs: processor time of the server's process for each streamed token and each request. No engine runs:
+tokens are put into streams, as many as there are clients, which another process reads over loopback sockets. As a
+script it writes what it saw: `python tests/server/stream_price.py docs/measurements/cpu_stream_price.json`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import selectors
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import echo_service
+
+from quire.async_llm import AsyncLLM
+from quire.bench.machine import machine
+from quire.control.outcomes import Output
+from quire.server.app import create_app
+from quire.server.run import ServeOptions, bind
+from quire.server.web import WebServer
+from quire.text.streams import Stream, deliver
+from quire.vocabulary.params import SamplingParams
+
+WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
+STEP = 0.004  # seconds between two steps, beside what they take
+SAMPLE = 0.001  # seconds of processor time between two looks of the profile
+TALK = {"messages": [{"role": "user", "content": "once upon a time"}], "max_tokens": 200, "ignore_eos": True}
+PROSE = {"prompt": "once upon a time", "max_tokens": 200, "ignore_eos": True}
+REQUESTS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "GET /health": ("/health", None),
+    "completion": ("/v1/completions", PROSE),
+    "completion, streamed": ("/v1/completions", {**PROSE, "stream": True}),
+    "chat": ("/v1/chat/completions", TALK),
+    "chat, streamed": ("/v1/chat/completions", {**TALK, "stream": True}),
+}
+# Whose code the processor was in, by a part of its file's name.
+PARTS = (
+    ("socket write", ("asyncio/selector_events",)),
+    ("h11", ("/h11/",)),
+    ("uvicorn and connections", ("/uvicorn/", "server/connections", "server/direct")),
+    ("middleware", ("server/proxy", "server/http_counts", "server/guards", "server/errors", "starlette/middleware")),
+    ("fastapi, starlette, pydantic", ("/fastapi/", "/starlette/", "/pydantic/", "/anyio/", "contextlib", "/email/")),
+    ("rendering and JSON", ("server/render", "server/pieces", "/json/")),
+    ("events of a stream", ("server/stream", "server/inbox")),
+    ("Stream", ("text/streams",)),
+    ("event loop and tasks", ("asyncio/", "selectors")),
+    ("routes and parameters", ("server/", "text/", "quire/")),
+)
+
+
+class Fed(AsyncLLM):
+    """Takes every request, and leaves its outputs to whoever feeds `fed`; with `at_once` it answers with one token."""
+
+    fed: list[Stream]
+    at_once = False
+
+    async def submit_all(
+        self,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        params: SamplingParams,
+        *,
+        salt: str = "",
+        patient: bool = False,
+    ) -> list[Stream]:
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        accepted.set_result(None)
+        streams = [Stream(id, accepted, patient) for id, _ in prompts]
+        if self.at_once:
+            asyncio.get_running_loop().call_soon(deliver, [(stream, output(stream.id, 0, True)) for stream in streams])
+        else:
+            self.fed += streams
+        return streams
+
+    def abort(self, request_id: str) -> None:
+        """Nothing runs."""
+
+
+def output(id: str, at: int, done: bool = False) -> Output:
+    """The output of step `at`."""
+    why = "length" if done else None
+    return Output(id, 0, (at % 400,), WORDS[at % len(WORDS)], (), why, None, done, 0.0)
+
+
+class Profile:
+    """Counts where the process is, every SAMPLE seconds of its processor time."""
+
+    def __init__(self, on: bool) -> None:
+        self.on, self.seen = on, Counter[str]()
+
+    def __enter__(self) -> Profile:
+        if self.on:
+            signal.signal(signal.SIGPROF, self._look)
+            signal.setitimer(signal.ITIMER_PROF, SAMPLE, SAMPLE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        name = frame.f_code.co_filename if frame is not None else ""
+        self.seen[next((part for part, files in PARTS if any(file in name for file in files)), "other")] += 1
+
+    def shares(self, price: float) -> dict[str, float]:
+        """`price` by part."""
+        return {part: round(price * count / self.seen.total(), 2) for part, count in self.seen.most_common()}
+
+
+class Running:
+    """A server in this thread's event loop, over a Fed."""
+
+    def __init__(self) -> None:
+        self.llm = Fed.of(echo_service.built())
+        self.llm.fed = []
+        self.listener = bind("127.0.0.1", 0)
+        self.ready = asyncio.Event()
+        self.server = WebServer(create_app(self.llm, ["echo"]), ServeOptions(), self.ready.set)
+
+    async def __aenter__(self) -> Running:
+        self.serving = asyncio.create_task(self.server.serve(sockets=[self.listener]))
+        await self.ready.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        await self.serving
+        await asyncio.to_thread(self.llm.close)
+        self.listener.close()
+
+    def clients(self, *arguments: object) -> asyncio.Task[dict[str, Any]]:
+        """What another process with this script's `arguments` says that it read."""
+        port = self.listener.getsockname()[1]
+        command = [sys.executable, __file__, "--read", str(port), *map(str, arguments)]
+        return asyncio.create_task(asyncio.to_thread(lambda: json.loads(subprocess.check_output(command))))
+
+
+async def price_of_tokens(route: str, body: dict[str, Any], streams: int, tokens: int, profile: Profile) -> float:
+    """Microseconds a token, of `streams` at once of so many tokens."""
+    async with Running() as running:
+        reading = running.clients(route, json.dumps({**body, "stream": True}), streams, 1)
+        while len(running.llm.fed) < streams:
+            await asyncio.sleep(0.05)
+        batches = [[(stream, output(stream.id, at)) for stream in running.llm.fed] for at in range(len(WORDS))]
+        deliver(batches[0])
+        await asyncio.sleep(0.2)
+        with profile:
+            began = time.process_time()
+            for at in range(tokens):
+                deliver(batches[at % len(WORDS)])
+                await asyncio.sleep(STEP)
+            spent = time.process_time() - began
+        deliver([(stream, output(stream.id, 0, True)) for stream in running.llm.fed])
+        seen = await reading
+        opening = 2 if "chat" in route else 1
+        assert seen["events"] == streams * (tokens + opening + 2), "tokens were merged"
+    return spent / tokens / streams * 1e6
+
+
+async def price_of_requests(route: str, body: dict[str, Any] | None, requests: int, profile: Profile) -> float:
+    """Microseconds a request, one after the other over 4 connections."""
+    async with Running() as running:
+        running.llm.at_once = True
+        await running.clients(route, json.dumps(body), 4, 20)
+        with profile:
+            began = time.process_time()
+            seen = await running.clients(route, json.dumps(body), 4, requests // 4)
+            spent = time.process_time() - began
+        assert seen["answers"] == requests // 4 * 4
+    return spent / requests * 1e6
+
+
+# The other process
+
+
+def read(port: int, route: str, body: str, connections: int, each: int) -> dict[str, Any]:
+    """Ask over so many connections, `each` times, and count the events and the answers that come."""
+    method, data = ("GET", b"") if body == "null" else ("POST", body.encode())
+    head = f"{method} {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    request = f"{head}Authorization: Bearer none\r\nAccept: */*\r\nUser-Agent: quire-price\r\n\r\n".encode() + data
+    ready = selectors.DefaultSelector()
+    events = answers = 0
+    for _ in range(connections):
+        client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(request)
+        ready.register(client, selectors.EVENT_READ, [each])
+    while ready.get_map():
+        for key, _ in ready.select():
+            piece = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+            assert piece, "the server closed a connection"
+            events += piece.count(b"data: ")
+            if not piece.endswith((b"0\r\n\r\n", b"}}", b"Length: 0\r\n\r\n", b"content-length: 0\r\n\r\n")) and (
+                b"content-length: 0\r\n" not in piece
+            ):
+                continue
+            answers += 1
+            key.data[0] -= 1
+            if key.data[0]:
+                key.fileobj.sendall(request)  # type: ignore[union-attr]
+            else:
+                ready.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+    return {"events": events, "answers": answers}
+
+
+# The script
+
+
+def measured(what: Callable[[Profile], Any], repeat: int) -> dict[str, Any]:
+    """The median of some runs, all of them, and a profile of one more."""
+    runs = [asyncio.run(what(Profile(False))) for _ in range(repeat)]
+    asyncio.run(what(profile := Profile(True)))
+    price = statistics.median(runs)
+    told = {"us": round(price, 2), "runs": [round(run, 2) for run in runs], "parts": profile.shares(price)}
+    print(json.dumps(told), flush=True)
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", nargs="?")
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--repeat", type=int, default=5)
+    given = parser.parse_args()
+    told: dict[str, Any] = {"tokens": {}, "requests": {}}
+    for route, body in (("/v1/completions", PROSE), ("/v1/chat/completions", TALK)):
+        told["tokens"][route] = measured(
+            lambda profile, route=route, body=body: price_of_tokens(  # type: ignore[misc]
+                route, body, given.streams, given.tokens, profile
+            ),
+            given.repeat,
+        )
+    for name, (route, asked) in REQUESTS.items():
+        told["requests"][name] = measured(
+            lambda profile, route=route, asked=asked: price_of_requests(  # type: ignore[misc]
+                route, asked, given.requests, profile
+            ),
+            given.repeat,
+        )
+    told |= {"command": " ".join(["python", *sys.argv]), "settings": vars(given), "machine": machine()}
+    if given.out:
+        Path(given.out).write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--read":
+        port, route, body, connections, each = sys.argv[2:]
+        print(json.dumps(read(int(port), route, body, int(connections), int(each))))
+    else:
+        main()
