@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import selectors
 import signal
 import socket
@@ -189,29 +190,50 @@ def read(port: int, route: str, body: str, connections: int, each: int) -> dict[
     method, data = ("GET", b"") if body == "null" else ("POST", body.encode())
     head = f"{method} {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     request = f"{head}Authorization: Bearer none\r\nAccept: */*\r\nUser-Agent: quire-price\r\n\r\n".encode() + data
-    ready = selectors.DefaultSelector()
-    events = answers = 0
+    ready, answers = selectors.DefaultSelector(), []
     for _ in range(connections):
         client = socket.create_connection(("127.0.0.1", port))
         client.sendall(request)
-        ready.register(client, selectors.EVENT_READ, [each])
+        ready.register(client, selectors.EVENT_READ, Answer())
+    left = dict.fromkeys((key.fd for key in ready.get_map().values()), each)
     while ready.get_map():
         for key, _ in ready.select():
-            piece = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+            client: socket.socket = key.fileobj  # type: ignore[no-redef, assignment]
+            piece = client.recv(1 << 16)
             assert piece, "the server closed a connection"
-            events += piece.count(b"data: ")
-            if not piece.endswith((b"0\r\n\r\n", b"}}", b"Length: 0\r\n\r\n", b"content-length: 0\r\n\r\n")) and (
-                b"content-length: 0\r\n" not in piece
-            ):
+            if not key.data.ended(piece):
                 continue
-            answers += 1
-            key.data[0] -= 1
-            if key.data[0]:
-                key.fileobj.sendall(request)  # type: ignore[union-attr]
+            answers.append(key.data.events)
+            left[key.fd] -= 1
+            ready.unregister(client)
+            if left[key.fd]:
+                client.sendall(request)
+                ready.register(client, selectors.EVENT_READ, Answer())
             else:
-                ready.unregister(key.fileobj)
-                key.fileobj.close()  # type: ignore[union-attr]
-    return {"events": events, "answers": answers}
+                client.close()
+    return {"events": sum(answers), "answers": len(answers)}
+
+
+class Answer:
+    """What came of one answer: no more than a head, the number of events, and whether it has ended."""
+
+    def __init__(self) -> None:
+        self.head, self.size, self.left, self.events = b"", 0, -1, 0
+
+    def ended(self, piece: bytes) -> bool:
+        """Whether it has, with this piece of it."""
+        if self.left < 0:
+            self.head += piece
+            head, end, piece = self.head.partition(b"\r\n\r\n")
+            if not end:
+                return False
+            assert b" 200 OK" in head, head
+            found = re.search(rb"content-length: (\d+)", head)
+            self.left = int(found[1]) if found else sys.maxsize
+            self.head = b""
+        self.left -= len(piece)
+        self.events += piece.count(b"data: ")
+        return self.left == 0 or piece.endswith(b"\r\n0\r\n\r\n") or (piece == b"0\r\n\r\n")
 
 
 # The script

@@ -18,8 +18,8 @@ Writer = Callable[[Items], bool]
 
 
 class Inbox:
-    """(prompt index, Output) of `streams`, as an async iterator; a slow reader finds one merged Output a branch. Patient
-    streams wake it at the end only. An error is raised after the outputs before it.
+    """(prompt index, Output) of `streams`, as an async iterator. A slow reader finds one merged Output a branch;
+    patient streams wake it at the end only. An error is raised after the outputs before it.
 
     While the reader waits, `writer` is offered what the latest steps brought; it may say that it can't write it now."""
 
