@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
+import echo_service
 import h11
 import httpx
 import pytest
 from echo_service import Running
+from fastapi import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.connections import BoundedProtocol, Bounds, Tally
@@ -192,6 +196,42 @@ def test_a_request_that_comes_early_waits_and_is_not_read_further() -> None:
         protocol.shutdown()
 
     asyncio.run(work())
+
+
+class Endless(Response):
+    """Writes at once as long as it may."""
+
+    written = turns = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        direct = scope["extensions"][DIRECT]
+        while (await asyncio.sleep(0)) is None and Endless.turns < 3000:
+            Endless.turns += 1
+            if direct.open:
+                direct.write(b"x" * 10_000)
+                Endless.written += 10_000
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+def test_a_client_that_does_not_read_holds_little(caplog: pytest.LogCaptureFixture) -> None:
+    """What fits into the buffers of its connection, which ends when nothing of it is read for too long."""
+
+    async def endless(request: Request) -> Response:
+        return Endless()
+
+    with echo_service.serving(bounds={"write": 0.5, "sweep": 0.1}) as running:
+        running.app.add_route("/endless", endless)
+        url = urlsplit(running.url)
+        with socket.create_connection((url.hostname, url.port), timeout=10) as client:
+            client.sendall(GET.replace(b" / ", b" /endless "))
+            ends = time.monotonic() + 10
+            while "of a response were not read within 0.5 s" not in caplog.text and time.monotonic() < ends:
+                time.sleep(0.05)
+    assert "of a response were not read within 0.5 s" in caplog.text
+    assert Endless.turns == 3000
+    assert 10_000 < Endless.written < 20_000_000
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])

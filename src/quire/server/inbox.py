@@ -65,9 +65,10 @@ class Inbox:
             self._loop.call_soon(self._offer, self._writer)
 
     def _fail(self, error: Exception) -> None:
-        """Nothing more will come."""
-        self._error = error
-        self._ready.set()
+        """Nothing more will come of the streams that haven't ended."""
+        if self._left:
+            self._error = error
+            self._ready.set()
 
     def _offer(self, writer: Writer) -> None:
         """Have written what is held, or else wake the reader; also at the end."""

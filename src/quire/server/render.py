@@ -142,13 +142,6 @@ class Answer:
         """Whether all that a stream's chunks have is text, so that `brief` writes them."""
         return not (self.scored or self.with_ids or self.request.echo)
 
-    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
-        """What `output` adds to its choice; None when there is nothing to show."""
-        if self.plain and not whole:
-            await self.pace(output.text)
-            return self.brief(at, output)
-        return await self._choice(at, output, whole)
-
     def brief(self, at: int, output: Output) -> Choice | None:
         """`choice`, for a chunk of a plain stream: nothing is awaited."""
         index = at * self.n + output.branch
@@ -158,9 +151,6 @@ class Answer:
         before, after = self.around
         text = quoted(output.text)
         return Choice(at, index, [f'{{"index":{index},{before}{text}{after}null{ending(output)}}}'])
-
-    async def _choice(self, at: int, output: Output, whole: bool) -> Choice | None:
-        raise NotImplementedError
 
     async def opening(self) -> list[Choice]:
         """Chunks that come before any output."""
@@ -194,7 +184,11 @@ class CompletionRenderer(Answer):
         self._echoes: dict[int, tuple[str, Lists]] = {}
         self._scores: dict[int, Pieces] = {}
 
-    async def _choice(self, at: int, output: Output, whole: bool) -> Choice | None:
+    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
+        """What `output` adds to its choice; None when there is nothing to show."""
+        if self.plain and not whole:
+            await self.pace(output.text)
+            return self.brief(at, output)
         index = at * self.n + output.branch
         first = index not in self._offsets
         if output.prompt_tops is not None:
@@ -302,7 +296,11 @@ class ChatRenderer(Answer):
             for index in range(self.n)
         ]
 
-    async def _choice(self, at: int, output: Output, whole: bool) -> Choice | None:
+    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
+        """What `output` adds to its choice; None when there is nothing to show."""
+        if self.plain and not whole:
+            await self.pace(output.text)
+            return self.brief(at, output)
         index = output.branch
         self._prompt_tops = output.prompt_tops or self._prompt_tops
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)

@@ -27,14 +27,8 @@ class PlainRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
         asked = self.dependant
-        more = [
-            *asked.dependencies,
-            *asked.path_params,
-            *asked.query_params,
-            *asked.header_params,
-            *asked.cookie_params,
-        ]
-        self.needs_fastapi = bool(more) or len(asked.body_params) > 1
+        more = asked.dependencies, asked.path_params, asked.query_params, asked.header_params, asked.cookie_params
+        self.needs_fastapi = any(more) or len(asked.body_params) > 1
         if not self.needs_fastapi:
             self.app = request_response(self._plain(endpoint))
 

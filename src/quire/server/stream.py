@@ -26,7 +26,7 @@ from quire.server.pieces import SHORT, Pieces
 from quire.server.render import Choice, Renderer
 from quire.server.size import Held, Size
 from quire.text.prompts import Prompt
-from quire.text.streams import Delta, Stream
+from quire.text.streams import Stream
 from quire.vocabulary.params import SamplingParams
 
 PART = 1 << 16  # characters sent at once
@@ -81,13 +81,13 @@ class Call:
         return Inbox(self.streams, writer)
 
     async def whole(self) -> list[tuple[int, Output]]:
-        """All of it: one merged Output for each prompt and branch, in order."""
-        deltas: dict[tuple[int, int], Delta] = {}
+        """All of it: one Output for each prompt and branch, in order. For patient streams."""
+        found: list[tuple[int, Output]] = []
         async for at, output in self.outputs():
-            deltas.setdefault((at, output.branch), Delta()).add(output)
+            found.append((at, output))
             if len(output.tokens) > MANY:
                 await asyncio.sleep(0)
-        return [(at, deltas[at, branch].output()) for at, branch in sorted(deltas)]
+        return sorted(found, key=lambda item: (item[0], item[1].branch))
 
     def weigh(self, bytes: int) -> None:
         """The answer was written and has so many bytes, which are held until it is sent. Overloaded if all that are
