@@ -1,12 +1,13 @@
 """What HTTP costs: processor time of the server's process for each streamed token and each request. No engine runs:
 tokens are put into streams, as many as there are clients, which another process reads over loopback sockets. As a
-script it writes what it saw: `python tests/server/stream_price.py docs/measurements/cpu_stream_price.json`."""
+script it writes what it saw: `python tests/server/stream_price.py FILE [--against SRC]`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import os
 import re
 import selectors
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import echo_service
 
+import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
 from quire.control.outcomes import Output
 from quire.server.app import create_app
+from quire.server.collector import spare_the_loaded
 from quire.server.run import ServeOptions, bind
 from quire.server.web import WebServer
 from quire.text.streams import Stream, deliver
@@ -238,48 +241,70 @@ class Answer:
 
 # The script
 
+TOKENS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "token of a completion": ("/v1/completions", PROSE),
+    "token of a chat": ("/v1/chat/completions", TALK),
+}
 
-def measured(what: Callable[[Profile], Any], repeat: int) -> dict[str, Any]:
-    """The median of some runs, all of them, and a profile of one more."""
-    runs = [asyncio.run(what(Profile(False))) for _ in range(repeat)]
-    asyncio.run(what(profile := Profile(True)))
-    price = statistics.median(runs)
-    told = {"us": round(price, 2), "runs": [round(run, 2) for run in runs], "parts": profile.shares(price)}
-    print(json.dumps(told), flush=True)
+
+def measure(name: str, streams: int, tokens: int, requests: int, profiled: bool) -> dict[str, Any]:
+    """One price in this process, and with `profiled` its parts."""
+    spare_the_loaded()  # as a server does
+    profile = Profile(profiled)
+    if name in TOKENS:
+        route, body = TOKENS[name]
+        price = asyncio.run(price_of_tokens(route, body or {}, streams, tokens, profile))
+    else:
+        price = asyncio.run(price_of_requests(*REQUESTS[name], requests, profile))
+    return {"us": price, "parts": profile.shares(price) if profiled else {}}
+
+
+def measured(name: str, sources: dict[str, str], given: argparse.Namespace) -> dict[str, Any]:
+    """The median of some runs over each of the `sources`, in turn, each a process, and the parts of one more."""
+
+    def run(source: str, profiled: bool) -> dict[str, Any]:
+        settings = map(str, (given.streams, given.tokens, given.requests, int(profiled)))
+        command = [sys.executable, __file__, "--measure", name, *settings]
+        return json.loads(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": source}))  # type: ignore[no-any-return]
+
+    runs: dict[str, list[float]] = {which: [] for which in sources}
+    for _ in range(given.repeat):
+        for which, source in sources.items():
+            runs[which].append(round(run(source, False)["us"], 2))
+    told = {}
+    for which, source in sources.items():
+        price, parts = statistics.median(runs[which]), run(source, True)["parts"]
+        scale = price / sum(parts.values())
+        parts = {part: round(us * scale, 2) for part, us in parts.items()}
+        told[which] = {"us": round(price, 2), "runs": runs[which], "parts": parts}
+    print(name, json.dumps(told), flush=True)
     return told
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", nargs="?")
+    parser.add_argument("out")
+    parser.add_argument("--against", help="the src folder of another checkout, measured in turn with this one")
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=3200)
     parser.add_argument("--repeat", type=int, default=5)
     given = parser.parse_args()
-    told: dict[str, Any] = {"tokens": {}, "requests": {}}
-    for route, body in (("/v1/completions", PROSE), ("/v1/chat/completions", TALK)):
-        told["tokens"][route] = measured(
-            lambda profile, route=route, body=body: price_of_tokens(  # type: ignore[misc]
-                route, body, given.streams, given.tokens, profile
-            ),
-            given.repeat,
-        )
-    for name, (route, asked) in REQUESTS.items():
-        told["requests"][name] = measured(
-            lambda profile, route=route, asked=asked: price_of_requests(  # type: ignore[misc]
-                route, asked, given.requests, profile
-            ),
-            given.repeat,
-        )
-    told |= {"command": " ".join(["python", *sys.argv]), "settings": vars(given), "machine": machine()}
-    if given.out:
-        Path(given.out).write_text(json.dumps(told, indent=1) + "\n")
+    sources = {"now": str(Path(quire.__file__).parents[1])}
+    if given.against:
+        sources = {"before": given.against, **sources}
+    prices = {name: measured(name, sources, given) for name in (*TOKENS, *REQUESTS)}
+    settings = {name: value for name, value in vars(given).items() if name not in ("out", "against")}
+    told = {"what": "us of the server's processor time", "settings": settings, "machine": machine(), "prices": prices}
+    Path(given.out).write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--read":
         port, route, body, connections, each = sys.argv[2:]
         print(json.dumps(read(int(port), route, body, int(connections), int(each))))
+    elif sys.argv[1] == "--measure":
+        name, *numbers = sys.argv[2:]
+        print(json.dumps(measure(name, *map(int, numbers))))
     else:
         main()
