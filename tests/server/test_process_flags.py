@@ -53,6 +53,9 @@ def test_tls(tmp_path: Path) -> None:
         with pytest.raises(httpx.TransportError):
             httpx.get(server.url.replace("https", "http") + "/health")
         assert '"role":"assistant"' in pasted(server)
+        asked = {"prompt": "a", "max_tokens": 50, "ignore_eos": True, "stream": True}
+        streamed = httpx.post(f"{server.url}/v1/completions", json=asked, verify=trusted).text
+        assert streamed.endswith('"finish_reason":"length","stop_reason":null}]}\n\ndata: [DONE]\n\n')
         server.child.send_signal(signal.SIGTERM)
         assert server.end()[0] == 0
 

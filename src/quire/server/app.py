@@ -16,6 +16,7 @@ from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
 from quire.server.proxy import front
+from quire.server.routes import PlainRoute
 from quire.server.sampling import Terms
 from quire.server.schemas import describe, responses
 from quire.server.service import Service
@@ -75,6 +76,7 @@ def create_app(
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
+    app.router.route_class = PlainRoute
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),

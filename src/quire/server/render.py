@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
 from quire.control.outcomes import Output
@@ -109,16 +110,25 @@ class Lists(NamedTuple):
         return [*pieces, "}"]
 
 
+def ending(output: Output) -> str:
+    """How a choice ended, if it did."""
+    if output.finish_reason is None and output.stop_reason is None:
+        return ',"finish_reason":null,"stop_reason":null'
+    return f',"finish_reason":{json.dumps(output.finish_reason)},"stop_reason":{json.dumps(output.stop_reason)}'
+
+
 class Answer:
     """What both kinds of answers have in common. `index` of a choice: prompt * n + branch."""
 
-    objects = ("", "")
+    objects = ("", "")  # of a response, and of a chunk
+    around = ("", "")  # a chunk's text, between its index and its log-probabilities
+    scored = False  # with log-probabilities
 
     def __init__(
         self, id: str, model: str, request: CompletionRequest | ChatRequest, prompts: list[Prompt], words: Words
     ) -> None:
         self.id, self.prompts, self.usage, self.pace = id, prompts, Usage(prompts), Pace()
-        self.words = words
+        self.words, self.request = words, request
         self.n = request.n or 1
         self.with_ids = bool(request.return_token_ids)
         self._head = f'"created":{int(time.time())},"model":{json.dumps(model)},"system_fingerprint":null,"choices":['
@@ -126,6 +136,21 @@ class Answer:
     def head(self, whole: bool) -> str:
         """A response, or a chunk of one, up to its first choice."""
         return f'{{"id":{json.dumps(self.id)},"object":"{self.objects[0 if whole else 1]}",{self._head}'
+
+    @property
+    def plain(self) -> bool:
+        """Whether all that a stream's chunks have is text, so that `brief` writes them."""
+        return not (self.scored or self.with_ids or self.request.echo)
+
+    def brief(self, at: int, output: Output) -> Choice | None:
+        """`choice`, for a chunk of a plain stream: nothing is awaited."""
+        index = at * self.n + output.branch
+        self.usage.add(at, index, len(output.tokens), output.cached_tokens)
+        if not output.text and output.finish_reason is None:
+            return None
+        before, after = self.around
+        text = quoted(output.text)
+        return Choice(at, index, [f'{{"index":{index},{before}{text}{after}null{ending(output)}}}'])
 
     async def opening(self) -> list[Choice]:
         """Chunks that come before any output."""
@@ -143,12 +168,14 @@ class CompletionRenderer(Answer):
     """/v1/completions."""
 
     objects = ("text_completion", "text_completion")
+    around = '"text":', ',"logprobs":'
+    request: CompletionRequest
 
     def __init__(
         self, id: str, model: str, request: CompletionRequest, prompts: list[Prompt], words: Words, text: Prompts
     ) -> None:
         super().__init__(id, model, request, prompts, words)
-        self.request, self.text = request, text
+        self.text = text
         self.named = len(request.logprob_token_ids or ())
         self.scored = request.logprobs is not None or self.named > 0
         self.silent = bool(request.echo) and request.max_tokens == 0
@@ -159,6 +186,9 @@ class CompletionRenderer(Answer):
 
     async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
         """What `output` adds to its choice; None when there is nothing to show."""
+        if self.plain and not whole:
+            await self.pace(output.text)
+            return self.brief(at, output)
         index = at * self.n + output.branch
         first = index not in self._offsets
         if output.prompt_tops is not None:
@@ -171,7 +201,7 @@ class CompletionRenderer(Answer):
         news = output.text or output.finish_reason or (output.tops and scored) or (output.tokens and self.with_ids)
         if not (news or echoed):
             return None
-        text, lists = json.dumps(output.text), Lists([], [], [], [], offset)
+        text, lists = quoted(output.text), Lists([], [], [], [], offset)
         if echoed:
             before, lists = await self._echo(at)
             text = before[:-1] + text[1:]
@@ -181,9 +211,8 @@ class CompletionRenderer(Answer):
             lists = lists.then(more)
             self._offsets[index] = lists.end
         await self.pace(text)
-        pieces = [f'{{"index":{index},"text":', text, ',"logprobs":', *(lists.json() if scored else ["null"])]
-        ending = json.dumps(output.finish_reason), json.dumps(output.stop_reason)
-        pieces.append(',"finish_reason":{},"stop_reason":{}'.format(*ending))
+        before, after = self.around
+        pieces = [f'{{"index":{index},{before}', text, after, *(lists.json() if scored else ["null"]), ending(output)]
         if whole or self.with_ids:
             pieces += await self._ids("token_ids", output.tokens)
             if whole or first:
@@ -246,10 +275,11 @@ class ChatRenderer(Answer):
     """/v1/chat/completions. `before` is what `echo` puts before each output."""
 
     objects = ("chat.completion", "chat.completion.chunk")
+    around = '"delta":{"content":', '},"logprobs":'
+    request: ChatRequest
 
     def __init__(self, id: str, model: str, request: ChatRequest, prompts: list[Prompt], words: Words) -> None:
         super().__init__(id, model, request, prompts, words)
-        self.request = request
         self.before = last_said(request) if request.echo else ""
         self.named = len(request.logprob_token_ids or ())
         self.scored = bool(request.logprobs) or self.named > 0
@@ -268,20 +298,21 @@ class ChatRenderer(Answer):
 
     async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
         """What `output` adds to its choice; None when there is nothing to show."""
+        if self.plain and not whole:
+            await self.pace(output.text)
+            return self.brief(at, output)
         index = output.branch
         self._prompt_tops = output.prompt_tops or self._prompt_tops
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
         news = output.text or output.finish_reason or (output.tops and self.scored) or (output.tokens and self.with_ids)
         if not news:
             return None
-        text = json.dumps(self.before + output.text if whole else output.text)
-        said = f'"message":{{"role":"assistant","content":{text},"refusal":null}}'
-        if not whole:
-            said = f'"delta":{{"content":{text}}}'
+        text = quoted(self.before + output.text if whole else output.text)
+        before, after = self.around
+        if whole:
+            before, after = '"message":{"role":"assistant","content":', ',"refusal":null},"logprobs":'
         await self.pace(text)
-        pieces = [f'{{"index":{index},{said},"logprobs":', *await self._content(output)]
-        ending = json.dumps(output.finish_reason), json.dumps(output.stop_reason)
-        pieces.append(',"finish_reason":{},"stop_reason":{}'.format(*ending))
+        pieces = [f'{{"index":{index},{before}', text, after, *await self._content(output), ending(output)]
         if whole or self.with_ids:
             pieces += await self._ids("token_ids", output.tokens)
         return Choice(at, index, [*pieces, "}"])

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -18,12 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from quire.async_llm import AsyncLLM
 from quire.control.outcomes import Output
+from quire.server.direct import DIRECT, Direct
 from quire.server.errors import failure
-from quire.server.pieces import Pieces
+from quire.server.inbox import Inbox, Items, Writer
+from quire.server.pieces import SHORT, Pieces
 from quire.server.render import Choice, Renderer
 from quire.server.size import Held, Size
 from quire.text.prompts import Prompt
-from quire.text.streams import Delta, Stream
+from quire.text.streams import Stream
 from quire.vocabulary.params import SamplingParams
 
 PART = 1 << 16  # characters sent at once
@@ -72,36 +75,19 @@ class Call:
             self._held.drop(self._size)
             raise
 
-    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """(prompt index, Output) as they come. A prompt whose reader is slow is merged, not queued."""
-        if len(self.streams) == 1:
-            async for output in self.streams[0]:
-                yield 0, output
-            return
-        queue: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue(maxsize=1)
-        tasks = [asyncio.create_task(_pump(at, stream, queue)) for at, stream in enumerate(self.streams)]
-        try:
-            left = len(tasks)
-            while left:
-                at, item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield at, item
-        finally:
-            for task in tasks:
-                task.cancel()
+    def outputs(self, writer: Writer | None = None) -> Inbox:
+        """(prompt index, Output) as they come, but what `writer` writes. A prompt whose reader is slow is merged, not
+        queued."""
+        return Inbox(self.streams, writer)
 
     async def whole(self) -> list[tuple[int, Output]]:
-        """All of it: one merged Output for each prompt and branch, in order."""
-        deltas: dict[tuple[int, int], Delta] = {}
+        """All of it: one Output for each prompt and branch, in order. For patient streams."""
+        found: list[tuple[int, Output]] = []
         async for at, output in self.outputs():
-            deltas.setdefault((at, output.branch), Delta()).add(output)
+            found.append((at, output))
             if len(output.tokens) > MANY:
                 await asyncio.sleep(0)
-        return [(at, deltas[at, branch].output()) for at, branch in sorted(deltas)]
+        return sorted(found, key=lambda item: (item[0], item[1].branch))
 
     def weigh(self, bytes: int) -> None:
         """The answer was written and has so many bytes, which are held until it is sent. Overloaded if all that are
@@ -117,17 +103,6 @@ class Call:
             if not stream.done:
                 self.llm.abort(stream.id)
         self.streams = []
-
-
-async def _pump(at: int, stream: Stream, queue: asyncio.Queue[Any]) -> None:
-    try:
-        async for output in stream:
-            await queue.put((at, output))
-        await queue.put((at, None))
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # also what libraries raise beside Exception: somebody waits for it
-        await queue.put((at, error))
 
 
 async def _left(receive: Receive) -> None:
@@ -165,9 +140,14 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._call, self._renderer, self._usage, self._continuous = call, renderer, usage, usage and continuous
+        self._head = f"data: {renderer.head(whole=False)}"
+        self._writer: Writer | None = None
         renderer.pace.most = math.inf  # nothing of it is held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        direct = scope.get("extensions", {}).get(DIRECT)
+        if direct is not None and self._renderer.plain:
+            self._writer = partial(self._write, direct)
         try:
             await unless_left(receive, self._send(send))
         finally:
@@ -186,25 +166,39 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _chunks(self) -> AsyncIterator[Pieces]:
-        """The events of the stream, without [DONE]."""
+        """The events of the stream that `_write` doesn't write, without [DONE]."""
         renderer = self._renderer
-        head = f"data: {renderer.head(whole=False)}"
         tail = await renderer.tail(whole=False)
         for choice in await renderer.opening():
-            yield [head, *choice.pieces, "]", *tail, *self._end(choice)]
+            yield self._chunk(choice, tail)
             tail = []
-        async for at, output in self._call.outputs():
+        async for at, output in self._call.outputs(self._writer):
             found = await renderer.choice(at, output, whole=False)
             if found is not None:
-                yield [head, *found.pieces, "]", *self._end(found)]
+                yield self._chunk(found)
         if self._usage:
-            yield [head, f'],"usage":{renderer.usage.total()}}}\n\n']
+            yield [self._head, f'],"usage":{renderer.usage.total()}}}\n\n']
 
-    def _end(self, choice: Choice) -> Pieces:
-        if not self._usage:
-            return ["}\n\n"]
-        usage = self._renderer.usage.so_far(choice.at, choice.index) if self._continuous else "null"
-        return [f',"usage":{usage}}}\n\n']
+    def _write(self, direct: Direct, outputs: Items) -> bool:
+        """Write the chunks of `outputs`, unless that must wait for the client or takes long."""
+        if not direct.open or sum(len(output.text) for _, output in outputs) > SHORT:
+            return False
+        pieces: Pieces = []
+        for at, output in outputs:
+            found = self._renderer.brief(at, output)
+            if found is not None:
+                pieces += self._chunk(found)
+        if pieces:
+            direct.write("".join(pieces).encode())
+        return True
+
+    def _chunk(self, choice: Choice, tail: Sequence[str] = ()) -> Pieces:
+        """The event of a choice. `tail`: what a chunk has beside its choices."""
+        usage = ""
+        if self._usage:
+            so_far = self._renderer.usage.so_far(choice.at, choice.index) if self._continuous else "null"
+            usage = f',"usage":{so_far}'
+        return [self._head, *choice.pieces, "]", *tail, usage, "}\n\n"]
 
 
 class WholeAnswer(Response):

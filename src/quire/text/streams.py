@@ -7,7 +7,7 @@ output a branch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from quire.control.outcomes import Output
@@ -75,8 +75,9 @@ class Delta:
 
 
 class Stream:
-    """The outputs of one accepted request, as an async iterator on the loop that asked. A slow reader finds one merged
-    Output a branch; a `patient` one is woken at the end only. EngineDead is raised after the outputs before it."""
+    """The outputs of one accepted request, as an async iterator on the loop that asked, or for a listener there. A slow
+    reader finds one merged Output a branch; a `patient` one is woken at the end only. EngineDead is raised after the
+    outputs before it."""
 
     def __init__(self, id: str, accepted: asyncio.Future[None], patient: bool = False) -> None:
         self.id, self.accepted, self.patient = id, accepted, patient
@@ -89,9 +90,24 @@ class Stream:
         self._ready = asyncio.Event()
         self._deltas: dict[int, Delta] = {}
         self._error: Exception | None = None
+        self._listener: tuple[Callable[[Output], None], Callable[[Exception], None]] | None = None
+
+    def listen(self, put: Callable[[Output], None], fail: Callable[[Exception], None]) -> None:
+        """On the loop, before anything is read: outputs and the error go to these as they come, none to the iterator.
+        What came already goes at once."""
+        self._listener = put, fail
+        held, self._deltas = [delta.output() for delta in self._deltas.values()], {}
+        for at, output in enumerate(held, 1):  # `done` belongs to the last one, whichever branch ended last
+            self.put(output._replace(done=self._finished and at == len(held)))
+        if self._error is not None:
+            fail(self._error)
 
     def put(self, output: Output) -> None:
         """On the loop: one more output."""
+        if self._listener is not None:
+            self.done = self.done or output.done
+            self._listener[0](output)
+            return
         self._deltas.setdefault(output.branch, Delta()).add(output)
         self._finished = self._finished or output.done
         if self._finished or not self.patient:
@@ -101,6 +117,8 @@ class Stream:
         """On the loop: nothing more will come."""
         self._error = error
         self._ready.set()
+        if self._listener is not None:
+            self._listener[1](error)
         if not self.accepted.done():
             self.accepted.set_exception(error)
 

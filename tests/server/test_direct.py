@@ -1,0 +1,265 @@
+"""Bodies written at once: framed as h11 frames them, and only while that is right; what is around them goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import echo_service
+import h11
+import httpx
+import pytest
+from echo_service import Running
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.connections import BoundedProtocol, Bounds, Tally
+from quire.server.direct import DIRECT, Direct
+from quire.server.run import ServeOptions
+from quire.server.web import WebServer
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data, self.closing, self.pauses = b"", False, 0
+
+    def write(self, data: Any) -> None:
+        self.data += data
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        self.pauses += 1
+
+    def resume_reading(self) -> None:
+        """Nothing was lost."""
+
+
+class App:
+    """Answers with a body of which parts are sent by ASGI and by Direct, in turn with the test."""
+
+    def __init__(self) -> None:
+        self.direct: list[Direct] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        direct = scope["extensions"][DIRECT]
+        assert not direct.open, "nothing has been sent"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        self.direct.append(direct)
+        await send({"type": "http.response.body", "body": b"one ", "more_body": True})
+        await self.go.wait()
+        self.go.clear()
+        await send({"type": "http.response.body", "body": b" end", "more_body": False})
+
+
+def connected(app: App) -> tuple[BoundedProtocol, Wire]:
+    server = WebServer(app, ServeOptions(), bool)
+    server.config.load()
+    protocol, wire = BoundedProtocol(server.config, server.server_state, {}, Bounds(), set(), Tally("refused")), Wire()
+    protocol.connection_made(wire)
+    return protocol, wire
+
+
+async def turns() -> None:
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def body(data: bytes) -> bytes:
+    """The first answer's, as h11 reads it."""
+    client = h11.Connection(h11.CLIENT)
+    client.send(h11.Request(method="GET", target="/", headers=[("Host", "x")]))
+    client.send(h11.EndOfMessage())
+    client.receive_data(data)
+    found = b""
+    while not isinstance(event := client.next_event(), h11.EndOfMessage):
+        assert event is not h11.NEED_DATA
+        if isinstance(event, h11.Data):
+            found += event.data
+    return found
+
+
+def test_what_is_written_is_a_part_of_the_body() -> None:
+    async def work() -> None:
+        app = App()
+        protocol, wire = connected(app)
+        for round in range(2):  # the connection lives on
+            wire.data = b""
+            protocol.data_received(GET)
+            await turns()
+            assert app.direct[round].open
+            app.direct[round].write(b"two")
+            app.direct[round].write(b"-" * 5000)
+            app.go.set()
+            await turns()
+            assert body(wire.data) == b"one two" + b"-" * 5000 + b" end"
+            assert not any(direct.open for direct in app.direct)
+        assert not wire.closing
+        assert not wire.pauses, "nothing came that had to wait"
+        protocol.shutdown()
+
+    asyncio.run(work())
+
+
+def test_http_1_0_has_no_chunks() -> None:
+    async def work() -> None:
+        app = App()
+        protocol, wire = connected(app)
+        protocol.data_received(b"GET / HTTP/1.0\r\nHost: x\r\n\r\n")
+        await turns()
+        app.direct[0].write(b"two")
+        app.go.set()
+        await turns()
+        assert wire.data.partition(b"\r\n\r\n")[2] == b"one two end"
+        assert wire.closing
+        protocol.connection_lost(None)
+
+    asyncio.run(work())
+
+
+def test_nothing_is_written_to_who_does_not_read_or_has_left() -> None:
+    async def work() -> None:
+        app = App()
+        protocol, wire = connected(app)
+        protocol.data_received(GET)
+        await turns()
+        [direct] = app.direct
+        assert direct.open
+        protocol.pause_writing()
+        assert not direct.open
+        protocol.resume_writing()
+        assert direct.open
+        wire.closing = True
+        assert not direct.open
+        wire.closing = False
+        protocol.connection_lost(None)
+        assert not direct.open
+        app.go.set()
+        await turns()
+
+    asyncio.run(work())
+
+
+def test_nothing_is_written_after_a_refusal() -> None:
+    """What comes behind a request breaks a rule while its answer is under way."""
+
+    async def work() -> None:
+        app = App()
+        protocol, _ = connected(app)
+        protocol.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await turns()
+        assert app.direct[0].open
+        protocol.data_received(b"no number\r\n")
+        assert not app.direct[0].open
+        app.go.set()
+        await turns()
+        protocol.connection_lost(None)
+
+    asyncio.run(work())
+
+
+def test_a_request_that_comes_early_waits_and_is_not_read_further() -> None:
+    async def work() -> None:
+        app = App()
+        protocol, wire = connected(app)
+        protocol.data_received(GET)
+        await turns()
+        protocol.data_received(GET)
+        await turns()
+        assert wire.pauses == 1
+        assert len(app.direct) == 1
+        app.go.set()
+        await turns()
+        assert len(app.direct) == 2
+        app.go.set()
+        await turns()
+        assert wire.data.count(b"one ") == wire.data.count(b" end") == 2
+        protocol.shutdown()
+
+    asyncio.run(work())
+
+
+class Endless(Response):
+    """Writes at once as long as it may."""
+
+    written = turns = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        direct = scope["extensions"][DIRECT]
+        while (await asyncio.sleep(0)) is None and Endless.turns < 3000:
+            Endless.turns += 1
+            if direct.open:
+                direct.write(b"x" * 10_000)
+                Endless.written += 10_000
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+def test_a_client_that_does_not_read_holds_little(caplog: pytest.LogCaptureFixture) -> None:
+    """What fits into the buffers of its connection, which ends when nothing of it is read for too long."""
+
+    async def endless(request: Request) -> Response:
+        return Endless()
+
+    with echo_service.serving(bounds={"write": 0.5, "sweep": 0.1}) as running:
+        running.app.add_route("/endless", endless)
+        url = urlsplit(running.url)
+        with socket.create_connection((url.hostname, url.port), timeout=10) as client:
+            client.sendall(GET.replace(b" / ", b" /endless "))
+            ends = time.monotonic() + 10
+            while "of a response were not read within 0.5 s" not in caplog.text and time.monotonic() < ends:
+                time.sleep(0.05)
+    assert "of a response were not read within 0.5 s" in caplog.text
+    assert Endless.turns == 3000
+    assert 10_000 < Endless.written < 20_000_000
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_stream_over_a_socket(echo: Running, path: str, version: str) -> None:
+    """As its bytes are on the wire; then the same connection answers once more, where it lives on."""
+    asked = {"max_tokens": 20, "n": 2, "ignore_eos": True, "stream": True, "seed": 3}
+    asked |= {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    data = json.dumps(asked).encode()
+    head = f"POST /v1/{path} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    url, raw = urlsplit(echo.url), b""
+    with socket.create_connection((url.hostname, url.port), timeout=10) as client:
+        client.sendall(
+            head.encode() + b"\r\n\r\n" + data + (GET.replace(b" / ", b" /ping ") if version == "1.1" else b"")
+        )
+        while not (b"Content-Length: 0" in raw or b"content-length: 0" in raw) and (piece := client.recv(1 << 16)):
+            raw += piece
+    chunks = body(raw) if version == "1.1" else raw.partition(b"\r\n\r\n")[2]
+    lines = chunks.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+    whole = {**asked, "stream": False}
+    for choice in ask(echo, f"/v1/{path}", whole)["choices"]:
+        mine = [found for found in choices if found["index"] == choice["index"]]
+        said = [found["text"] if "text" in found else found["delta"]["content"] for found in mine]
+        assert "".join(said) == (choice["text"] if "text" in choice else choice["message"]["content"])
+        assert [found["finish_reason"] for found in mine if found["finish_reason"]] == [choice["finish_reason"]]
+
+
+def ask(echo: Running, path: str, asked: dict[str, Any]) -> Any:
+    return httpx.post(f"{echo.url}{path}", json=asked).json()
