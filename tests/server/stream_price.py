@@ -274,7 +274,7 @@ def measured(name: str, sources: dict[str, str], given: argparse.Namespace) -> d
     told = {}
     for which, source in sources.items():
         price, parts = statistics.median(runs[which]), run(source, True)["parts"]
-        scale = price / sum(parts.values())
+        scale = price / (sum(parts.values()) or 1)
         parts = {part: round(us * scale, 2) for part, us in parts.items()}
         told[which] = {"us": round(price, 2), "runs": runs[which], "parts": parts}
     print(name, json.dumps(told), flush=True)
