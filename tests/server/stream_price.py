@@ -25,16 +25,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import echo_service
+from quire.server.collector import spare_the_loaded
 
 import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
 from quire.control.outcomes import Output
 from quire.server.app import create_app
-from quire.server.collector import spare_the_loaded
 from quire.server.run import ServeOptions, bind
 from quire.server.web import WebServer
-from quire.text.streams import Stream, deliver
+from quire.text.streams import Stream
 from quire.vocabulary.params import SamplingParams
 
 WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
@@ -63,6 +63,12 @@ PARTS = (
     ("event loop and tasks", ("asyncio/", "selectors")),
     ("routes and parameters", ("server/", "text/", "quire/")),
 )
+
+
+def deliver(batch: list[tuple[Stream, Output]]) -> None:
+    """A step's outputs, each to its stream."""
+    for stream, output in batch:
+        stream.put(output)
 
 
 class Fed(AsyncLLM):

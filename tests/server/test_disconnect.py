@@ -79,7 +79,7 @@ def test_pages_come_back(slow: Running, phase: str, stream: bool, kind: dict[str
 def test_slow_reader_gets_one_merged_delta(slow: Running) -> None:
     """A client that doesn't read doesn't stop the others, and loses nothing."""
     client = connect(slow, {"prompt": [5], "max_tokens": 60, "ignore_eos": True, "stream": True})
-    assert until(lambda: slow.engine.stats.generated_tokens and not slow.llm.active)
+    assert until(lambda: slow.llm.facts.stats.generated_tokens and not slow.llm.active)
     client.sendall(b"")
     raw = b""
     while b"[DONE]" not in raw:

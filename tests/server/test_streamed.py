@@ -21,7 +21,7 @@ from quire.server.render import ChatRenderer, CompletionRenderer
 from quire.server.size import Held, Size
 from quire.server.stream import Call, EventStream
 from quire.text.prompts import Prompt, Prompts
-from quire.text.streams import Stream, dead, deliver
+from quire.text.streams import Stream, dead
 from quire.vocabulary.plan import Top
 
 TEXTS = (
@@ -41,6 +41,12 @@ TEXTS = (
 TALK = [{"role": "user", "content": "a"}]
 Step = list[tuple[int, Output]] | Exception
 Act = Callable[["Client"], None]
+
+
+def deliver(batch: list[tuple[Stream, Output]]) -> None:
+    """A step's outputs, each to its stream."""
+    for stream, output in batch:
+        stream.put(output)
 
 
 class Client:
@@ -86,7 +92,7 @@ class Engine:
 
 @cache
 def prompts_of_echo() -> Prompts:
-    return Prompts(echo_service.built())
+    return echo_service.prompts()
 
 
 def answer_to(body: dict[str, Any], prompts: int, engine: Engine) -> tuple[EventStream, list[Stream]]:
