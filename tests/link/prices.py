@@ -1,0 +1,152 @@
+"""`python tests/link/prices.py FILE`: what a decoding row costs the engine's process beside the model, and a token the
+front before it is rendered; processor time of one thread, no model, no sockets. JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import echo_service
+
+import quire
+from quire.async_llm import AsyncLLM
+from quire.bench.machine import machine
+from quire.control.outcomes import Output
+from quire.link.collector import spare_the_loaded
+from quire.link.frames import Frame, read_engine, write_engine
+from quire.link.host import Host
+from quire.link.messages import Add, Answer, Asked, FromEngine, Queues, Stepped
+from quire.link.pulse import Health
+from quire.link.thread import described
+from quire.server.metrics import Metrics
+from quire.text.prompts import Prompts
+from quire.text.tokenizer import Tokenizer
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Sampled, StepPlan, StepResult
+
+ROWS, STEPS, REPEAT = 190, 180, 5
+LONG = SamplingParams(max_tokens=220, ignore_eos=True)
+
+
+class Blind(echo_service.Echo):
+    """A runner that computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> int:
+        self.plans.append(plan)
+        return 0
+
+    def collect(self, ticket: int) -> StepResult:
+        drawn, none = Sampled((7,)), Sampled(())
+        return StepResult(tuple(drawn if row.sample else none for row in self.plans.pop(0).rows), 0.001)
+
+
+def engine_side() -> dict[str, float]:
+    """Microseconds a decoding row: turns of the host without frames, and frames."""
+    model = echo_service.built(
+        Blind(), kv_tokens=ROWS * 256, max_num_seqs=256, max_num_batched_tokens=8192, page_size=16
+    )
+    spent, size = 0.0, 0
+
+    def tell(front: int, message: FromEngine) -> None:
+        nonlocal spent, size
+        began = time.thread_time()
+        size += len(write_engine(message)[1])
+        spent += time.thread_time() - began
+
+    host = Host(model.engine, tell)
+    host.send(0, Add(0, tuple(Asked(i, f"r{i}", range(1, 21)) for i in range(ROWS)), LONG))
+    host._turn()
+    spent, size, began = 0.0, 0, time.thread_time()
+    for _ in range(STEPS):
+        host._turn()
+    turns = time.thread_time() - began - spent
+    rows = ROWS * STEPS
+    return {"turns_us": 1e6 * turns / rows, "frames_us": 1e6 * spent / rows, "bytes": size / rows}
+
+
+class Fed:
+    """A link whose engine says what it is told to."""
+
+    inside, engine = False, None
+
+    def __init__(self) -> None:
+        self.ready = described(echo_service.built().engine, [], ())
+        self.queues, self.facts = Queues(), self.ready.facts
+        self.receive: Callable[[FromEngine], None]
+
+    def start(self, receive: Callable[[FromEngine], None]) -> None:
+        self.receive = receive
+
+    def attach(self) -> None: ...
+
+    def send(self, message: object) -> bool:
+        if isinstance(message, Add):
+            self.receive(Answer(message.key))
+        return True
+
+    def health(self) -> Health:
+        return Health(True, False, 0.0, "")
+
+    def again(self) -> Any:
+        raise AssertionError
+
+    def close(self, timeout: float) -> bool:
+        return True
+
+
+async def front_side() -> dict[str, float]:
+    """Microseconds a token: reading frames, and all up to the stream's listener: text, stop strings, metrics."""
+    link, rng = Fed(), random.Random(0)
+    words = Tokenizer.load(Path(quire.__file__).parent / "assets" / "tiny")
+    llm = AsyncLLM.over(link, Prompts(words, None, link.ready.limits, {}))
+    Metrics("prices").watch(llm)
+    params = SamplingParams(max_tokens=220, ignore_eos=True, stop=["zzzz"])
+    streams = [await llm.submit([1, 2, 3], params, f"r{i}") for i in range(ROWS)]
+    for stream in streams:
+        stream.listen(lambda output: None, lambda error: None)
+
+    def frame() -> Frame:
+        told = [(s.number, Output("", 0, (rng.randrange(10, 3000),), "", (), None, None, False, -1.0)) for s in streams]
+        kind, body = write_engine(Stepped(time.monotonic(), Queues(), ROWS, (), told))
+        return Frame(kind, memoryview(body))
+
+    frames, read = [frame() for _ in range(STEPS)], 0.0
+    began = time.thread_time()
+    for each in frames:
+        at = time.thread_time()
+        message = read_engine(each)
+        read += time.thread_time() - at
+        link.receive(message)
+    everything, tokens = time.thread_time() - began, ROWS * STEPS
+    llm.close()
+    return {"frames_us": 1e6 * read / tokens, "text_and_metrics_us": 1e6 * (everything - read) / tokens}
+
+
+def main() -> None:
+    spare_the_loaded()
+    runs = [(engine_side(), asyncio.run(front_side())) for _ in range(REPEAT)]
+    found = {
+        side: {name: round(statistics.median(run[at][name] for run in runs), 2) for name in runs[0][at]}
+        for at, side in enumerate(("engine, a decoding row", "front, a token"))
+    }
+    document = {"what": "us of processor time", "rows": ROWS, "repeat": REPEAT, "machine": machine(), "medians": found}
+    print(json.dumps(found, indent=1))
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
