@@ -1,5 +1,7 @@
 """The memory of servers under mixed load, over time. As a script it writes what it saw:
-`python tests/server/memory_soak.py 1800 docs/measurements/cpu_memory_soak.json`."""
+`python tests/server/memory_soak.py 1800 docs/measurements/cpu_memory_soak.json`. With the word "apart" behind it
+there is one server, whose engine has a process of its own, for 16 clients; the memory of each process is told.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,11 @@ class Server(NamedTuple):
         """Resident memory."""
         return float(psutil.Process(self.child.pid).memory_info().rss / 2**20)
 
+    def engine_mib(self) -> float:
+        """That of its engine's process; 0 without one."""
+        children = psutil.Process(self.child.pid).children()
+        return sum(one.memory_info().rss / 2**20 for one in children if "quire.link.program" in one.cmdline())
+
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
         text = httpx.get(f"{self.url}/metrics").text
@@ -48,11 +55,11 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def serving(preemption: str, folder: Path) -> Iterator[Server]:
+def serving(preemption: str, folder: Path, *flags: str) -> Iterator[Server]:
     """A server, until the end; it exits with 0 and says nothing of errors."""
     prefixes, said, errors = (folder / f"{preemption}.{kind}" for kind in ("json", "out", "err"))
     prefixes.write_text(json.dumps({"p": {"token_ids": PREFIXES[-1]}}))
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *FLAGS, "--preemption", preemption]
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *FLAGS, *flags, "--preemption", preemption]
     with said.open("wb") as out, errors.open("wb") as err:
         child = subprocess.Popen([*command, "--prefixes", str(prefixes)], stdout=out, stderr=err)
     try:
@@ -61,7 +68,11 @@ def serving(preemption: str, folder: Path) -> Iterator[Server]:
             assert child.poll() is None, errors.read_text()
             assert time.monotonic() < ends, "the server did not start"
             time.sleep(0.1)
-        yield Server(child, found[1], errors)
+        try:
+            yield Server(child, found[1], errors)
+        except BaseException:
+            print(errors.read_text()[-4000:], file=sys.stderr)
+            raise
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 0, errors.read_text()
         assert "Traceback" not in errors.read_text(), errors.read_text()
@@ -137,7 +148,39 @@ def settled(server: Server) -> bool:
     return False
 
 
+async def watch_both(server: Server, seconds: float) -> list[tuple[float, float]]:
+    """Resident memory of front and engine over time."""
+    seen, ends = [], time.monotonic() + seconds
+    while time.monotonic() < ends:
+        seen.append((round(server.mib(), 1), round(server.engine_mib(), 1)))
+        await asyncio.sleep(EVERY)
+    return seen
+
+
+def soak_apart(seconds: float, clients: int = 16) -> dict[str, Any]:
+    """As `soak`, of one server whose engine has a process of its own."""
+
+    async def work(server: Server) -> tuple[Load, list[tuple[float, float]]]:
+        load = Load(server.url)
+        watching = asyncio.create_task(watch_both(server, seconds))
+        await load.run(clients, seconds)
+        return load, await watching
+
+    with tempfile.TemporaryDirectory() as folder, serving("auto", Path(folder), "--engine-process", "on") as server:
+        idle, idle_engine = server.mib(), server.engine_mib()
+        load, seen = asyncio.run(work(server))
+        assert settled(server), "requests or pages are left"
+        front, engine = (list(series) for series in zip(*seen))
+        told = {
+            **result("auto", server, idle, load, front),
+            "engine": {"idle_mib": round(idle_engine, 1), "peak_mib": max(engine),
+                       "growth_mib_a_minute": round(growth(engine), 3), "mib": engine},
+        }  # fmt: skip
+    return {"seconds": seconds, "every_s": EVERY, "clients": clients, "flags": [*FLAGS, "--engine-process", "on"],
+            "machine": machine(), "servers": [told]}  # fmt: skip
+
+
 if __name__ == "__main__":
-    told = soak(float(sys.argv[1]))
+    told = (soak_apart if "apart" in sys.argv[3:] else soak)(float(sys.argv[1]))
     told["command"] = "python tests/server/memory_soak.py " + " ".join(sys.argv[1:])
     Path(sys.argv[2]).write_text(json.dumps(told, indent=1) + "\n")

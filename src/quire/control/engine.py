@@ -153,16 +153,18 @@ class Engine:
             self.scheduler.finish(request, seq, "abort")
         self.outbox += self._told(self.outcomes.aborted(request, told))
 
-    def stop(self, id: str, branch: int, reason: str) -> None:
+    def stop(self, id: str, branch: int, reason: str) -> bool:
         """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
-        that ended by themselves meanwhile, pass."""
+        that ended meanwhile pass. Whether it was the last of its request."""
         request = self.requests.get(id)
         seq = next((seq for seq in request.live if seq.index == branch), None) if request is not None else None
         if request is None or seq is None or seq.finish is not None:
-            return
+            return False
         self.scheduler.finish(request, seq, "stop", reason)
-        if self.outcomes.stopped(request, seq):
+        ended = self.outcomes.stopped(request, seq)
+        if ended:
             del self.requests[id]
+        return ended
 
     def register_prefix(self, name: str, tokens: Seq[int]) -> None:
         """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"

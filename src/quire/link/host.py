@@ -223,10 +223,8 @@ class Host:
 
     def _stop(self, front: int, message: Stop) -> None:
         owned = self._numbered.get((front, message.number))
-        if owned is not None:
-            self.engine.stop(owned.id, message.branch, message.reason)
-            if owned.id not in self.engine.requests:
-                self._forget(owned)
+        if owned is not None and self.engine.stop(owned.id, message.branch, message.reason):
+            self._forget(owned)
 
     def _release(self, front: int, message: Release) -> None:
         self._tell(front, Answer(message.key, value=self.engine.release_prefix(message.name)))

@@ -1,0 +1,101 @@
+"""The host, its turns taken by hand: what fronts send in one turn, in every order, leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import echo_service
+import pytest
+from echo_service import Echo
+
+from quire.errors import InputError
+from quire.link.host import Host, Left
+from quire.link.messages import Abort, Add, Answer, Asked, FromEngine, FromFront, Stepped, Stop
+from quire.vocabulary.params import SamplingParams
+
+LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, n=2)
+
+
+class Told:
+    """A host, and what it told."""
+
+    def __init__(self, fronts: int = 1) -> None:
+        self.messages: list[tuple[int, FromEngine]] = []
+        self.engine = echo_service.built(Echo()).engine
+        self.host = Host(self.engine, lambda front, message: self.messages.append((front, message)))
+        self.host.fronts = list(range(fronts))
+
+    def turns(self, *messages: tuple[int, FromFront | Left], most: int = 200) -> None:
+        """One turn takes in all messages; then as many as there is work for."""
+        for front, message in messages:
+            self.host.send(front, message)
+        for _ in range(most):
+            if not self.host._sent and not self.engine.unfinished:
+                return  # it would rest
+            self.host._turn()
+
+    def done(self, front: int = 0) -> list[int]:
+        """The numbers of requests whose end was told."""
+        stepped = [message for at, message in self.messages if at == front and isinstance(message, Stepped)]
+        return [number for message in stepped for number, output in message.outputs if output.done]
+
+    def empty(self) -> bool:
+        """Nothing is left of any request."""
+        left = self.host._owned, self.host._numbered, self.engine.requests
+        self.engine.scheduler.memory.check()
+        return not any(left)
+
+
+@pytest.mark.parametrize("first", [1, 4, 9])
+def test_stops_and_aborts_in_one_turn(first: int) -> None:
+    """An abort's output comes with the next step, also when a stop of the same request follows it."""
+    messages: list[FromFront] = [Stop(7, 0, "so"), Stop(7, 1, "so"), Abort((7,)), Stop(7, 0, "again")]
+    for order in itertools.permutations(messages):
+        told = Told()
+        told.turns((0, Add(0, (Asked(7, "a", [1, 2]),), LONG)), most=first)
+        told.turns(*((0, message) for message in order))
+        assert told.empty(), order
+        assert told.done().count(7) <= 1
+
+
+def test_random_messages_leave_nothing() -> None:
+    rng = random.Random(5)
+    for _ in range(40):
+        told, live = Told(), list[int]()
+        for number in range(30):
+            messages: list[tuple[int, FromFront | Left]] = []
+            for _ in range(rng.randrange(3)):
+                live.append(len(live))
+                length, n = rng.randrange(1, 20), rng.randrange(1, 4)
+                params = SamplingParams(max_tokens=length, ignore_eos=True, n=n, seed=number)
+                messages.append((0, Add(number, (Asked(live[-1], f"r{live[-1]}", [1, 2, 3]),), params)))
+            for _ in range(rng.randrange(4)):
+                which = rng.choice(live or [0])
+                messages.append((0, rng.choice([Abort((which,)), Stop(which, rng.randrange(3), "x")])))
+            rng.shuffle(messages)
+            told.turns(*messages, most=rng.randrange(1, 4))
+        told.turns(most=400)
+        assert told.empty()
+
+
+def test_a_front_that_leaves_takes_its_requests_along() -> None:
+    told = Told(fronts=2)
+    told.turns((0, Add(0, (Asked(1, "mine", [1, 2]),), LONG)), (1, Add(0, (Asked(1, "theirs", [1, 2]),), LONG)), most=3)
+    told.turns((1, Left()))
+    assert told.done(0) == [1]
+    assert told.empty()
+    assert told.host.fronts == [0]
+
+
+def test_ids_and_numbers_in_use_are_refused() -> None:
+    told = Told(fronts=2)
+    told.turns((0, Add(0, (Asked(1, "a", [1]),), LONG)), most=2)
+    for front, asked in ((0, Asked(1, "b", [1])), (1, Asked(5, "a", [1]))):
+        told.messages.clear()
+        told.turns((front, Add(3, (asked,), LONG)), most=1)
+        [answer] = [message for _, message in told.messages if isinstance(message, Answer)]
+        assert isinstance(answer.error, InputError)
+        assert "in use" in str(answer.error)
+    told.turns()
+    assert told.empty()
