@@ -1,5 +1,5 @@
 """Connections of all fronts of a server: how many each has open, in memory that they share, so that they take turns at
-accepting, and keep one limit together.
+accepting, those that have the fewest first, and keep one limit together.
 
 A front writes its own number and reads the others'. Nobody waits for anybody: a number that is late costs evenness.
 """
