@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -325,18 +326,21 @@ def test_a_front_that_cannot_start_is_named(program: str, said: str, monkeypatch
     if "sleep" in program:
         monkeypatch.setattr("quire.server.fronts.START_SECONDS", 0.5)
     monkeypatch.setattr("quire.server.fronts.KILL_SECONDS", 0.1)
+    closed: list[None] = []
+    llm = SimpleNamespace(close=lambda: closed.append(None))
     engine = Child(2, ("-c", ""))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fronts = Fronts(2, listener, {})
         try:
             fronts.start(engine)
             with pytest.raises(StartupError, match=said):
-                fronts.wait()
+                fronts.wait(llm)  # type: ignore[arg-type]
         finally:
             fronts.close()
             engine.end(5)
             engine.connections[0].close()
     assert all(other.child.ended() for other in fronts.others)
+    assert closed == [None]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from quire.server.places import Places, shared_file
 from quire.vocabulary.columns import WireError
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
     from quire.server.run import ServeOptions
 
@@ -101,11 +102,16 @@ class Fronts(Peers):
             for connection in connections:
                 connection.close()
 
-    def wait(self) -> None:
-        """Wait until all are ready to accept. StartupError with the reason of one that can't be."""
+    def wait(self, llm: AsyncLLM) -> None:
+        """Wait until all are ready to accept. StartupError with the reason of one that can't be; the engine is closed
+        then."""
         end = time.monotonic() + START_SECONDS
-        for other in self.others:
-            other.ready(end)
+        try:
+            for other in self.others:
+                other.ready(end)
+        except BaseException:
+            llm.close()
+            raise
 
     def close(self) -> None:
         """End them: those that are left in a few seconds are killed."""
@@ -257,17 +263,15 @@ async def _until(so: Callable[[], bool], end: float) -> None:
         await asyncio.sleep(0.02)
 
 
-def fronts_of(
+def settings_of(
     config: EngineConfig,
     options: ServeOptions,
     keys: tuple[str, ...],
     admin_keys: tuple[str, ...],
     template: str | None,
-    listener: socket.socket,
-) -> Fronts:
-    """The fronts that were asked for; with one of them there are no others."""
-    settings = {
+) -> dict[str, Any]:
+    """What the others are told, as JSON has it: all that the command line, the environment and files said."""
+    return {
         "config": asdict(config), "options": options._asdict(), "keys": keys, "admin_keys": admin_keys,
         "template": template,
     }  # fmt: skip
-    return Fronts(options.fronts, listener, settings, options.max_connections)

@@ -76,16 +76,12 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
     listener = bind(options.host, options.port)
-    from quire.server.fronts import fronts_of
+    from quire.server.fronts import Fronts, settings_of
 
-    fronts = fronts_of(config, options, keys, admin_keys, template.source if template is not None else None, listener)
+    settings = settings_of(config, options, keys, admin_keys, template.source if template is not None else None)
+    fronts = Fronts(options.fronts, listener, settings, options.max_connections)
+    llm, name = _load(config, options, fronts)
     try:
-        llm, name = _load(config, options, fronts)
-    except BaseException:
-        fronts.close()
-        raise
-    try:
-        fronts.wait()
         if template is not None:
             use_template(llm.prompts, template)
         for line in [*llm.link.ready.lines, *llm.link.ready.notices]:
@@ -94,7 +90,6 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
             say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
         app = application(llm, name, config, options, keys, admin_keys, fronts)
         url = address(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
-
         shown = [*options.served_model_name, name][0]
 
         def ready() -> None:
@@ -156,14 +151,18 @@ def _load(config: EngineConfig, options: ServeOptions, fronts: Fronts) -> tuple[
         if options.fronts > 1 or apart(config, options.engine_process):
             from quire.link.process import launch
 
-            link, prompts, source = launch(
-                config, progress, options.stall_after, fronts=options.fronts, others=fronts.start
-            )
-            return AsyncLLM.over(link, prompts), source.name
+            after = options.stall_after
+            link, prompts, source = launch(config, progress, after, fronts=options.fronts, others=fronts.start)
+            llm = AsyncLLM.over(link, prompts)
+            fronts.wait(llm)
+            return llm, source.name
         from quire.build import build
 
         built = build(config, progress)
         return AsyncLLM.of(built, stall_after=options.stall_after), built.name
+    except BaseException:
+        fronts.close()
+        raise
     finally:
         libraries.join()
         spare_the_loaded()
