@@ -130,7 +130,8 @@ class Member(Peers):
 
 def options_of(said: Mapping[str, Any]) -> ServeOptions:
     """The options that JSON says."""
-    return ServeOptions(**{name: tuple(value) if isinstance(value, list) else value for name, value in said.items()})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
+    return ServeOptions(**fields)
 
 
 def run(control: socket.socket, listener: socket.socket, connection: socket.socket, places: int) -> int:

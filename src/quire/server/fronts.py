@@ -151,7 +151,8 @@ class Fronts(Peers):
         """This front is drained: wait until the others are too, and have ended. Whether all of them ended well, within
         so many seconds; those that didn't are named and killed."""
         end = time.monotonic() + seconds + EXTRA_SECONDS
-        await _until(lambda: all(other.drained.is_set() or other.child.ended() for other in self.others), end)
+        drained = end - EXTRA_SECONDS / 2  # one that hangs must not keep the others from ending by themselves
+        await _until(lambda: all(other.drained.is_set() or other.child.ended() for other in self.others), drained)
         self._all_drained.set()
         await _until(lambda: all(other.child.ended() for other in self.others), end)
         for other in self.others:
