@@ -256,3 +256,9 @@ def test_help_has_groups_and_no_flag_without_words(capsys: pytest.CaptureFixture
         assert f"\n{group}\n" in text
     assert "--tensor-parallel-size" not in text
     assert not [line for line in text.splitlines() if len(line) > 120]
+
+
+@pytest.mark.parametrize("flag", ["--fronts", "--api-server-count"])
+def test_fronts(flag: str) -> None:
+    assert options_from(parse(["serve", flag, "3"])).fronts == 3
+    assert options_from(parse(["serve"])).fronts == 1

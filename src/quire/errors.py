@@ -10,6 +10,7 @@
     ├── LogError          a log of plans that can't be read, or doesn't hold together; names the byte
     ├── Overloaded        the queue is full; come back after `retry_after` seconds
     └── EngineDead        the engine stopped; nothing more will be served
+        └── FrontDead         a process of the server that speaks HTTP is gone, and the server ends
 
 Shortage of memory is never an exception: it is a return value of the memory. A broken invariant is an assert.
 """
@@ -75,6 +76,10 @@ class Overloaded(QuireError):
 
 class EngineDead(QuireError):
     """The engine's loop ended; requests in flight fail with this."""
+
+
+class FrontDead(EngineDead):
+    """A front of the server is gone: without it the server ends, and the engine with it."""
 
 
 def shown(value: object) -> str:

@@ -56,7 +56,7 @@ logging.basicConfig(stream=sys.stderr, level="INFO")
 stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built(Faulty())
 sys.modules["quire.build"] = stand_in
-options = ServeOptions(port=0, shutdown_timeout=0.5, stall_after=0.5)
+options = ServeOptions(port=0, shutdown_timeout=0.5, stall_after=0.5, engine_process="off")
 sys.exit(serve(EngineConfig(), options, lambda line: print(line, flush=True)))
 """
 

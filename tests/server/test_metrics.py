@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.server.metrics import LABELS, Metrics, gauges
-from quire.server.run import status_line
+from quire.server.status import status_line
 from quire.vocabulary.params import SamplingParams
 
 

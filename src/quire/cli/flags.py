@@ -141,10 +141,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
                        help="path prefix of a proxy in front, which may strip it or leave it there")  # fmt: skip
     group.add_argument("--max-connections", type=int, metavar="N",
                        help="most connections at once (default: what descriptors allow)")  # fmt: skip
-    group.add_argument("--engine-process", choices=("auto", "on", "off"), default="auto",
-                       help="the engine gets a process of its own (auto: beside a GPU)")  # fmt: skip
+    group.add_argument("--engine-process", choices=("on", "off"), default="on",
+                       help="the engine has a process of its own, or a thread (default: %(default)s)")  # fmt: skip
     group.add_argument("--on-engine-death", choices=("exit", "restart"), default="exit",
                        help="what to do when its process dies; restart does once (default: %(default)s)")  # fmt: skip
+    group.add_argument("--fronts", "--api-server-count", type=int, default=1, metavar="N",
+                       help="processes that speak HTTP, for loads that one can't (default: %(default)s)")  # fmt: skip
     group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
                        help="seconds that requests have to end after SIGTERM (default: %(default)s)")  # fmt: skip
     group.add_argument("--ssl-keyfile", metavar="FILE", help="speak TLS: the private key, in PEM format")

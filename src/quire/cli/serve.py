@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import re
 import sys
 from collections.abc import Sequence
 
 from quire.cli.flags import config_from
 from quire.errors import StartupError
+from quire.server.logs import MOST_DIGITS, set_log
 from quire.server.run import ServeOptions
 from quire.server.run import serve as run
 from quire.vocabulary.params import MAX_LOGPROBS
 
-MOST_DIGITS = 640  # of an integer in JSON, the least that Python allows to set; reading it costs their square
 ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:_-]{1,300}")
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 
@@ -23,11 +22,7 @@ ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 def serve(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     config, options = config_from(args), options_from(args)
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("quire").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(args.uvicorn_log_level.upper())
-    if args.access_log:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    set_log(options)
     digits = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(MOST_DIGITS)
     try:
@@ -68,6 +63,8 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         max_connections=args.max_connections,
         engine_process=args.engine_process,
         on_engine_death=args.on_engine_death,
+        fronts=args.fronts,
+        uvicorn_log_level=args.uvicorn_log_level,
     )
 
 

@@ -31,14 +31,14 @@ NEEDLESS = {
 # Flags of which one value asks for what is so anyway; of others there is a reason below.
 ONLY = {
     "--tensor-parallel-size": ("1",), "--pipeline-parallel-size": ("1",), "--data-parallel-size": ("1",),
-    "--api-server-count": ("1",), "--scheduling-policy": ("fcfs",), "--kv-cache-dtype": ("auto",),
+    "--scheduling-policy": ("fcfs",), "--kv-cache-dtype": ("auto",),
     "--tokenizer-mode": ("auto", "hf"), "--config-format": ("auto", "hf"), "--runner": ("auto", "generate"),
 }  # fmt: skip
 # Beginnings of flags, and why quire has none that begin so.
 REASONS = (
     ("tensor-parallel pipeline-parallel data-parallel expert-parallel enable-expert-parallel distributed- nnodes "
      "node-rank master-addr master-port ray- worker- disable-custom-all-reduce decode-context-parallel "
-     "prefill-context-parallel enable-eplb eplb- enable-dbo api-server-count headless",
+     "prefill-context-parallel enable-eplb eplb- enable-dbo headless",
      "one process drives one device; start several behind a load balancer"),
     ("enable-lora lora- max-lora max-cpu-lora fully-sharded-lora default-mm-lora", "merge adapters into the weights"),
     ("quantization cpu-offload calculate-kv-scales kv-cache-dtype kv-offloading",

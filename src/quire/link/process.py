@@ -39,9 +39,12 @@ log = logging.getLogger("quire.link")
 
 
 class Child:
-    """The engine's process, and our ends of its connections."""
+    """The engine's process, or another one of the server's that is called `name`, and our ends of its connections. It
+    inherits the descriptors in `more` too, whose numbers are its last arguments."""
 
-    def __init__(self, fronts: int = 1, program: Sequence[str] = PROGRAM) -> None:
+    def __init__(
+        self, fronts: int = 1, program: Sequence[str] = PROGRAM, name: str = "the engine", more: Sequence[int] = ()
+    ) -> None:
         """StartupError if the system has no socket or process for it."""
         self.program = program
         pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -49,7 +52,7 @@ class Child:
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         try:
             pairs += [socket.socketpair() for _ in range(fronts)]
-            theirs = [pair[1].fileno() for pair in pairs]
+            theirs = [*(pair[1].fileno() for pair in pairs), *more]
             self.process = subprocess.Popen(
                 [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs,
                 env={**os.environ, "PYTHONPATH": path},
@@ -57,7 +60,7 @@ class Child:
         except OSError as error:
             for ours, _ in pairs:
                 ours.close()
-            raise StartupError(f"no process can be started for the engine: {error.strerror}") from error
+            raise StartupError(f"no process can be started for {name}: {error.strerror}") from error
         finally:
             for _, their in pairs:
                 their.close()
@@ -79,6 +82,10 @@ class Child:
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
+    def ended(self) -> bool:
+        """It is gone."""
+        return self.process.poll() is not None
+
     def end(self, timeout: float) -> bool:
         """Wait for its end, which is forced after `timeout` seconds. Whether it ended by itself."""
         try:
@@ -87,6 +94,29 @@ class Child:
             self.process.kill()
             self.process.wait()
             return False
+        return True
+
+
+class Elsewhere(Child):
+    """The engine's process, which another front started and looks after: here is one connection to it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connections = [connection]
+
+    def status(self, timeout: float = 1.0) -> str:
+        """That it is gone; how it ended is said where it was started."""
+        return "is gone"
+
+    def stopped(self) -> bool:
+        """Not for this front to say."""
+        return False
+
+    def ended(self) -> bool:
+        """There is nothing to end here."""
+        return True
+
+    def end(self, timeout: float) -> bool:
+        """Nothing to wait for."""
         return True
 
 
@@ -195,6 +225,10 @@ class ProcessLink:
             self._leave(1.0)
         return self.child.end(timeout)
 
+    def give_up(self, error: BaseException) -> None:
+        """On the event loop: the engine is left, for something else that ends the server."""
+        self._die(error)
+
     # On the event loop
 
     def _readable(self) -> None:
@@ -249,7 +283,7 @@ class ProcessLink:
         """Nothing more will be said or heard."""
         if not self._ended:
             self._leave()
-            if self.child.process.poll() is None:
+            if not self.child.ended():
                 threading.Thread(target=self.child.end, args=(SILENT,), name="quire-reap", daemon=True).start()
             self._receive(Died(error))
 
@@ -271,19 +305,45 @@ class ProcessLink:
 
 
 def launch(
-    config: EngineConfig, progress: bool = False, stall_after: float = 60.0, program: Sequence[str] = PROGRAM
+    config: EngineConfig,
+    progress: bool = False,
+    stall_after: float = 60.0,
+    program: Sequence[str] = PROGRAM,
+    fronts: int = 1,
+    others: Callable[[Child], None] | None = None,
 ) -> tuple[ProcessLink, Prompts, Source]:
-    """Start an engine's process and wait until its model is there. Texts are read here meanwhile."""
+    """Start an engine's process and wait until its model is there. Texts are read here meanwhile. With more than one
+    front `others` starts those beside this one, over the child's other connections."""
+    child = Child(fronts, program)
+    link = ProcessLink(child)
+
+    def begin(named: tuple[int, ...]) -> None:
+        link.hello(Hello(config, named, stall_after, progress, logging.getLogger().level))
+        if others is not None:
+            others(child)
+
+    return _read(link, config, begin)
+
+
+def join(
+    config: EngineConfig, connection: socket.socket, begin: Callable[[tuple[int, ...]], None]
+) -> tuple[ProcessLink, Prompts, Source]:
+    """The engine's process that another front started, once its model is there; `begin` is called before that is
+    waited for."""
+    return _read(ProcessLink(Elsewhere(connection)), config, begin)
+
+
+def _read(
+    link: ProcessLink, config: EngineConfig, begin: Callable[[tuple[int, ...]], None]
+) -> tuple[ProcessLink, Prompts, Source]:
+    """Read the model's texts; `begin` learns the tokenizer's end tokens. Then wait for the engine."""
     from quire.text.renderer import Renderer
 
-    child = Child(program=program)
-    link = ProcessLink(child)
     renderer = None if config.skip_tokenizer_init else Renderer()
     try:
         source = read_source(config)
         tokenizer, chat = read_text(config, source, renderer)
-        named = tokenizer.eos_ids if tokenizer is not None else ()
-        link.hello(Hello(config, named, stall_after, progress, logging.getLogger().level))
+        begin(tokenizer.eos_ids if tokenizer is not None else ())
         link.wait()
     except BaseException:
         link.close(0.0)

@@ -15,6 +15,7 @@ from quire.config import EngineConfig
 from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
+from quire.server.peers import Peers
 from quire.server.proxy import front
 from quire.server.routes import PlainRoute
 from quire.server.sampling import Terms
@@ -56,20 +57,22 @@ def create_app(
     strict: bool = False,
     max_logprobs: int = MAX_LOGPROBS,
     log_requests: bool = False,
+    peers: Peers | None = None,
 ) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
     `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
     whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
-    `max_logprobs` is the most that a request may ask for; `log_requests` logs each."""
+    `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `peers` are
+    the fronts that this is one of."""
     metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, names, metrics, terms, log_requests)
+    service = Service(llm, names, metrics, terms, log_requests, peers)
     before = partial(front, counts=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
     app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
     add_handlers(app, metrics)
-    app.add_middleware(BoundBody, max_body=max_body, max_len=llm.prompts.max_len)
+    app.add_middleware(BoundBody, max_body=max_body, max_len=llm.prompts.max_len, share=service.peers.count)
     app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # around the other: added last
     return app
 

@@ -27,6 +27,7 @@ from uvicorn.server import ServerState
 
 from quire.server.direct import DIRECT, Direct
 from quire.server.errors import Failure
+from quire.server.places import Open, Places
 
 MAX_HEAD = 64 << 10  # bytes of a request line and its headers
 MAX_HEADERS = 100  # and as many trailers, which are headers after a chunked body
@@ -34,6 +35,7 @@ MAX_TARGET = 8 << 10  # bytes of a path with its query
 FREE_CHUNKS = 1024  # of a chunked body; beyond, they have CHUNK_BYTES on average. Each costs as much as a whole head
 CHUNK_BYTES = 256
 ACCEPTS = 32  # connections taken before something else has its turn
+PATIENCE = 0.002  # seconds that are left to a front with fewer connections to take one
 BACKLOG = 2048
 LINGERING = 16  # refused connections that are left a second to read why
 LAST_CHUNK = re.compile(rb"[\r\n]{0,2}0+(?![0-9A-Fa-f])[^\n]*\n")  # before the trailers
@@ -250,32 +252,61 @@ class BoundedProtocol(H11Protocol):
 
 
 class Door:
-    """Accepts connections on a bound socket, as many as `bounds` allow; those beyond get a 503 at once."""
+    """Accepts connections on a bound socket, as many as `bounds` allow; those beyond get a 503 at once. Where other
+    fronts accept on it too, `places` says whose turn it is."""
 
-    def __init__(self, listener: socket.socket, bounds: Bounds, make: Callable[..., BoundedProtocol], ssl: Any) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        bounds: Bounds,
+        make: Callable[..., BoundedProtocol],
+        ssl: Any,
+        places: Places | None = None,
+    ) -> None:
         self._listener, self._bounds, self._make, self._ssl = listener, bounds, make, ssl
+        self._places, self._patient = places, False
         self._loop = asyncio.get_running_loop()
-        self._open: set[BoundedProtocol] = set()
+        self._open = Open(places)
         self._arriving: set[asyncio.Task[None]] = set()
         self._leaving: deque[tuple[float, socket.socket]] = deque()
         self._refused, self._full = Tally("connections refused or ended"), Tally("connections beyond the limit")
         self._starved = Tally("connections can't be accepted")
-        told = Failure(503, f"all {bounds.connections} connections are in use", headers={"Retry-After": "1"})
+        self._most = places.most if places is not None and places.most is not None else bounds.connections
+        told = Failure(503, f"all {self._most} connections are in use", headers={"Retry-After": "1"})
         self._sorry = answer(told)
+        self._closed = False
         listener.setblocking(False)
         listener.listen(BACKLOG)
-        self._loop.add_reader(listener, self._accept)
+        self._loop.add_reader(listener, self._readable)
         self._sweeper = self._loop.call_later(bounds.sweep, self._sweep)
 
     def close(self) -> None:
         """Accept nothing more. What is open goes on."""
+        self._closed = True
         self._loop.remove_reader(self._listener)
         self._sweeper.cancel()
         for _, sock in self._leaving:
             sock.close()
 
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS):
+    def _readable(self) -> None:
+        """Accept, unless it is another front's turn: then a moment later, if nobody else did."""
+        if self._places is None:
+            self._accept(ACCEPTS)
+        elif self._places.mine():
+            self._accept(1)
+        elif not self._patient:
+            self._patient = True
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(PATIENCE, self._insist)
+
+    def _insist(self) -> None:
+        self._patient = False
+        if not self._closed:
+            self._loop.add_reader(self._listener, self._readable)
+            self._accept(1)
+
+    def _accept(self, most: int) -> None:
+        for _ in range(most):
             try:
                 sock, _address = self._listener.accept()
             except OSError as error:
@@ -284,7 +315,7 @@ class Door:
                     self._loop.remove_reader(self._listener)
                 return
             sock.setblocking(False)
-            if len(self._open) >= self._bounds.connections:
+            if len(self._open) >= self._bounds.connections or (self._places is not None and self._places.full()):
                 self._turn_away(sock)
             else:
                 protocol = self._make(bounds=self._bounds, all=self._open, refused=self._refused)
@@ -301,7 +332,7 @@ class Door:
             self._refused.note(f"{type(error).__name__} {str(error)[:80]}")
 
     def _turn_away(self, sock: socket.socket) -> None:
-        self._full.note(f"{self._bounds.connections} are open")
+        self._full.note(f"{self._most} are open")
         with suppress(OSError):
             if not self._ssl:
                 sock.send(self._sorry)
@@ -319,7 +350,7 @@ class Door:
     def _sweep(self) -> None:
         now = self._loop.time()
         self._sweeper = self._loop.call_later(self._bounds.sweep, self._sweep)
-        self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(self._listener, self._readable)
         while self._leaving and now - self._leaving[0][0] > self._bounds.linger:
             self._shut()
         for protocol in list(self._open):

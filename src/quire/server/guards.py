@@ -76,14 +76,16 @@ class Counted(NamedTuple):
 
 class BoundBody:
     """Reads a request's body before the route sees it: at most `max_body` bytes, chunked or not, within `seconds`, and
-    MAX_BODIES for all requests under way.
+    MAX_BODIES for all requests under way, or a front's share of that.
 
     How long JSON holds the interpreter while it is parsed isn't a matter of its bytes but of its values: they are
     counted by what separates and opens them, and escapes in strings beside. Limits grow with `max_len`, the most tokens
     of a prompt."""
 
-    def __init__(self, app: ASGIApp, max_body: int = MAX_BODY, max_len: int = 0, seconds: float = BODY_SECONDS) -> None:
-        self.app, self.max_body, self.seconds = app, max_body, seconds
+    def __init__(
+        self, app: ASGIApp, max_body: int = MAX_BODY, max_len: int = 0, seconds: float = BODY_SECONDS, share: int = 1
+    ) -> None:
+        self.app, self.max_body, self.seconds, self.share = app, max_body, seconds, share
         self.held = 0
         self.most = (
             Counted("commas", (b",",), max(MAX_COMMAS, 4 * max_len)),
@@ -141,8 +143,9 @@ class BoundBody:
             if size > self.max_body:
                 return too_large
             counts = [count + sum(map(part.count, kind.which)) for count, kind in zip(counts, self.most)]
-            if self.held + len(part) > MAX_BODIES:
-                full = f"the bodies of requests under way have {self.held} bytes; the limit is {MAX_BODIES}"
+            most = min(MAX_BODIES, max(MAX_BODIES // self.share, self.max_body))
+            if self.held + len(part) > most:
+                full = f"the bodies of requests under way have {self.held} bytes; the limit is {most}"
                 return Failure(503, full, headers={"Retry-After": "1"})
             if self._dense(counts) is None:
                 parts.append(part)

@@ -27,6 +27,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def add(self, other: Histogram) -> None:
+        """All that `other`, of the same bounds, has seen was seen."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
     def cumulative(self) -> list[tuple[str, float]]:
         """Prometheus' buckets."""
         rows, seen = [], 0

@@ -4,16 +4,15 @@ only latencies and what a request came to are counted as they happen, a step at 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.control.outcomes import Output
-from quire.server.http_counts import Histogram, HttpCounts
+from quire.server.counted import Counted
 from quire.text.streams import Record
 
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
@@ -49,20 +48,19 @@ HISTOGRAMS = {
     "request_params_n": ("n of a request", (1, 2, 5, 10, 20, 50, 100)),
     "request_params_max_tokens": ("Tokens that a request may generate", COUNTS),
 }
+BOUNDS = {name: bounds for name, (_, bounds) in HISTOGRAMS.items()}
 
 
-class Metrics:
+class Metrics(Counted):
     """An Observer of an AsyncLLM (attach one with `watch`), and the collector of its own registry. Every series has the
-    labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info."""
+    labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info. `others`
+    are the counts of other fronts, which are added to its own."""
 
     def __init__(self, model_name: str = "", prefix: str = "quire", config: EngineConfig | None = None) -> None:
+        super().__init__(BOUNDS)
         self.prefix, self.labels, self.config = PREFIXES[prefix], [model_name, ENGINE], config
         self.llm: AsyncLLM | None = None
-        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        self.finished: Counter[str] = Counter()
-        self.sources = {"local_compute": 0, "local_cache_hit": 0}  # where prompt tokens came from
-        self.invalid = 0
-        self.http = HttpCounts()
+        self.others: Callable[[], Iterable[Counted]] = tuple
         self.registry = CollectorRegistry()
 
     def watch(self, llm: AsyncLLM) -> None:
@@ -136,28 +134,44 @@ class Metrics:
 
     # At scrape time, on any thread
 
+    def own(self) -> Counted:
+        """What this front has counted until now."""
+        assert self.llm is not None, "scraped before watching"
+        counted = Counted(BOUNDS)
+        counted.add(self)
+        counted.aborted, counted.rejected = self.llm.aborted, self.llm.rejected
+        counted.seconds = time.process_time() - (self.llm.facts.seconds if self.llm.link.inside else 0)
+        return counted
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
     def collect(self) -> Iterator[Metric]:
         """All families."""
         assert self.llm is not None, "scraped before watching"
+        whole = self.own()
+        for other in self.others():
+            whole.add(other)
         for name, text, labels, samples in gauges(self.llm, self.config):
             yield self._filled(GaugeMetricFamily(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
-        for name, text, labels, samples in counters(self.llm, self):
+        for name, text, labels, samples in counters(self.llm, whole):
             yield self._filled(CounterMetricFamily(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
         for name, (text, _) in HISTOGRAMS.items():
-            histogram, family = self.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
+            histogram, family = whole.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
             family.add_metric(self.labels, histogram.cumulative(), histogram.total)
             yield family
-        yield from self._http()
+        yield from self._http(whole)
 
-    def _http(self) -> Iterator[Metric]:
+    def _http(self, whole: Counted) -> Iterator[Metric]:
         prefix = "" if self.prefix == PREFIXES["vllm"] else self.prefix  # vLLM's have none
         labels = [*LABELS, "handler", "method"]
         text = "HTTP requests but for probes, by kind of status"
         requests = CounterMetricFamily(f"{prefix}http_requests", text, labels=[*labels, "status"])
-        yield self._filled(requests, list(self.http.requests.items()))
+        yield self._filled(requests, list(whole.http.requests.items()))
         text = "Seconds until they were answered, to the end of a stream"
         seconds = HistogramMetricFamily(f"{prefix}http_request_duration_seconds", text, labels=labels)
-        for names, histogram in list(self.http.seconds.items()):
+        for names, histogram in whole.http.seconds.items():
             seconds.add_metric([*self.labels, *names], histogram.cumulative(), histogram.total)
         yield seconds
 
@@ -204,8 +218,8 @@ def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
     return info
 
 
-def counters(llm: AsyncLLM, metrics: Metrics) -> Iterator[Family]:
-    """What was counted since the start."""
+def counters(llm: AsyncLLM, counted: Counted) -> Iterator[Family]:
+    """What was counted since the start, by the engine and by the fronts."""
     facts = llm.facts
     stats, sharing = facts.stats, facts.account.sharing
     for name, text, value in (
@@ -216,22 +230,22 @@ def counters(llm: AsyncLLM, metrics: Metrics) -> Iterator[Family]:
         ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
         ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
         ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),
-        ("prompt_tokens_cached", "Those that were found cached", metrics.sources["local_cache_hit"]),
+        ("prompt_tokens_cached", "Those that were found cached", counted.sources["local_cache_hit"]),
         ("generation_tokens", "Tokens generated", stats.generated_tokens),
         ("engine_steps", "Steps of the engine", stats.steps),
         ("engine_idle_seconds", "Seconds that the device waited for the host between two steps", stats.idle_seconds),
         ("engine_step_seconds", "Seconds of steps, overlap counted once", stats.step_seconds),
-        ("aborted_requests", "Requests that ended before their end: clients that left, drains", llm.aborted),
-        ("invalid_requests", "Requests refused with a 4xx status", metrics.invalid),
-        ("admission_rejections", "Requests refused for a full queue", llm.rejected),
+        ("aborted_requests", "Requests that ended before their end: clients that left, drains", counted.aborted),
+        ("invalid_requests", "Requests refused with a 4xx status", counted.invalid),
+        ("admission_rejections", "Requests refused for a full queue", counted.rejected),
     ):
         yield name, text, (), [((), value)]
-    seconds = {"front": time.process_time() - (facts.seconds if llm.link.inside else 0), "engine": facts.seconds}
-    reasons = sorted({"stop", "length", "abort", "error", *metrics.finished})
+    seconds = {"front": counted.seconds, "engine": facts.seconds}
+    reasons = sorted({"stop", "length", "abort", "error", *counted.finished})
     for name, text, label, counts in (
-        ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", metrics.sources),
+        ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", counted.sources),
         ("preemptions", "Requests preempted, by the way it was done", "way", facts.preempted),
         ("process_cpu_seconds", "Processor time of what speaks HTTP and of the engine", "process", seconds),
-        ("request_success", "Requests that ended", "finished_reason", {why: metrics.finished[why] for why in reasons}),
+        ("request_success", "Requests that ended", "finished_reason", {why: counted.finished[why] for why in reasons}),
     ):
         yield name, text, (label,), [((key,), count) for key, count in counts.items()]

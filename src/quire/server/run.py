@@ -9,14 +9,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.config import EngineConfig
-from quire.errors import EngineDead, StartupError
+from quire.errors import EngineDead, FrontDead, StartupError
 from quire.link.collector import spare_the_loaded
 from quire.link.stacks import stacks
 from quire.server.descriptors import capacity, raise_limit
@@ -27,16 +26,17 @@ from quire.vocabulary.params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.server.fronts import Fronts
+    from quire.server.peers import Peers
     from quire.text.chat import ChatTemplate
     from quire.text.prompts import Prompts
 
-STATUS_EVERY = 10.0  # seconds
 LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
 MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
 MOST_TIMEOUT = 86_400  # seconds of --shutdown-timeout
-ENGINE_PROCESS = ("auto", "on", "off")
+ENGINE_PROCESS = ("on", "off")
 ON_DEATH = ("exit", "restart")
-GPUS = ("/dev/nvidiactl", "/dev/dxg")
+MOST_FRONTS = 64
 log = logging.getLogger("quire.server")
 
 
@@ -62,8 +62,10 @@ class ServeOptions(NamedTuple):
     ssl_certfile: str | None = None
     max_connections: int | None = None  # as many as there are descriptors for
     stall_after: float = 60.0  # seconds
-    engine_process: str = "auto"  # one of ENGINE_PROCESS
+    engine_process: str = "on"  # one of ENGINE_PROCESS
     on_engine_death: str = "exit"  # one of ON_DEATH
+    fronts: int = 1  # processes that speak HTTP
+    uvicorn_log_level: str = "warning"
 
 
 def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None]) -> int:
@@ -75,33 +77,51 @@ def serve(config: EngineConfig, options: ServeOptions, say: Callable[[str], None
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
     listener = bind(options.host, options.port)
-    llm, name = _load(config, options)
+    from quire.server.fronts import Fronts, settings_of
+
+    settings = settings_of(config, options, keys, admin_keys, template.source if template is not None else None)
+    fronts = Fronts(options.fronts, listener, settings, options.max_connections)
+    llm, name = _load(config, options, fronts)
     try:
         if template is not None:
             use_template(llm.prompts, template)
-        from quire.server.app import create_app
-
-        names = options.served_model_name or (name,)
         for line in [*llm.link.ready.lines, *llm.link.ready.notices]:
             say(line)
         if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
             say(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
-        app = create_app(
-            llm, names, keys=keys, admin_keys=admin_keys, root_path=options.root_path, config=config,
-            allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix, strict=options.strict,
-            max_logprobs=options.max_logprobs, log_requests=options.log_requests,
-        )  # fmt: skip
+        app = application(llm, name, config, options, keys, admin_keys, fronts)
         url = address(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
+        shown = [*options.served_model_name, name][0]
 
         def ready() -> None:
-            say(f"quire serves {names[0]} at {url} (ready in {time.perf_counter() - began:.1f} s)")
+            say(f"quire serves {shown} at {url} (ready in {time.perf_counter() - began:.1f} s)")
             say(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
 
-        status = _run(_serve(app, listener, llm, options, prefixes, ready, say))
+        status = run_loop(_serve(app, listener, llm, options, fronts, prefixes, ready, say))
     finally:
         ended = close(llm)
+        fronts.close()
         listener.close()
     return status if ended else 1
+
+
+def application(
+    llm: AsyncLLM,
+    name: str,
+    config: EngineConfig,
+    options: ServeOptions,
+    keys: Sequence[str],
+    admin_keys: Sequence[str],
+    peers: Peers,
+) -> Any:
+    """The ASGI application of a front; `name` is the model's unless others were given."""
+    from quire.server.app import create_app
+
+    return create_app(
+        llm, options.served_model_name or (name,), keys=keys, admin_keys=admin_keys, root_path=options.root_path,
+        config=config, allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix,
+        strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests, peers=peers,
+    )  # fmt: skip
 
 
 def _check(options: ServeOptions) -> None:
@@ -113,45 +133,50 @@ def _check(options: ServeOptions) -> None:
         raise StartupError(
             "--on-engine-death is restart, and --engine-process is off", "Only a process can be started again"
         )
+    if not 1 <= options.fronts <= MOST_FRONTS:
+        raise StartupError(f"--fronts is {options.fronts}", f"It must be between 1 and {MOST_FRONTS}")
+    if options.fronts > 1 and options.on_engine_death == "restart":
+        cause = f"--fronts is {options.fronts}, and --on-engine-death is restart"
+        raise StartupError(cause, "Only an engine with one front is started again")
+    if options.fronts > 1 and options.engine_process == "off":
+        cause = f"--fronts is {options.fronts}, and --engine-process is off"
+        raise StartupError(cause, "Fronts share an engine that has a process of its own")
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
     raise_limit()
-    capacity(options.max_connections)
+    most = options.max_connections
+    capacity(None if most is None else -(-most // options.fronts))
 
 
-def _load(config: EngineConfig, options: ServeOptions) -> tuple[AsyncLLM, str]:
+def _load(config: EngineConfig, options: ServeOptions, fronts: Fronts) -> tuple[AsyncLLM, str]:
     """The model, and its name. The web libraries load meanwhile: both wait for files, and torch's import leaves the
     interpreter free."""
     from quire.async_llm import AsyncLLM
 
-    libraries = threading.Thread(target=_import_libraries, name="quire-imports")
+    libraries = threading.Thread(target=import_libraries, name="quire-imports")
     libraries.start()
     progress = sys.stderr.isatty()
     try:
-        if apart(config, options.engine_process, options.on_engine_death):
+        if options.engine_process == "on":
             from quire.link.process import launch
 
-            link, prompts, source = launch(config, progress, options.stall_after)
-            return AsyncLLM.over(link, prompts), source.name
+            after = options.stall_after
+            link, prompts, source = launch(config, progress, after, fronts=options.fronts, others=fronts.start)
+            llm = AsyncLLM.over(link, prompts)
+            fronts.wait(llm)
+            return llm, source.name
         from quire.build import build
 
         built = build(config, progress)
         return AsyncLLM.of(built, stall_after=options.stall_after), built.name
+    except BaseException:
+        fronts.close()
+        raise
     finally:
         libraries.join()
         spare_the_loaded()
 
 
-def apart(config: EngineConfig, said: str, on_death: str = "exit") -> bool:
-    """Whether the engine gets a process of its own: what was `said`, else where there is a GPU. Torch, which knows,
-    isn't asked: it would take a second."""
-    if said != "auto":
-        return said == "on"
-    if on_death == "restart":
-        return True
-    return config.device != "cpu" and any(Path(device).exists() for device in GPUS)
-
-
-def _run(serving: Coroutine[Any, Any, int]) -> int:
+def run_loop(serving: Coroutine[Any, Any, int]) -> int:
     """asyncio.run, which SystemExit and KeyboardInterrupt from anywhere in it end with a line in the log and a 1."""
     try:
         return asyncio.run(serving)
@@ -173,7 +198,8 @@ def close(llm: AsyncLLM) -> bool:
     return ended
 
 
-def _import_libraries() -> None:
+def import_libraries() -> None:
+    """Those of the web."""
     for name in ("fastapi", "uvicorn", "uvicorn.protocols.http.h11_impl", "prometheus_client"):
         import_module(name)
 
@@ -236,11 +262,13 @@ async def _serve(
     listener: socket.socket,
     llm: AsyncLLM,
     options: ServeOptions,
+    fronts: Fronts,
     prefixes: dict[str, Prefix],
     ready: Callable[[], None],
     say: Callable[[str], None],
 ) -> int:
     from quire.server.ending import LoopErrors, arm, watch
+    from quire.server.status import tell_status
     from quire.server.web import WebServer
 
     loop = asyncio.get_running_loop()
@@ -250,12 +278,14 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _first_signal, loop, stop)
     llm.link.attach()
+    await fronts.open()
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
-    aside = [*waits, asyncio.ensure_future(watch(llm)), asyncio.ensure_future(_status(llm))]
+    aside = [*waits, asyncio.ensure_future(watch(llm)), asyncio.ensure_future(tell_status(llm))]
     try:
         if prefixes and not await _registered(llm, prefixes, waits, say):
-            return await _end(llm, options, stop)
-        server = WebServer(app, options, ready, died.set)
+            return await _end(llm, options, stop, fronts)
+        await fronts.accept()
+        server = WebServer(app, options, ready, died.set, places=fronts.places)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if llm.error is not None and options.on_engine_death == "restart" and await _restarted(llm, stop):
@@ -264,7 +294,7 @@ async def _serve(
             await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()  # why it could not start
-        status = await _end(llm, options, stop)
+        status = await _end(llm, options, stop, fronts)
         server.should_exit = True
         await serving
         return status
@@ -303,20 +333,22 @@ async def _registered(
     return True
 
 
-async def _end(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event) -> int:
+async def _end(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event, fronts: Fronts) -> int:
     """Let what runs end, after a signal, or say why the engine or the server did. From here on the end is certain.
     Returns the exit status."""
     from quire.server.ending import arm
 
     if stop.is_set() and llm.error is None:
         arm(options.shutdown_timeout + MARGIN)
-        log.info("shutting down: %d requests have %g s to end", llm.active, options.shutdown_timeout)
+        llm.accepting, end = False, time.monotonic() + options.shutdown_timeout
+        fronts.end(options.shutdown_timeout)
+        log.info("shutting down: %d requests have %g s to end", await fronts.load(), options.shutdown_timeout)
         if not await llm.drain(options.shutdown_timeout):
             log.warning("requests that had not ended were aborted")
         if llm.error is None:
-            return 0
+            return 0 if await fronts.ended(max(end - time.monotonic(), 0)) else 1
     arm(LAST_WORDS + MARGIN)
-    if llm.error is not None:
+    if llm.error is not None and not isinstance(llm.error, FrontDead):  # whose end was said
         log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
     await asyncio.sleep(LAST_WORDS)
     return 1
@@ -328,43 +360,3 @@ def _first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
-
-
-async def _status(llm: AsyncLLM) -> None:
-    """One line every 10 s in which something happened."""
-    before, at = _counted(llm), time.monotonic()
-    with suppress(asyncio.CancelledError):
-        while True:
-            await asyncio.sleep(STATUS_EVERY)
-            now, tokens = time.monotonic(), _counted(llm)
-            if tokens != before or llm.active:
-                rates = [(new - old) / (now - at) for new, old in zip(tokens, before)]
-                log.info("%s", status_line(llm, *rates))
-            before, at = tokens, now
-
-
-def _counted(llm: AsyncLLM) -> tuple[int, int]:
-    """Tokens of prompts and of outputs since the start."""
-    stats = llm.facts.stats
-    return stats.prompt_tokens, stats.generated_tokens
-
-
-def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
-    """What the server is doing, in one line."""
-    usage, sharing = llm.account
-    preemptions = sum(llm.facts.preempted.values())
-    held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
-    cached = 100 * usage.cached / max(usage.total, 1)
-    line = (
-        f"running {llm.running}, waiting {llm.queued}, prompt {prompt_rate:.0f} tok/s, output {output_rate:.0f} tok/s, "
-        f"KV {held:.1f}% used and {cached:.1f}% cached"
-    )
-    if sharing.saved:
-        line += f", {100 * sharing.saved / sharing.tables:.1f}% saved by sharing"
-    if llm.swapped or sharing.host_pages_used:
-        line += f", swapped {llm.swapped} in {sharing.host_pages_used} of {sharing.host_pages} host pages"
-    if preemptions:
-        line += f", preempted {preemptions} so far"
-    if sharing.prefixes:
-        line += f", {sharing.prefixes} prefixes of {sharing.prefix_tokens} tokens"
-    return line

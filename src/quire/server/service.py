@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 
 from fastapi import Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import quire
@@ -15,6 +14,7 @@ from quire.async_llm import AsyncLLM
 from quire.errors import InputError
 from quire.server.errors import UnknownModel
 from quire.server.metrics import Metrics
+from quire.server.peers import Peers
 from quire.server.pieces import Numbers, Pace, Turns, Words, numbers, strings
 from quire.server.protocol import (
     ChatRequest,
@@ -40,15 +40,23 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_messa
 
 
 class Service:
-    """`names` are the model's names; the first is the one shown. `log_requests` logs each."""
+    """`names` are the model's names; the first is the one shown. `log_requests` logs each. `peers` are the whole server
+    that this is a front of."""
 
     def __init__(
-        self, llm: AsyncLLM, names: Sequence[str], metrics: Metrics, terms: Terms, log_requests: bool = False
+        self,
+        llm: AsyncLLM,
+        names: Sequence[str],
+        metrics: Metrics,
+        terms: Terms,
+        log_requests: bool = False,
+        peers: Peers | None = None,
     ) -> None:
         self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
         self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
-        self.held, self.turns, self.log_requests = Held(), Turns(), log_requests
-        self.started = int(time.time())
+        self.peers = peers or Peers()
+        self.peers.join(llm, metrics)
+        self.held, self.turns, self.log_requests = Held(self.peers.count), Turns(), log_requests
 
     # Generation
 
@@ -222,13 +230,14 @@ class Service:
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> Json:
-        card = {"id": name, "object": "model", "created": self.started, "owned_by": "quire", "root": self.names[0]}
-        return {**card, "parent": None, "max_model_len": self.prompts.max_len}
+        card = {"id": name, "object": "model", "created": self.peers.started, "owned_by": "quire"}
+        return {**card, "root": self.names[0], "parent": None, "max_model_len": self.prompts.max_len}
 
     async def health(self) -> Response:
         """200 while the engine's loop turns and requests are accepted, else 503; the body is empty."""
         state = self.llm.heartbeat()
-        return Response(status_code=200 if state.alive and not state.stalled and self.llm.accepting else 503)
+        well = state.alive and not state.stalled and self.llm.accepting and not self.peers.why()
+        return Response(status_code=200 if well else 503)
 
     async def version(self) -> Response:
         """quire's version."""
@@ -236,8 +245,8 @@ class Service:
 
     async def load(self) -> Response:
         """Requests in the server."""
-        return JSONResponse({"server_load": self.llm.active})
+        return JSONResponse({"server_load": await self.peers.load()})
 
     async def scrape(self) -> Response:
         """Prometheus' text format."""
-        return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return PlainTextResponse(await self.peers.scrape(), media_type=CONTENT_TYPE_LATEST)

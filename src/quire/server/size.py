@@ -79,26 +79,27 @@ def bounded(params: SamplingParams, prompts: Sequence[int], max_len: int, shown:
 
 class Held:
     """What the answers under way may hold together: log-probabilities until they are sent, and bytes once they are
-    written."""
+    written. One of `share` fronts has its part of both, in which a single answer fits."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: int = 1) -> None:
         self.logprobs = self.bytes = 0
+        self._share = share
 
     def add(self, size: Size) -> None:
         """Count an answer in. Overloaded if there are too many."""
-        if self.logprobs + size.logprobs > MAX_HELD:
+        most = min(MAX_HELD, max(MAX_HELD // self._share, MAX_LOGPROBS))
+        if self.logprobs + size.logprobs > most:
             raise Overloaded(
                 f"answers under way hold up to {self.logprobs} log-probabilities; with the {size.logprobs} of this one "
-                f"they are more than {MAX_HELD}"
+                f"they are more than {most}"
             )
         self.logprobs += size.logprobs
 
     def weigh(self, bytes: int) -> None:
         """It is written, and has so many bytes. Overloaded if there are too many."""
-        if self.bytes + bytes > MAX_HELD_BYTES:
-            raise Overloaded(
-                f"answers that wait for their clients hold {self.bytes} bytes; the limit is {MAX_HELD_BYTES}"
-            )
+        most = min(MAX_HELD_BYTES, max(MAX_HELD_BYTES // self._share, MAX_BYTES))
+        if self.bytes + bytes > most:
+            raise Overloaded(f"answers that wait for their clients hold {self.bytes} bytes; the limit is {most}")
         self.bytes += bytes
 
     def drop(self, size: Size, bytes: int = 0) -> None:

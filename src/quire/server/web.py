@@ -16,6 +16,7 @@ from quire.server.connections import BoundedProtocol, Bounds, Door
 from quire.server.descriptors import capacity
 from quire.server.ending import LAST_RESPONSES
 from quire.server.errors import LastResort
+from quire.server.places import Places
 
 if TYPE_CHECKING:
     from quire.server.run import ServeOptions
@@ -35,9 +36,10 @@ class WebServer(uvicorn.Server):
         ready: Callable[[], None],
         end: Callable[[], object] = bool,
         bounds: dict[str, Any] | None = None,
+        places: Places | None = None,
     ) -> None:
         """`ready` is called once it listens, `end` when a request asked for the process's end; `bounds` are fields of
-        connections.Bounds."""
+        connections.Bounds. `places` are those of all fronts, if there are several."""
         super().__init__(
             uvicorn.Config(
                 LastResort(app, end),
@@ -53,6 +55,7 @@ class WebServer(uvicorn.Server):
             )
         )
         self._max_connections, self._ready, self._bounds = options.max_connections, ready, bounds or {}
+        self._places = places
         if options.access_log:
             logging.getLogger("uvicorn.access").addFilter(without_query)
 
@@ -64,12 +67,12 @@ class WebServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on the one socket."""
         await super().startup(sockets=[])
-        room = capacity(self._max_connections)
+        room = capacity(self._max_connections if self._places is None else None)
         if room < FEW and self._max_connections is None:
             log.warning("there is room for %d connections only: raise the limit of open files (ulimit -n)", room)
         [listener] = sockets or []
         make = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state)
-        self.door = Door(listener, Bounds(room)._replace(**self._bounds), make, self.config.ssl)
+        self.door = Door(listener, Bounds(room)._replace(**self._bounds), make, self.config.ssl, self._places)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,0 +1,356 @@
+"""Several fronts are one server: what clients and the operator see, and what becomes of it when a part is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.link.process import Child
+from quire.server.fronts import Fronts
+from quire.server.run import ServeOptions, serve
+
+MODEL = ("--device", "cpu", "--dtype", "float32", "--kv-gib", "0.1", "--prefix-tokens", "64")
+KEY = "a-key-that-nobody-sees"
+ADMIN = "an-admin-key-that-nobody-sees"
+FRONTS = 3
+LONG = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+class Server:
+    """`quire serve` with three fronts and the bundled model; its log goes to a file."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.log_file = log
+        command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--fronts", str(FRONTS), *MODEL, *flags]
+        secrets = {"QUIRE_API_KEY": KEY, "QUIRE_ADMIN_KEY": ADMIN, "OMP_NUM_THREADS": "1"}
+        with log.open("w") as written:
+            self.child = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=written, text=True, env={**os.environ, **secrets}
+            )
+        assert self.child.stdout is not None
+        self.said = []
+        for line in self.child.stdout:
+            self.said.append(line)
+            if line.startswith("curl "):
+                break
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", "".join(self.said))
+        assert found, self.log()
+        self.url, self.port = found[0], int(found[1])
+        self.first = psutil.Process(self.child.pid)
+        self.parts = self.first.children(recursive=True)
+        self.fronts = [part for part in self.parts if "quire.server.front" in part.cmdline()]
+        [self.engine] = [part for part in self.parts if "quire.link.program" in part.cmdline()]
+
+    def log(self) -> str:
+        """All that was logged."""
+        return self.log_file.read_text()
+
+    def spread(self) -> list[int]:
+        """Connections of each front."""
+        return [
+            [(one.laddr.port, one.status) for one in front.net_connections("tcp")].count((self.port, "ESTABLISHED"))
+            for front in (self.first, *self.fronts)
+        ]
+
+    def end(self, seconds: float = 20) -> int:
+        """Wait for it; its exit status. All of its processes are gone, or will be at once."""
+        self.child.communicate(timeout=seconds)
+        assert eventually(lambda: not any(alive(part) for part in self.parts)), self.parts
+        return self.child.returncode
+
+
+def alive(part: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return part.is_running() and part.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def eventually(so: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if so():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@contextlib.contextmanager
+def serving(log: Path, *flags: str) -> Iterator[Server]:
+    server = Server(log, *flags)
+    try:
+        yield server
+    finally:
+        for part in (server.first, *server.parts):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                part.kill()
+        server.child.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("fronts") / "log") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def clients(server: Server, key: str = KEY) -> Iterator[list[httpx.Client]]:
+    """Clients that keep their connections: further ones, until each front has got one of them."""
+    there, many = server.spread(), []
+    with contextlib.ExitStack() as stack:
+        while not all(now > before for now, before in zip(server.spread(), there)):
+            assert len(many) < 10 * FRONTS, server.spread()
+            headers = {"Authorization": f"Bearer {key}"}
+            many.append(stack.enter_context(httpx.Client(base_url=server.url, headers=headers, timeout=30)))
+            many[-1].get("/health")
+        yield many
+
+
+def test_all_fronts_draw_the_right_tokens(server: Server) -> None:
+    prompts = [[10 + i, 20, 30 + i, 40] for i in range(10 * FRONTS)]
+    with clients(server) as many, ThreadPoolExecutor(len(many)) as pool:
+
+        def ask(at: int) -> list[int]:
+            body = {"prompt": prompts[at], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            answer = many[at].post("/v1/completions", json={**body, "return_token_ids": True})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["token_ids"]
+
+        drawn = list(pool.map(ask, range(len(many))))
+    with LLM("tiny", device="cpu", dtype="float32", kv_tokens=2048) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts[: len(drawn)]], params)
+    assert drawn == [list(result.outputs[0].token_ids) for result in results]
+
+
+def test_an_id_that_another_front_has_is_refused(server: Server) -> None:
+    with clients(server) as many:
+        with many[0].stream("POST", "/v1/completions", json={**LONG, "request_id": "mine"}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            with clients(server) as others:
+                body = {"prompt": "a", "max_tokens": 1, "request_id": "mine"}
+                refusals = [client.post("/v1/completions", json=body) for client in others]
+        assert [refusal.status_code for refusal in refusals] == [400] * len(others)
+        assert len({refusal.text for refusal in refusals}) == 1
+        told = refusals[0].json()["error"]
+        assert (told["message"], told["param"]) == ("request id 'cmpl-mine-0' is in use", "request_id")
+
+
+def counters(client: httpx.Client) -> dict[str, float]:
+    """What must never fall: counters, and the buckets and sums of histograms."""
+    found = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.endswith(("_total", "_bucket", "_count", "_sum")):
+                own = [f"{name}={value}" for name, value in sorted(sample.labels.items()) if name != "model_name"]
+                found[",".join([sample.name, *own])] = sample.value
+    return found
+
+
+def test_any_front_answers_for_all(server: Server) -> None:
+    """Counters are what was asked for, whoever is asked, and never fall from one scrape to the next."""
+    asked = 12
+    with clients(server) as many:
+        before, scrapes = counters(many[0]), []
+        done = threading.Event()
+
+        def load() -> None:
+            with contextlib.ExitStack() as stack:
+                for i in range(asked):
+                    client = stack.enter_context(httpx.Client(base_url=server.url, headers=many[0].headers, timeout=30))
+                    body = {"prompt": [50 + i] * 4, "max_tokens": 20, "ignore_eos": True}
+                    assert client.post("/v1/completions", json=body).status_code == 200
+                    assert client.post("/v1/completions", json={"prompt": []}).status_code == 400
+            done.set()
+
+        loader = threading.Thread(target=load)
+        loader.start()
+        while not done.is_set():
+            scrapes += [counters(client) for client in many]
+        loader.join()
+        time.sleep(0.3)  # a step's counts reach the fronts within 0.25 s
+        last = [counters(client) for client in many]
+    for earlier, later in zip([before, *scrapes], [*scrapes, *last]):
+        assert earlier.keys() <= later.keys()
+        assert [name for name in earlier if later[name] < earlier[name]] == []
+    expected = {
+        "quire_generation_tokens_total,engine=0": 20 * asked,
+        "quire_prompt_tokens_total,engine=0": 4 * asked,
+        "quire_request_success_total,engine=0,finished_reason=length": asked,
+        "quire_invalid_requests_total,engine=0": asked,
+        "quire_request_generation_tokens_sum,engine=0": 20 * asked,
+        "quire_e2e_request_latency_seconds_count,engine=0": asked,
+        "quire_time_to_first_token_seconds_count,engine=0": asked,
+        "quire_inter_token_latency_seconds_count,engine=0": 19 * asked,
+        "quire_http_requests_total,engine=0,handler=/v1/completions,method=POST,status=2xx": asked,
+        "quire_http_requests_total,engine=0,handler=/v1/completions,method=POST,status=4xx": asked,
+        "quire_http_request_duration_seconds_count,engine=0,handler=/v1/completions,method=POST": 2 * asked,
+    }
+    for found in last:
+        assert {name: found[name] - before.get(name, 0) for name in expected} == expected
+    used = "quire_process_cpu_seconds_total,engine=0,process=front"
+    assert last[0][used] <= sum(sum(front.cpu_times()[:2]) for front in (server.first, *server.fronts)) + 0.1
+
+
+def test_one_server_to_clients_and_the_operator(server: Server) -> None:
+    assert sum(line.startswith("quire serves tiny") for line in server.said) == 1
+    with clients(server, key=ADMIN) as many:
+        assert len({client.get("/v1/models").text for client in many}) == 1
+        made = many[0].post("/v1/prefixes", json={"name": "rules", "token_ids": list(range(100, 120))})
+        assert made.status_code == 200, made.text
+        for client in many:
+            assert [entry["id"] for entry in client.get("/v1/prefixes").json()["data"]] == ["rules"]
+            assert client.post("/v1/prefixes", json={"name": "rules", "token_ids": [5] * 20}).status_code == 409
+        assert many[1].delete("/v1/prefixes/rules").status_code == 200
+        assert [client.delete("/v1/prefixes/rules").status_code for client in many] == [404] * len(many)
+        with contextlib.ExitStack() as stack:
+            held = []
+            for client in many:
+                held.append(stack.enter_context(client.stream("POST", "/v1/completions", json=LONG)).iter_lines())
+                next(held[-1])
+            with clients(server) as others:
+                assert [client.get("/load").json()["server_load"] for client in others] == [len(many)] * len(others)
+    with clients(server, key="another") as many:
+        assert [client.get("/v1/models").status_code for client in many] == [401] * len(many)
+    for part in (server.first, *server.parts):
+        assert KEY not in (shown := f"{part.cmdline()} {part.environ()}")
+        assert ADMIN not in shown
+
+
+def test_a_stopped_front_is_named_and_not_well(server: Server) -> None:
+    def health() -> set[int]:
+        return {httpx.get(f"{server.url}/health", timeout=5).status_code for _ in range(4)}
+
+    assert health() == {200}
+    server.fronts[0].suspend()
+    try:
+        assert eventually(lambda: "front 1 has not been heard of" in server.log(), 5)
+        assert eventually(lambda: health() == {503}, 5)
+    finally:
+        server.fronts[0].resume()
+    assert eventually(lambda: health() == {200}, 5)
+
+
+def streams(server: Server, many: list[httpx.Client], body: dict[str, object]) -> list[list[str]]:
+    """The lines of a stream on each front, up to their end, however that comes; begun before this returns."""
+    begun = threading.Barrier(len(many) + 1)
+    found: list[list[str]] = [[] for _ in many]
+
+    def read(at: int) -> None:
+        with contextlib.suppress(httpx.TransportError), many[at].stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if not found[at]:
+                    begun.wait(20)
+                if line:
+                    found[at].append(line)
+        found[at].append("end")
+
+    for at in range(len(many)):
+        threading.Thread(target=read, args=(at,), daemon=True).start()
+    begun.wait(20)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("victim", "status", "said"),
+    [
+        ("front", 1, "front 2 was ended by signal 9 (SIGKILL): the server ends"),
+        ("first", -signal.SIGKILL, "front 1: the first front is gone: the server ends"),
+        ("engine", 1, "the engine stopped: its process was ended by signal 9 (SIGKILL)"),
+    ],
+)
+def test_without_a_part_the_server_ends(victim: str, status: int, said: str, tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as server, clients(server) as many:
+        found = streams(server, many, LONG)
+        {"front": server.fronts[1], "first": server.first, "engine": server.engine}[victim].kill()
+        began = time.monotonic()
+        assert eventually(lambda: all(lines[-1:] == ["end"] for lines in found), 5)
+        assert time.monotonic() - began < 4
+        assert not any("[DONE]" in line for lines in found for line in lines)
+        assert any("the engine stopped" in lines[-2] for lines in found)  # those whose front is there to say it
+        assert server.end() == status, server.log()
+        assert said in server.log()
+        assert len(re.findall(r"(?m)^[\d:]+ .*ended by signal", server.log())) == (victim != "first")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.url}/health")
+
+
+def test_all_fronts_drain(tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as server, clients(server) as many:
+        found = streams(server, many, {**LONG, "max_tokens": 400})
+        for part in (server.first, server.engine, *server.fronts):  # as a service manager or a terminal does
+            part.send_signal(signal.SIGTERM)
+        assert eventually(lambda: httpx.get(f"{server.url}/health").status_code == 503, 2)
+        late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=many[0].headers)
+        assert (late.status_code, "shutting down" in late.text) == (503, True)
+        assert eventually(lambda: all(lines[-1:] == ["end"] for lines in found), 30)
+        assert [lines[-2] for lines in found] == ["data: [DONE]"] * len(many)
+        assert server.end() == 0, server.log()
+        assert f"shutting down: {len(many)} requests have 30 s to end" in server.log()
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os; os._exit(7)", "front 1 ended with status 7 at start. What it wrote"),
+        (
+            "import socket, sys; from quire.server.control import hear, tell; "
+            "s = socket.socket(fileno=int(sys.argv[1])); hear(s); "
+            "tell(s, 'failed', {'text': 'no ' + sys.argv[2], 'remedy': 'Mend it'})",
+            r"front 1 can't start: no \d+. Mend it",
+        ),
+        ("import time; time.sleep(60)", "front 1 was not ready within 0.5 s"),
+    ],
+)
+def test_a_front_that_cannot_start_is_named(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.fronts.PROGRAM", ("-c", program))
+    if "sleep" in program:
+        monkeypatch.setattr("quire.server.fronts.START_SECONDS", 0.5)
+    monkeypatch.setattr("quire.server.fronts.KILL_SECONDS", 0.1)
+    closed: list[None] = []
+    llm = SimpleNamespace(close=lambda: closed.append(None))
+    engine = Child(2, ("-c", ""))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fronts = Fronts(2, listener, {})
+        try:
+            fronts.start(engine)
+            with pytest.raises(StartupError, match=said):
+                fronts.wait(llm)  # type: ignore[arg-type]
+        finally:
+            fronts.close()
+            engine.end(5)
+            engine.connections[0].close()
+    assert all(other.child.ended() for other in fronts.others)
+    assert closed == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fronts": 0}, "--fronts is 0. It must be between 1 and 64"),
+        ({"fronts": 65}, "--fronts is 65. It must be between 1 and 64"),
+        ({"fronts": 2, "engine_process": "off"}, "--fronts is 2, and --engine-process is off"),
+    ],
+)
+def test_what_cannot_be_served(options: dict[str, object], said: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(said)):
+        serve(EngineConfig(), ServeOptions(**options), print)  # type: ignore[arg-type]

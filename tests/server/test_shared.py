@@ -1,0 +1,203 @@
+"""What fronts of one server share, part by part: counts that are added up, turns at accepting, and questions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from quire.server.control import MOST, Control, hear, tell
+from quire.server.counted import NUMBERS, SOURCES, Counted, read_counted
+from quire.server.guards import MAX_BODIES, MAX_BODY, BoundBody
+from quire.server.places import Open, Places, shared_file
+from quire.server.size import MAX_HELD, MAX_LOGPROBS, Held, Size
+from quire.vocabulary.columns import WireError
+
+BOUNDS = {"first": (1.0, 2.0, 5.0), "second": (10.0,)}
+
+
+def counted(random: random.Random) -> tuple[Counted, dict[str, Any]]:
+    """Random counts, and what they are by name."""
+    found, said = Counted(BOUNDS), dict[str, Any]()
+    for name, values in (("first", 20), ("second", 5)):
+        seen = [random.choice((0.5, 1.0, 3.0, 20.0)) for _ in range(random.randrange(values))]
+        for value in seen:
+            found.histograms[name].observe(value)
+        said[name] = sorted(seen)
+    for name in NUMBERS:
+        said[name] = random.randrange(10)
+        setattr(found, name, said[name])
+    for source in SOURCES:
+        found.sources[source] = said[source] = random.randrange(1000)
+    found.finished[random.choice(("stop", "length"))] = said["finished"] = random.randrange(1, 9)
+    said["http"] = random.randrange(1, 6)
+    for _ in range(said["http"]):
+        found.http.add(random.choice(("/a", "/b")), "POST", random.choice((200, 404)), 0.5)
+    found.seconds = said["seconds"] = random.random()
+    return found, said
+
+
+def test_counts_add_up_after_a_journey() -> None:
+    draw = random.Random(7)
+    whole, parts = Counted(BOUNDS), []
+    for _ in range(5):
+        found, said = counted(draw)
+        parts.append(said)
+        whole.add(read_counted(json.loads(json.dumps(found.said())), BOUNDS))
+    for name, bounds in BOUNDS.items():
+        seen = [value for part in parts for value in part[name]]
+        at_most = [sum(value <= bound for value in seen) for bound in (*bounds, float("inf"))]
+        assert [count for _, count in whole.histograms[name].cumulative()] == at_most
+        assert whole.histograms[name].total == pytest.approx(sum(seen))
+    for name in NUMBERS:
+        assert getattr(whole, name) == sum(part[name] for part in parts)
+    assert whole.sources == {source: sum(part[source] for part in parts) for source in SOURCES}
+    assert whole.finished.total() == sum(part["finished"] for part in parts)
+    assert whole.http.requests.total() == sum(part["http"] for part in parts)
+    assert sum(of.total for of in whole.http.seconds.values()) == 0.5 * whole.http.requests.total()
+    assert whole.seconds == pytest.approx(sum(part["seconds"] for part in parts))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"invalid": -1}, {"invalid": 1.5}, {"invalid": True}, {"finished": []}, {"sources": {}}, {"seconds": "soon"},
+        {"histograms": {"first": [[1, 2], 0.0]}}, {"histograms": {"third": [[1], 0.0]}}, {"http": [["/a", "POST"]]},
+        {"histograms": {"second": [[1, "1"], 0.0]}}, {"http_seconds": [["/a", "POST", [1], 0.0]]},
+    ],
+)  # fmt: skip
+def test_what_are_no_counts_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match=r"^counts: "):
+        read_counted({**Counted(BOUNDS).said(), **wrong}, BOUNDS)
+    with pytest.raises(WireError):
+        read_counted([wrong], BOUNDS)
+
+
+def test_fronts_take_turns() -> None:
+    file = shared_file(3)
+    places = [Places(file, 3, number, 5) for number in range(3)]
+    os.close(file)
+    held = [Open(places[number]) for number in range(3)]
+    assert [one.mine() for one in places] == [True, True, True]
+    held[0].add("a")
+    assert [one.mine() for one in places] == [False, True, True]
+    held[1].add("b")
+    held[2].add("c")
+    held[2].add("d")
+    assert [one.mine() for one in places] == [True, True, False]
+    assert not places[0].full()
+    held[1].add("e")
+    assert all(one.full() for one in places)
+    held[2].discard("c")
+    held[2].discard("c")
+    assert not any(one.full() for one in places)
+
+
+def test_a_front_has_its_share_in_which_one_answer_fits() -> None:
+    held = Held(4)
+    held.add(Size(0, MAX_HELD // 4))
+    with pytest.raises(Exception, match=f"more than {MAX_HELD // 4}$"):
+        held.add(Size(0, 1))
+    Held(64).add(Size(0, MAX_LOGPROBS))
+    told: list[int] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            told.append(message["status"])
+
+    async def ask(share: int, holds: int) -> None:
+        bound = BoundBody(nothing, share=share)
+        bound.held = holds
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x" * MAX_BODY}
+
+        await bound({"type": "http", "headers": []}, receive, send)
+
+    async def nothing(scope: Any, receive: Any, send: Any) -> None:
+        told.append(200)
+
+    for share, holds in ((1, MAX_BODIES // 4), (4, MAX_BODIES // 4), (64, 0)):
+        asyncio.run(ask(share, holds))
+    assert told == [200, 503, 200]
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_questions_and_answers() -> None:
+    async def work(ours: socket.socket, theirs: socket.socket) -> None:
+        told: list[Any] = []
+
+        async def double(value: int) -> int:
+            return 2 * value
+
+        async def never(value: None) -> None:
+            await asyncio.Event().wait()
+
+        async def note(value: Any) -> None:
+            told.append(value)
+
+        one, other = Control(ours, {}), Control(theirs, {"double": double, "never": never, "note": note})
+        await one.open()
+        await other.open()
+        serving = [asyncio.ensure_future(side.serve()) for side in (one, other)]
+        assert await asyncio.gather(*(one.ask("double", i, 5) for i in range(20))) == [2 * i for i in range(20)]
+        with pytest.raises(TimeoutError):
+            await one.ask("never", None, 0.05)
+        one.say("note", ["x" * 1000])
+        assert await one.ask("double", 4, 5) == 8
+        assert told == [["x" * 1000]]
+        waits = asyncio.ensure_future(one.ask("never", None, 5))
+        await asyncio.sleep(0)
+        one.say("nothing that is asked")
+        await asyncio.wait(serving, timeout=5)
+        with pytest.raises(ConnectionError):
+            await waits
+        with pytest.raises(ConnectionError):
+            one.say("note", 1)
+
+    with pair() as (ours, theirs):
+        asyncio.run(work(ours, theirs))
+
+
+@pytest.mark.parametrize(
+    "data", [(MOST + 1).to_bytes(4, "big"), b"\0\0\0\2[]", b"\0\0\0\2{]", b"\0\0\0\2{}", b'\0\0\0\x0a{"what":1}']
+)
+def test_what_is_no_frame_ends_it(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(theirs: socket.socket) -> None:
+        control = Control(theirs, {})
+        await control.open()
+        await asyncio.wait_for(control.serve(), 5)
+
+    with pair() as (ours, theirs):
+        ours.sendall(data)
+        asyncio.run(work(theirs))
+        assert ours.recv(10) == b""
+    assert "another front sent what is no frame" in caplog.text
+    with pair() as (ours, theirs):
+        ours.sendall(data)
+        with pytest.raises(WireError):
+            hear(theirs)
+
+
+def test_what_is_said_before_there_is_a_loop() -> None:
+    with pair() as (ours, theirs):
+        tell(ours, "settings", {"text": "ä\ud800", "list": [1, None]})
+        assert hear(theirs) == ("settings", {"text": "ä\ud800", "list": [1, None]})
+        with pytest.raises(WireError):
+            tell(ours, "settings", "x" * MOST)
+        ours.close()
+        with pytest.raises(EOFError):
+            hear(theirs)
