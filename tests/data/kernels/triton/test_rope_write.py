@@ -167,7 +167,7 @@ def test_many_heads_and_strides(rotated: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (12, 12, 64), (32, 8, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), *([(12, 12, 64), (32, 8, 128)] if CUDA else [])])
 def test_a_token_has_the_same_bits_in_every_batch(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_token_has_the_same_bits_in_every_batch(
         return q, cache.keys[tables[at[0], at[1] // 16], :, at[1] % 16]
 
     want = turned(64, True, False)
-    for count in (1, 5, 63, 64):
+    for count in (1, 63, 64):
         for in_place in (False, True):
             for pdl in PDL:
                 for got, all_of in zip(turned(count, in_place, pdl), want):
