@@ -34,6 +34,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"model_config": "qwen3-8b", "dtype": "bfloat16", "small": True},
     {"model_config": "llama-125m", "dtype": "bfloat16", "deterministic": True},
     {"model_config": "mistral-7b", "dtype": "bfloat16", "small": True, "deterministic": True},
+    {"model_config": "qwen3-8b", "dtype": "bfloat16", "small": True, "deterministic": True},
     {"model_config": "llama-125m", "dtype": "bfloat16", "kv_tokens": 2048, "preemption": "swap"},
     {"model_config": "llama-125m", "dtype": "bfloat16", "kv_tokens": 2048, "preemption": "recompute"},
     {"model_config": "llama-125m", "dtype": "bfloat16", "enable_prefix_caching": True},
@@ -73,6 +74,8 @@ class Compared:
                 hidden = runner.model(batch.tokens, step)
                 expected = runner.model.logits(hidden if step.asked else hidden.index_select(0, batch.ends))
                 got = runner.mixed.run(flat, sizes, "")[: len(expected)]
+                assert expected.isfinite().all()
+                assert got.isfinite().all()
                 if self.exact:
                     assert torch.equal(got, expected), sizes
                 else:

@@ -1,6 +1,7 @@
 """Compile the kernels for a GPU that isn't here, in bf16: `compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS`
-prints, for each launch that the wrappers would make, the kernel's name, its bytes of shared memory, and how many times
-one thread of it tells others that a group of warps is done before that is sure, as JSON.
+prints, for each launch that the wrappers would make, the kernel's name, its bytes of shared memory, how many times one
+thread of it tells others that a group of warps is done before that is sure, and how many of its sums leave the choice
+of what is rounded to the compiler, as JSON.
 
 Triton is given a driver that knows a target and no device, and every launch only compiles. A process of its own: the
 tests beside this one use the interpreter.
@@ -67,14 +68,22 @@ def hasty(ptx: str) -> int:
     return count
 
 
-def watch() -> list[tuple[str, int, int]]:
+def vague(llir: str) -> int:
+    """Sums of two products in LLVM's code: one of them may be fused with the sum, and it isn't said which."""
+    products = set(re.findall(r"(%\S+) = fmul (?:\w+ )*float ", llir))
+    sums = re.findall(r"= f(?:add|sub) (?:\w+ )*float ([^\s,]+), ([^\s,]+)", llir)
+    return sum(left in products and right in products for left, right in sums)
+
+
+def watch() -> list[tuple[str, int, int, int]]:
     """From now on launches only compile; what they compiled."""
-    seen: list[tuple[str, int, int]] = []
+    seen: list[tuple[str, int, int, int]] = []
     run = JITFunction.run
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        seen.append((self.fn.__name__, kernel.metadata.shared, hasty(kernel.asm["ptx"])))
+        code = kernel.asm
+        seen.append((self.fn.__name__, kernel.metadata.shared, hasty(code["ptx"]), vague(code["llir"])))
         return kernel
 
     JITFunction.run = compiled  # type: ignore[method-assign]
@@ -108,7 +117,10 @@ def attend() -> None:
             prompt_hopper.prompt(zeros(4, heads, dim), cache, tables, tiles)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
-        rope_write.rope_write(qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, pdl=PDL)
+        for norms in (None, (zeros(dim), zeros(dim), 1e-6)):
+            rope_write.rope_write(
+                qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, norms=norms, pdl=PDL
+            )
 
 
 def layers() -> None:

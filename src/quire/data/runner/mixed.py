@@ -135,12 +135,16 @@ class MixedGraphs:
         least = 1 if singles <= FEW else FEW if singles <= SOME else SOME
         return choose_splits(isqrt(least * singles), cache.kv_heads, self.count)
 
+    def last_splits(self, cache: LayerCache, rows: int) -> int:
+        """The same in the last attention, for rows that sample: few of them are padding."""
+        return choose_splits(rows, cache.kv_heads, self.count)
+
     def _launches(self, cache: LayerCache) -> Iterator[tuple[int, int]]:
         """Rows and parts of all launches for rows of one token."""
         for singles in {singles for _, singles in self.halves()[0]}:
             yield singles, self.splits(cache, singles)
         for rows in self.inputs.rows:
-            yield rows, choose_splits(rows, cache.kv_heads, self.count)
+            yield rows, self.last_splits(cache, rows)
 
     def _first(self, tokens: int, singles: int) -> None:
         """To `x` and `queries`."""
@@ -158,8 +162,8 @@ class MixedGraphs:
         """Logits of the rows that sample [S, V]."""
         ends, slots, positions = self.inputs.sampled(count)
         cache = self.store.caches[-1]
-        plan = self.backend.plan_singles(
-            self.backend.singles(slots, positions), self.store.tables[cache.group], cache, self.scratch
-        )
+        tables, splits = self.store.tables[cache.group], self.last_splits(cache, count)
+        singles = self.backend.singles(slots, positions)
+        plan = self.backend.plan_singles(singles, tables, cache, self.scratch, splits)
         attended = self.backend.read(self.queries.index_select(0, ends), cache, plan)
         return self.model.logits(self.model.end(self.x.index_select(0, ends), attended.flatten(1)))

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import DEVICE, SMALL, WIDTH, a_model, a_runner
 
+from quire.data.kernels.triton import backend
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.runner import mixed, padded
 from quire.data.runner.inputs import Flat
@@ -104,6 +105,7 @@ def test_sizes_are_the_least_with_room() -> None:
         return inputs.fit(Flat.of(rows_of(list(chunks), unsampled)))
 
     assert fit(*[(400, 1)] * 190, (0, 200)) == Sizes(432, 256, 200)
+    assert fit(*[(400, 1)] * 190, (0, 600)) == Sizes(832, 256, 200)
     assert fit((0, 5)) == Sizes(32, 32, 1)
     assert fit(*[(9, 1)] * 200, (0, 32)) == Sizes(256, 256, 256)
     assert fit(*[(9, 1)] * 30, (0, 40), unsampled=29) == Sizes(96, 32, 8)
@@ -134,11 +136,14 @@ class Again:
         return Graph(SimpleNamespace(replay=replay), result)  # type: ignore[arg-type]
 
 
-def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch) -> Again:
-    """Steps with prompts are replayed, their logits kept. Small sizes, so that all of them are met."""
+def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = True) -> Again:
+    """Steps with prompts are replayed, their logits kept. Small sizes, so that all of them are met. As on a device of
+    several multiprocessors; where parts are `chosen` here, contexts of few rows have four."""
     for module, name, value in (
         (padded, "TOKENS", [4, 8, 16, 24]), (padded, "PROMPTS", 2), (padded, "FEW", 1), (padded, "SOME", 3),
-        (mixed, "FEW", 1), (mixed, "SOME", 3), (mixed, "choose_splits", lambda rows, *_: 4 if rows < 3 else 1),
+        (mixed, "FEW", 1), (mixed, "SOME", 3),
+        *((module, "multiprocessors", lambda device: 9) for module in (mixed, backend)),
+        *[(mixed, "choose_splits", lambda rows, *_: 4 if rows < 3 else 1)] * chosen,
     ):  # fmt: skip
         patch.setattr(module, name, value)
     again = Again()
@@ -192,7 +197,7 @@ def served(runners: list[ModelRunner], seed: int, steps: int = 10) -> list[list[
     ("name", "how"),
     [
         *((name, "plain") for name in SMALL),
-        *(("llama-125m", how) for how in ("deterministic", "windows", "unlike layers")),
+        *(("llama-125m", how) for how in ("deterministic", "windows", "unlike layers", "parts not chosen")),
     ],
 )
 def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +212,7 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
         if how == "unlike layers":
             caches = [replace(caches[0], softcap=0.5), *caches[1:]]
         monkeypatch.setattr(each.store, "caches", caches)
-    again = with_graphs(runner, monkeypatch)
+    again = with_graphs(runner, monkeypatch, how != "parts not chosen")
     expected, got = served([reference, runner], seed=len(name) + len(how))
     assert got == expected
     assert again.replays >= 3 * 6, "most steps are replayed, each as three graphs"

@@ -165,6 +165,36 @@ def test_many_heads_and_strides(rotated: bool, dtype: torch.dtype) -> None:
     check(Case(20, 20, 128, 16), dtype, rotated=rotated, gap=2)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), *([(12, 12, 64), (32, 8, 128)] if CUDA else [])])
+def test_a_token_has_the_same_bits_in_every_batch(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool
+) -> None:
+    """On a GPU each of these is compiled anew, with other heads a program."""
+    case = Case(heads, kv_heads, dim, 16)
+    rotary = cos_sin(Rope(kind="default", theta=1e4, original_len=LENGTH), dim, LENGTH).to(DEVICE)
+    norms = (random(dim, dtype=dtype, seed=3) + 1, random(dim, dtype=dtype, seed=4) + 1, EPS) if normed else None
+    slots, positions = torch.ones(64, dtype=torch.int64, device=DEVICE), torch.arange(300, 364, device=DEVICE)
+    tokens = random(64, heads + 2 * kv_heads, dim, dtype=dtype)
+
+    def turned(count: int, in_place: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the first `count` tokens."""
+        cache, tables = poisoned(case, dtype)
+        qkv = tokens[:count].clone()
+        q = qkv[:, :heads] if in_place else torch.empty_like(qkv[:, :heads])
+        at = slots[:count], positions[:count]
+        rope_write(qkv, q, cache, tables, *at, rotary=rotary, norms=norms, pdl=pdl)
+        return q, cache.keys[tables[at[0], at[1] // 16], :, at[1] % 16]
+
+    want = turned(64, True, False)
+    for count in (1, 63, 64):
+        for in_place in (False, True):
+            for pdl in PDL:
+                for got, all_of in zip(turned(count, in_place, pdl), want):
+                    assert torch.equal(got, all_of[:count])
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bad_values_stay_theirs(dtype: torch.dtype) -> None:

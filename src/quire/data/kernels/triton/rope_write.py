@@ -19,15 +19,19 @@ from quire.data.kernels.triton.attention import cache_layout
 def _turned(
     low, high, cos, sin, weight, eps, columns, inside, DIM: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr
 ):
-    """The halves of heads [TILE, DIM / 2], any dtype -> the halves normalised and rotated, fp32."""
+    """The halves of heads [TILE, DIM / 2], any dtype -> the halves normalised and rotated, fp32.
+
+    Of a sum of two products one is fused with the sum. Which one is said here: a compiler that may choose chooses
+    differently from one number of heads a program to another, and then a token's bits depend on the tokens beside it.
+    """
     low, high = low.to(tl.float32), high.to(tl.float32)
     if NORM:
-        squares = tl.sum(low * low, axis=1, keep_dims=True) + tl.sum(high * high, axis=1, keep_dims=True)
+        squares = tl.sum(tl.fma(low, low, high * high), axis=1, keep_dims=True)
         inverse = tl.rsqrt(squares / DIM + eps)
         low = low * inverse * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
         high = high * inverse * tl.load(weight + DIM // 2 + columns, mask=inside, other=0.0).to(tl.float32)
     if ROTATE:
-        low, high = low * cos - high * sin, high * cos + low * sin
+        low, high = tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
     return low, high
 
 
