@@ -29,7 +29,7 @@ stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built(echo_service.Echo(pause=0.002))
 sys.modules["quire.build"] = stand_in
 from quire.cli import main
-sys.exit(main(["serve", "--port", "0"]))
+sys.exit(main(["serve", "--port", "0", "--engine-process", "off"]))
 """
 IDLE = 2000
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"

@@ -395,5 +395,5 @@ stand_in = types.ModuleType("quire.build")
 stand_in.build = lambda config, progress=False: echo_service.built()
 sys.modules["quire.build"] = stand_in
 from quire.cli import main
-sys.exit(main(["serve", "--port", "0"]))
+sys.exit(main(["serve", "--port", "0", "--engine-process", "off"]))
 """

@@ -29,7 +29,7 @@ stand_in.build = lambda config, progress=False: echo_service.built(
     max_num_batched_tokens=config.sized("cpu").max_num_batched_tokens)
 sys.modules["quire.build"] = stand_in
 from quire.cli import main
-sys.exit(main(["serve", "--port", "0", *sys.argv[1:]]))
+sys.exit(main(["serve", "--port", "0", "--engine-process", "off", *sys.argv[1:]]))
 """
 
 

@@ -105,7 +105,7 @@ def test_sizes_are_the_least_with_room() -> None:
         return inputs.fit(Flat.of(rows_of(list(chunks), unsampled)))
 
     assert fit(*[(400, 1)] * 190, (0, 200)) == Sizes(432, 256, 200)
-    assert fit(*[(400, 1)] * 190, (0, 600)) == Sizes(832, 256, 200)
+    assert fit(*[(400, 1)] * 190, (0, 600)) == Sizes(816, 256, 200)
     assert fit((0, 5)) == Sizes(32, 32, 1)
     assert fit(*[(9, 1)] * 200, (0, 32)) == Sizes(256, 256, 256)
     assert fit(*[(9, 1)] * 30, (0, 40), unsampled=29) == Sizes(96, 32, 8)
