@@ -134,7 +134,6 @@ def drive(engine: Engine) -> dict[str, list[Output]]:
         engine.scheduler.memory.check()
     assert not engine.requests
     assert not engine.scheduler.by_slot
-    assert not engine.outcomes.streams
     assert engine.scheduler.memory.account().usage.used == 0
     return outputs
 
