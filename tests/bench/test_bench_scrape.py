@@ -21,7 +21,10 @@ class Server:
         self.gaps = Histogram(f"{prefix}inter_token_latency_seconds", text, labels, registry=self.registry,
                               buckets=BOUNDS).labels("m", "0")  # fmt: skip
         self.cpu = Counter(f"{prefix}process_cpu_seconds", text, (*labels, "process"), registry=self.registry)
-        self.tokens = Counter(f"{prefix}generation_tokens", text, labels, registry=self.registry).labels("m", "0")
+        self.tokens, self.steps, self.idle = (
+            Counter(prefix + name, text, labels, registry=self.registry).labels("m", "0")
+            for name in ("generation_tokens", "engine_steps", "engine_idle_seconds")
+        )
 
     def scrape(self) -> Scrape:
         found = Scrape.of(generate_latest(self.registry).decode())
@@ -44,9 +47,12 @@ def test_what_happened_between(prefix: str) -> None:
     server.cpu.labels("m", "0", "front").inc(2)
     server.cpu.labels("m", "0", "engine").inc(1)
     server.tokens.inc(5010)
+    server.steps.inc(100)
+    server.idle.inc(0.02)
     facts = between(before, server.scrape(), tokens=5000, seconds=4.0)
     assert facts is not None
     assert facts["output_tokens"] == 5010
+    assert (facts["steps"], facts["idle_ms_per_step"]) == (100, pytest.approx(0.2))
     assert facts["cpu_cores"] == {"front": 0.5, "engine": 0.25}
     assert facts["cpu_us_per_token"] == {"front": 400, "engine": 200}
     seen = facts["inter_token_s"]

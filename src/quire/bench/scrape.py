@@ -64,6 +64,10 @@ def between(before: Scrape | None, after: Scrape | None, tokens: int, seconds: f
     if cpu:
         facts["cpu_cores"] = {process: spent / seconds for process, spent in cpu.items()}
         facts["cpu_us_per_token"] = {process: 1e6 * spent / max(tokens, 1) for process, spent in cpu.items()}
+    steps = sum(difference(before, after, "engine_steps_total", "").values())
+    idle = difference(before, after, "engine_idle_seconds_total", "")
+    if steps and idle:
+        facts["steps"], facts["idle_ms_per_step"] = round(steps), 1000 * sum(idle.values()) / steps
     return facts or None
 
 

@@ -229,6 +229,8 @@ def _sides(run: dict[str, Any]) -> Iterable[str]:
             for process, us in server["cpu_us_per_token"].items()
         )
         yield f"server's processor time: {each}"
+    if "idle_ms_per_step" in server:
+        yield f"its {server['steps']:,} steps waited for the host {server['idle_ms_per_step']:.3f} ms each on a GPU"
     clients = run["clients"]
     yield (
         f"client: {len(clients)} process{'es' if len(clients) > 1 else ''}, "
