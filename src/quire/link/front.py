@@ -32,6 +32,7 @@ from quire.text.prompts import Prompts
 from quire.text.streams import Observer, Record, Stream, dead, settle
 from quire.text.transcript import Transcript
 
+MOST_NUMBER = 2**32 - 1  # of a request or a question: behind it they begin anew
 log = logging.getLogger("quire")
 
 
@@ -104,7 +105,7 @@ class Front:
     ) -> Stream:
         """The stream of a request to come."""
         stream = Stream(record.id, answer, patient)
-        stream.number, stream.record = next(self._numbers), record
+        stream.number, stream.record = next(self._numbers) & MOST_NUMBER, record
         stop = partial(self._stopped, stream.number)
         stream.transcript = Transcript(self.prompts.text, prompt, record.params, stop)
         return stream
@@ -118,7 +119,7 @@ class Front:
         for at, stream in enumerate(streams):
             if stream.id in self._named or any(stream.id == other.id for other in streams[:at]):
                 raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
-        key = next(self._keys)
+        key = next(self._keys) & MOST_NUMBER
         for stream in streams:
             self._live[stream.number] = self._named[stream.id] = stream
         self._questions[key] = Question(answer, streams)
