@@ -21,7 +21,7 @@ class Load:
     """Clients that ask until told to stop. `answers` counts statuses by kind, `health` holds /health's seconds."""
 
     def __init__(self, url: str, seed: int = 0) -> None:
-        self.http = httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None))
         self.seed, self.ends = seed, 0.0
         self.answers: Counter[str] = Counter()
         self.health: list[float] = []
