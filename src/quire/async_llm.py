@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.control.memory import Account
-from quire.errors import EngineDead, Overloaded, PrefixTaken, UnknownPrefix
+from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix
 from quire.link.front import Front, Link
 from quire.link.messages import Abort, Add, Asked, Prefixes, Register, Release
 from quire.link.pulse import Health
@@ -27,8 +28,11 @@ from quire.vocabulary.params import SamplingParams
 if TYPE_CHECKING:
     from quire.build import Built
 
+log = logging.getLogger("quire")
 RETRY_AFTER = 2  # seconds
 CLOSE_SECONDS = 10.0  # for the engine to end
+MOST_ID = 1024  # characters of a request id
+MOST_REQUESTS = 1 << 16
 PREFIX = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
@@ -98,6 +102,10 @@ class AsyncLLM(Front):
     ) -> list[Stream]:
         """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none."""
         arrival = time.monotonic()
+        if bad := next((id for id, _ in prompts if not 0 < len(id) <= MOST_ID), None):
+            raise InputError(f"a request id has 1 to {MOST_ID} characters, got {len(bad)}", "request_id")
+        if len(prompts) > MOST_REQUESTS:
+            raise InputError(f"there are {len(prompts)} prompts; at most {MOST_REQUESTS} are taken at once", "prompt")
         self._check_open(len(prompts))
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
         checked = partial(self.prompts.checked, prompts, params, salt)
@@ -253,14 +261,22 @@ class AsyncLLM(Front):
         """Start an engine whose process died again, and compute the registered prefixes; what was under way stays lost.
         StartupError if it can't be started."""
         assert self.error is not None, "only a dead engine is started again"
-        self.restarting = True
+        self.restarting, dead_link = True, self.link
         try:
-            self.revive(await asyncio.get_running_loop().run_in_executor(None, self.link.again))
+            self.revive(await asyncio.get_running_loop().run_in_executor(None, dead_link.again))
+        except asyncio.CancelledError:
+            dead_link.abandon()
+            raise
         finally:
             self.restarting = False
         self.link.attach()
         for name, tokens in list(self._registered.items()):
-            await self.register_prefix(name, tokens)
+            try:
+                await self.register_prefix(name, tokens)
+            except EngineDead:
+                raise
+            except QuireError as error:
+                log.error("the prefix %r can't be registered again: %s", name, error)
 
     def _check_open(self, more: int = 1) -> None:
         if self.restarting:

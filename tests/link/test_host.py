@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import echo_service
 import pytest
@@ -13,6 +14,7 @@ from quire.errors import InputError
 from quire.link.host import Host, Left
 from quire.link.messages import Abort, Add, Answer, Asked, FromEngine, FromFront, Stepped, Stop
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import StepPlan, StepResult
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, n=2)
 
@@ -20,9 +22,9 @@ LONG = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, n=2)
 class Told:
     """A host, and what it told."""
 
-    def __init__(self, fronts: int = 1) -> None:
+    def __init__(self, fronts: int = 1, **settings: Any) -> None:
         self.messages: list[tuple[int, FromEngine]] = []
-        self.engine = echo_service.built(Echo()).engine
+        self.engine = echo_service.built(Echo(), **settings).engine
         self.host = Host(self.engine, lambda front, message: self.messages.append((front, message)))
         self.host.fronts = list(range(fronts))
 
@@ -45,6 +47,11 @@ class Told:
         left = self.host._owned, self.host._numbered, self.engine.requests
         self.engine.scheduler.memory.check()
         return not any(left)
+
+
+def _collected(told: Told) -> tuple[StepPlan, StepResult]:
+    plan, ticket = told.engine.flight.popleft()
+    return plan, told.engine.runner.collect(ticket)
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])
@@ -77,6 +84,55 @@ def test_random_messages_leave_nothing() -> None:
             told.turns(*messages, most=rng.randrange(1, 4))
         told.turns(most=400)
         assert told.empty()
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+def test_a_stop_waits_for_those_who_wait_for_its_branch(branch: int) -> None:
+    """After a preemption one branch recomputes the prompt for all: ended before, it would leave the others waiting."""
+    told = Told(max_num_batched_tokens=16, preemption="recompute", enable_prefix_caching=False)
+    params = SamplingParams(n=2, max_tokens=20, ignore_eos=True, seed=1)
+    told.turns((0, Add(0, (Asked(1, "a", list(range(1, 101))),), params)), most=14)
+    request = told.engine.requests["a"]
+    while any(not seq.quiet for seq in request.live):  # a victim has nothing in flight
+        told.engine.scheduler.update(*_collected(told))
+    told.engine.scheduler._preempt(request)
+    told.turns(most=2)
+    assert any(seq.sibling is not None for seq in request.live)
+    told.turns((0, Stop(1, branch, "so")), most=1)
+    told.turns()
+    assert told.empty()
+    assert told.done() == [1]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_stops_while_requests_are_preempted(caching: bool) -> None:
+    """Branches that come back wait for what one of them computes for all: that one isn't ended before."""
+    preempted = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        told = Told(kv_tokens=120, preemption="recompute", enable_prefix_caching=caching)
+        params = SamplingParams(max_tokens=30, ignore_eos=True, n=3, seed=seed)
+        asked = [Asked(at, f"r{at}", [1, at + 1] * rng.randrange(2, 7)) for at in range(5)]
+        told.turns(*((0, Add(at, (one,), params)) for at, one in enumerate(asked)), most=3)
+        for _ in range(400):
+            if not told.engine.unfinished:
+                break
+            stops = [(0, Stop(rng.randrange(5), rng.randrange(3), "x"))] if rng.random() < 0.3 else []
+            told.turns(*stops, most=1)
+        assert told.empty(), seed
+        preempted += sum(told.engine.scheduler.preempted.values())
+    assert preempted > 20
+
+
+def test_outputs_beyond_a_frames_rows_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.link.host.MOST_ROWS", 5)
+    told = Told()
+    told.turns((0, Add(0, tuple(Asked(at, f"r{at}", [1, 2]) for at in range(8)), LONG)), most=3)
+    told.turns((0, Abort(None)))
+    stepped = [message for _, message in told.messages if isinstance(message, Stepped)]
+    assert max(len(message.outputs) for message in stepped) == 5
+    assert sorted(told.done()) == list(range(8))
+    assert told.empty()
 
 
 def test_a_front_that_leaves_takes_its_requests_along() -> None:

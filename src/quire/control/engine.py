@@ -153,13 +153,16 @@ class Engine:
             self.scheduler.finish(request, seq, "abort")
         self.outbox += self._told(self.outcomes.aborted(request, told))
 
-    def stop(self, id: str, branch: int, reason: str) -> bool:
+    def stop(self, id: str, branch: int, reason: str) -> bool | None:
         """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
-        that ended meanwhile pass. Whether it was the last of its request."""
+        that ended meanwhile pass. Whether it was the last of its request; None: not yet, as other branches wait for
+        what it computes for them after a preemption. Ask again after a step."""
         request = self.requests.get(id)
         seq = next((seq for seq in request.live if seq.index == branch), None) if request is not None else None
         if request is None or seq is None or seq.finish is not None:
             return False
+        if any(_awaits(other, seq) for other in request.live):
+            return None
         self.scheduler.finish(request, seq, "stop", reason)
         ended = self.outcomes.stopped(request, seq)
         if ended:
@@ -245,6 +248,12 @@ class Engine:
         """Release the runner. The engine can't be used afterwards."""
         self.flight.clear()
         self.runner.close()
+
+
+def _awaits(other: Sequence, seq: Sequence) -> bool:
+    """`seq` is still to compute what `other` shares with it."""
+    computing = seq.sibling is not None or seq.planned < other.planned
+    return other.sibling is seq and other.finish is None and computing
 
 
 def _waits(request: Request) -> bool:

@@ -16,7 +16,7 @@ from quire.vocabulary.plan import Top
 
 class Output(NamedTuple):
     """What a step brought for one branch of a request. `finish_reason` is None while the branch goes on; `done` says
-    that the whole request ended. `prompt_tops` and `cached_tokens` come with the first output of a branch. `text` is
+    that the whole request ended. `cached_tokens` come with each, `prompt_tops` with the first of branch 0. `text` is
     empty until a Transcript read it."""
 
     request: str
@@ -101,7 +101,7 @@ class Outcomes:
         first = len(seq.tokens) - seq.prompt_len <= len(tokens)
         return Output(
             request.id, seq.index, tokens, "", tops, seq.finish, seq.stop_reason, done, seq.cumulative_logprob,
-            tuple(seq.prompt_tops) if first and request.params.prompt_logprobs is not None else None,
+            tuple(seq.prompt_tops) if first and not seq.index and request.params.prompt_logprobs is not None else None,
             request.cached_tokens,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ class Outcomes:
         tokens = tuple(seq.tokens[start:end])
         tops = tuple(seq.tops[start - seq.prompt_len : end - seq.prompt_len])
         finish = seq.finish if request.status is Status.DONE else None
-        first = start == seq.prompt_len and request.params.prompt_logprobs is not None
+        first = start == seq.prompt_len and not branch and request.params.prompt_logprobs is not None
         if request.method is not None:
             self.stats.generated_tokens += len(tokens)
         done = False

@@ -83,6 +83,8 @@ class Channel:
                     self._shut()
                 return
             with self._lock:
+                if not self._open:
+                    return
                 self._waiting.popleft()
                 self._held -= len(rest)
                 self._lock.notify_all()

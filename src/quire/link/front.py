@@ -55,6 +55,7 @@ class Link(Protocol):
     def facts(self) -> Facts: ...
     def health(self) -> Health: ...
     def again(self) -> Link: ...
+    def abandon(self) -> None: ...
     def close(self, timeout: float) -> bool: ...
 
 
@@ -127,7 +128,7 @@ class Front:
         try:
             if not self.link.send(message(key)):
                 self._settle(key, None, dead(self.error))
-        except InputError as error:  # of what can't be sent
+        except BaseException as error:  # of what can't be sent
             self._settle(key, None, error)
         try:
             return await answer
@@ -185,6 +186,8 @@ class Front:
         """On the loop: a step's outputs become text, and go each to its stream."""
         seen: list[tuple[Output, Record]] = []
         for stream, output in batch:
+            if stream.failed:
+                continue
             try:
                 found = stream.transcript.read(output)
                 if found is None:

@@ -34,6 +34,7 @@ from quire.link.messages import (
     queues_of,
 )
 from quire.link.pulse import Health, Pulse
+from quire.vocabulary.columns import MOST_ROWS
 
 FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
 FIRST = 0  # the number of the first front
@@ -82,6 +83,7 @@ class Host:
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
         self._computed = 0
+        self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
             Prefixes: self._prefixes, Left: self._leave,
@@ -139,6 +141,9 @@ class Host:
                 return False
             self._taken, self._sent = self._sent, self._taken
             self.pulse.turn(self.engine.stats.steps - len(self.engine.flight) + 1)
+        late, self._late = self._late, []
+        for front, stop in late:
+            self._stop(front, stop)
         while self._taken:
             front, message = self._taken.popleft()
             self._handlers[type(message)](front, message)
@@ -164,7 +169,11 @@ class Host:
         facts, queues = self._facts_if_due(), queues_of(self.engine)
         for front in self.fronts if facts is not None else [front for front in self.fronts if front in brought]:
             progress, told = brought.get(front, ([], []))
-            self._tell(front, Stepped(now, queues, computed if front == FIRST else 0, progress, told, facts))
+            self._tell(
+                front, Stepped(now, queues, computed if front == FIRST else 0, progress, told[:MOST_ROWS], facts)
+            )
+            for at in range(MOST_ROWS, len(told), MOST_ROWS):  # of aborts, say, which end any number of branches
+                self._tell(front, Stepped(now, queues, 0, (), told[at : at + MOST_ROWS]))
 
     def _facts_if_due(self) -> Facts | None:
         now = time.monotonic()
@@ -223,7 +232,12 @@ class Host:
 
     def _stop(self, front: int, message: Stop) -> None:
         owned = self._numbered.get((front, message.number))
-        if owned is not None and self.engine.stop(owned.id, message.branch, message.reason):
+        if owned is None:
+            return
+        ended = self.engine.stop(owned.id, message.branch, message.reason)
+        if ended is None:
+            self._late.append((front, message))
+        elif ended:
             self._forget(owned)
 
     def _release(self, front: int, message: Release) -> None:

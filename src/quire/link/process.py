@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import select
 import signal
 import socket
@@ -34,8 +33,19 @@ BEAT = 0.5  # seconds between two questions for the engine's pulse
 SILENT = 2.0  # seconds without an answer after which the engine isn't well
 HUNG = 30.0  # seconds without an answer after which it is given up
 AT_ONCE = 1 << 18  # bytes that are read at once
-PROGRAM = ("-P", "-m", "quire.link.program")
+BOOT = (
+    "import sys; from importlib import import_module; "
+    "sys.path.append(sys.argv.pop(1)); import_module(sys.argv.pop(1)).main()"
+)
 log = logging.getLogger("quire.link")
+
+
+def program_of(module: str) -> tuple[str, ...]:
+    """Python's arguments to run `main` of a module of quire, which is found last where this process has it."""
+    return "-P", "-c", BOOT, str(Path(quire.__file__).parent.parent), module
+
+
+PROGRAM = program_of("quire.link.program")
 
 
 class Child:
@@ -48,15 +58,12 @@ class Child:
         """StartupError if the system has no socket or process for it."""
         self.program = program
         pairs: list[tuple[socket.socket, socket.socket]] = []
-        root = str(Path(quire.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         try:
             pairs += [socket.socketpair() for _ in range(fronts)]
             theirs = [*(pair[1].fileno() for pair in pairs), *more]
             self.process = subprocess.Popen(
-                [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs,
-                env={**os.environ, "PYTHONPATH": path},
-            )  # fmt: skip
+                [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs
+            )
         except OSError as error:
             for ours, _ in pairs:
                 ours.close()
@@ -134,7 +141,8 @@ class ProcessLink:
         self._lock = threading.Lock()
         self._unanswered, self._said = 0, False
         self._health = Health(True, False, time.monotonic(), "")
-        self._ended = False
+        self._ended = self._abandoned = False
+        self._coming: ProcessLink | None = None
         self._queues = Queues()
         self._facts: Facts
         self._hello: Hello
@@ -209,15 +217,25 @@ class ProcessLink:
         return self._health
 
     def again(self) -> ProcessLink:
-        """Such an engine in another process; returns once it is built. StartupError if it can't be."""
-        link = ProcessLink(Child(program=self.child.program))
+        """Such an engine in another process, once this one is gone; returns when it is built. StartupError if it can't
+        be, or if `abandon` is called meanwhile."""
+        self.child.end(SILENT)
+        self._coming = link = ProcessLink(Child(program=self.child.program))
         try:
             link.hello(self._hello)
             link.wait()
+            if self._abandoned:
+                raise StartupError("the engine isn't wanted any more")
         except BaseException:
             link.close(0.0)
             raise
         return link
+
+    def abandon(self) -> None:
+        """From another thread: no engine is wanted any more of `again`."""
+        self._abandoned = True
+        if self._coming is not None:
+            self._coming.close(0.0)
 
     def close(self, timeout: float) -> bool:
         """End the process. Returns whether it ended by itself, within `timeout` seconds."""
@@ -241,6 +259,8 @@ class ProcessLink:
         except (BlockingIOError, InterruptedError):
             return
         except (EOFError, OSError):
+            if self._ended:
+                return
             self._die(EngineDead(f"its process {self.child.status()}"))
         except WireError as error:
             self._die(EngineDead(f"its process sent what is no frame: {error}"))

@@ -74,7 +74,6 @@ class Side:
 
     def serve(self, host: Host) -> None:
         """Hand what the front sends to `host`, until the front is gone."""
-        why = ""
         try:
             while True:
                 frame = self.next(SILENT)
@@ -86,11 +85,12 @@ class Side:
                     self._take(host, frame)
         except (EOFError, ConnectionError):
             pass
-        except (OSError, WireError) as error:
-            why = str(error)
-            log.error("front %d is left: %s", self.front, why)
-        self.channel.close(0)
-        host.send(self.front, Left())
+        except Exception as error:
+            known = isinstance(error, OSError | WireError)
+            log.error("front %d is left: %s", self.front, error, exc_info=None if known else error)
+        finally:
+            self.channel.close(0)
+            host.send(self.front, Left())
 
     def _take(self, host: Host, frame: Frame) -> None:
         try:
@@ -110,8 +110,12 @@ class Side:
             log.error("front %d has not been heard of for %g s", self.front, SILENT)
 
     def tell(self, message: FromEngine) -> None:
-        """Send a message."""
-        self.channel.send(*write_engine(message))
+        """Send a message. One that is too large ends the connection, not the engine."""
+        try:
+            self.channel.send(*write_engine(message))
+        except WireError as error:
+            log.error("front %d is left, as it can't be told: %s", self.front, error)
+            self.channel.close(0)
 
 
 def watch(host: Host) -> None:
@@ -141,8 +145,11 @@ def run(build: Build, connections: list[socket.socket]) -> int:
     except (EOFError, OSError):
         return 1
     logging.getLogger().setLevel(hello.log_level)
+    building = threading.Event()
+    threading.Thread(target=_end_without, args=(connections[0], building), name="quire-parent", daemon=True).start()
     try:
         engine, ready = build(hello)
+        building.set()
     except StartupError as error:
         sides[0].channel.send(FAILED, write_json(write_error(error)))
         sides[0].channel.close()
@@ -163,6 +170,15 @@ def run(build: Build, connections: list[socket.socket]) -> int:
     if ended is not None:
         log.error("the engine stopped: %s", ended or type(ended).__name__, exc_info=ended)
     return 1 if ended is not None else 0
+
+
+def _end_without(connection: socket.socket, built: threading.Event) -> None:
+    """While the model loads: the process ends with its front, which may be killed meanwhile."""
+    poll = select.poll()
+    poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+    while not built.is_set():
+        if poll.poll(200) and not built.is_set():
+            os._exit(1)
 
 
 def _end_after(readers: list[threading.Thread]) -> None:

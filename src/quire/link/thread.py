@@ -59,6 +59,9 @@ class ThreadLink:
         """Such an engine, started anew: its memory and its device are this process's, so there is none."""
         raise StartupError("an engine on a thread can't be started again", "Give it a process: --engine-process on")
 
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
     def close(self, timeout: float) -> bool:
         """End the thread and release the engine. Returns whether the thread ended: one whose step still hangs after
         `timeout` seconds is left to itself."""

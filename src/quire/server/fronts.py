@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import FrontDead, StartupError
-from quire.link.process import Child, ProcessLink
+from quire.link.process import Child, ProcessLink, program_of
 from quire.server.control import Control, hear, tell
 from quire.server.counted import Counted, read_counted
 from quire.server.peers import Peers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.server.run import ServeOptions
 
-PROGRAM = ("-P", "-m", "quire.server.front")
+PROGRAM = program_of("quire.server.front")
 START_SECONDS = 120.0  # for a front to be ready once the engine is
 GATHER_SECONDS = 1.0  # for the fronts' answers to a scrape
 BEAT = 0.5  # seconds between two signs of life that fronts give each other

@@ -290,6 +290,8 @@ async def _serve(
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if llm.error is not None and options.on_engine_death == "restart" and await _restarted(llm, stop):
             died.clear()
+            if llm.error is not None:  # again, meanwhile
+                died.set()
             waits[1] = asyncio.ensure_future(died.wait())
             await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():

@@ -102,6 +102,11 @@ class Stream:
         if self._error is not None:
             fail(self._error)
 
+    @property
+    def failed(self) -> bool:
+        """Nothing more will come, but an error."""
+        return self._error is not None
+
     def put(self, output: Output) -> None:
         """On the loop: one more output."""
         if self._listener is not None:
