@@ -18,7 +18,7 @@ FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "
 # Flags that change nothing, and what is so anyway.
 NEEDLESS = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
-    "--disable-frontend-multiprocessing": "there is one process",
+    "--disable-frontend-multiprocessing": "--engine-process off gives one process",
     "--disable-log-requests": "requests are logged only with --enable-log-requests",
     "--no-enable-log-requests": "requests are logged only with --enable-log-requests",
     "--disable-log-stats": "a status line is written only while something happens, and /metrics costs a step nothing",
