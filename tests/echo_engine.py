@@ -12,9 +12,8 @@ import echo_service
 
 from quire.control.engine import Engine
 from quire.link.hello import Hello
-from quire.link.messages import Ready
+from quire.link.messages import Ready, described
 from quire.link.program import main
-from quire.link.thread import described
 
 
 def build(hello: Hello) -> tuple[Engine, Ready]:

@@ -25,8 +25,9 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.scheduler import Scheduler
+from quire.link.child import Child
 from quire.link.hello import Hello
-from quire.link.process import Child, ProcessLink
+from quire.link.process import ProcessLink
 from quire.sim.echo import EchoRunner
 from quire.text.chat import ChatTemplate
 from quire.text.prompts import Prompts
@@ -130,7 +131,7 @@ def linked(model: EchoBuilt, stall_after: float = 60.0, apart: bool = APART) -> 
     if not apart or model.recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
     program = Path(__file__).parent / "echo_engine.py"
-    link = ProcessLink(Child(program=("-P", str(program), json.dumps(model.recipe))))
+    link = ProcessLink(Child(1, ("-P", str(program), json.dumps(model.recipe))))
     link.hello(Hello(EngineConfig(), (), stall_after, False, logging.WARNING))
     link.wait()
     return AsyncLLM.over(link, Prompts(model.tokenizer, model.chat, link.ready.limits, model.defaults))

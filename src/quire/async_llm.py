@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.control.memory import Account
 from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix
 from quire.link.front import Front, Link
-from quire.link.messages import Abort, Add, Asked, Prefixes, Register, Release
+from quire.link.messages import MOST_ID, MOST_REQUESTS, Abort, Add, Asked, Prefixes, Register, Release, described
 from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import Messages, Prompt, Prompts, characters, engine_config
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 RETRY_AFTER = 2  # seconds
 CLOSE_SECONDS = 10.0  # for the engine to end
-MOST_ID = 1024  # characters of a request id
-MOST_REQUESTS = 1 << 16
 PREFIX = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
@@ -102,8 +100,9 @@ class AsyncLLM(Front):
     ) -> list[Stream]:
         """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none."""
         arrival = time.monotonic()
-        if bad := next((id for id, _ in prompts if not 0 < len(id) <= MOST_ID), None):
-            raise InputError(f"a request id has 1 to {MOST_ID} characters, got {len(bad)}", "request_id")
+        for id, _ in prompts:
+            if not 0 < len(id) <= MOST_ID:
+                raise InputError(f"a request id has 1 to {MOST_ID} characters, got {len(id)}", "request_id")
         if len(prompts) > MOST_REQUESTS:
             raise InputError(f"there are {len(prompts)} prompts; at most {MOST_REQUESTS} are taken at once", "prompt")
         self._check_open(len(prompts))
@@ -294,7 +293,7 @@ class AsyncLLM(Front):
 
 def _threaded(built: Built, stall_after: float) -> tuple[Link, Prompts]:
     """A link to an engine on a thread, and what is known of its texts."""
-    from quire.link.thread import ThreadLink, described
+    from quire.link.thread import ThreadLink
 
     ready = described(built.engine, built.plan.lines(), built.notices)
     prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults)

@@ -24,9 +24,8 @@ from quire.control.outcomes import Output
 from quire.link.collector import spare_the_loaded
 from quire.link.frames import Frame, read_engine, write_engine
 from quire.link.host import Host
-from quire.link.messages import Add, Answer, Asked, FromEngine, Queues, Stepped
+from quire.link.messages import Add, Answer, Asked, FromEngine, Queues, Stepped, described
 from quire.link.pulse import Health
-from quire.link.thread import described
 from quire.server.metrics import Metrics
 from quire.text.prompts import Prompts
 from quire.text.tokenizer import Tokenizer

@@ -22,8 +22,9 @@ from echo_service import Echo
 
 from quire.async_llm import AsyncLLM
 from quire.errors import EngineDead, StartupError
+from quire.link.child import Child
 from quire.link.frames import STEPPED, Frames
-from quire.link.process import Child, ProcessLink
+from quire.link.process import ProcessLink
 from quire.link.program import Side
 from quire.vocabulary.params import SamplingParams
 
@@ -242,8 +243,29 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> None:
+    """As by a signal while the dead one's end is awaited; the new one would load for minutes."""
+    first = ProcessLink(Child(1, ("-c", "import time; time.sleep(100)")))
+    first.close(0.0)
+    first.abandon()
+    began = time.monotonic()
+    with pytest.raises(StartupError, match="isn't wanted any more"):
+        first.again()
+    assert time.monotonic() - began < 10
+    assert first._coming is not None
+    assert first._coming.child.ended()
+
+
+def test_what_is_no_frame_at_start_is_named() -> None:
+    program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'x' * 99)"
+    link = ProcessLink(Child(1, ("-c", program)))
+    with pytest.raises(StartupError, match="sent what is no frame at start: version: it is 120"):
+        link.wait()
+    link.close(1.0)
+
+
 def test_a_program_that_ends_at_start_is_named() -> None:
-    link = ProcessLink(Child(program=("-c", "import os; os._exit(7)")))
+    link = ProcessLink(Child(1, ("-c", "import os; os._exit(7)")))
     with pytest.raises(StartupError, match="the engine's process ended with status 7 at start"):
         link.wait()
     link.close(1.0)

@@ -149,6 +149,9 @@ def test_a_salt_that_is_no_text_is_refused() -> None:
 
 def test_refusals_come_from_submit() -> None:
     async def work(llm: AsyncLLM) -> None:
+        for id in ("", "x" * 1025):
+            with pytest.raises(InputError, match=f"a request id has 1 to 1024 characters, got {len(id)}"):
+                await llm.submit_all([(id, [1])], LONG)
         for prompt in ([], [VOCAB], [1] * 300):
             with pytest.raises(InputError):
                 await llm.submit(prompt, LONG)

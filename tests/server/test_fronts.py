@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.link.process import Child
+from quire.link.child import Child
 from quire.server.fronts import Fronts
 from quire.server.run import ServeOptions, serve
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from quire.link.frames import Frames
 
+AT_ONCE = 1 << 18  # bytes that are read at once
 MOST_WAITING = 1 << 28  # bytes that wait for the other side
 log = logging.getLogger("quire.link")
 

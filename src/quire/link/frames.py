@@ -25,6 +25,9 @@ from quire.errors import (
     UnknownPrefix,
 )
 from quire.link.messages import (
+    MOST_ID,
+    MOST_NUMBER,
+    MOST_REQUESTS,
     Abort,
     Add,
     Answer,
@@ -45,8 +48,7 @@ from quire.vocabulary.params import SamplingParams
 VERSION = 1
 HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
 MOST_JSON = 1 << 24  # bytes
-MOST_REQUESTS = 1 << 16  # of one message
-MOST_TEXT = 1 << 16  # characters of a stop string or an error
+MOST_TEXT = 1 << 16  # characters of an error
 COUNT = struct.Struct("<I")
 STOP = struct.Struct("<III")  # number, branch, bytes of the reason
 KINDS = (HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG) = (
@@ -142,8 +144,8 @@ def field(data: Mapping[str, Any], name: str, kind: type[T]) -> T:
 def number(data: Mapping[str, Any], name: str) -> int:
     """A field that is an integer from 0 to 2**32 - 1."""
     value = field(data, name, int)
-    if not 0 <= value < 1 << 32:
-        raise WireError(name, f"{value} is none from 0 to {(1 << 32) - 1}")
+    if not 0 <= value <= MOST_NUMBER:
+        raise WireError(name, f"{value} is none from 0 to {MOST_NUMBER}")
     return value
 
 
@@ -198,10 +200,10 @@ def _read_add(body: memoryview) -> Add:
     ids, numbers = field(head, "ids", list), field(head, "numbers", list)
     if not 0 < len(ids) == len(numbers) <= MOST_REQUESTS:
         raise WireError("ids", f"{len(ids)} of them, for {len(numbers)} numbers; at most {MOST_REQUESTS} are read")
-    if not all(type(id) is str and 0 < len(id) <= MOST_TEXT for id in ids):
+    if not all(type(id) is str and 0 < len(id) <= MOST_ID for id in ids):
         raise WireError("ids", "one is no text, or too long")
-    if not all(type(one) is int and 0 <= one < 1 << 32 for one in numbers):
-        raise WireError("numbers", "one is none from 0 to 4294967295")
+    if not all(type(one) is int and 0 <= one <= MOST_NUMBER for one in numbers):
+        raise WireError("numbers", f"one is none from 0 to {MOST_NUMBER}")
     prompts = list(reader.runs(len(ids), "prompts"))
     _at_end(reader)
     asked = tuple(map(Asked, numbers, ids, prompts))

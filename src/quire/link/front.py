@@ -15,6 +15,7 @@ from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.link.messages import (
+    MOST_NUMBER,
     Abort,
     Answer,
     Died,
@@ -32,7 +33,6 @@ from quire.text.prompts import Prompts
 from quire.text.streams import Observer, Record, Stream, dead, settle
 from quire.text.transcript import Transcript
 
-MOST_NUMBER = 2**32 - 1  # of a request or a question: behind it they begin anew
 log = logging.getLogger("quire")
 
 
@@ -70,21 +70,20 @@ class Front:
     """What is under way over `link`. `observer` sees every step."""
 
     def __init__(self, link: Link, prompts: Prompts, observer: Observer | None = None) -> None:
-        self.link, self.prompts, self.observer = link, prompts, observer
-        self.limits, self.cache = link.ready.limits, link.ready.cache
+        self.prompts, self.observer = prompts, observer
         self.aborted = self.rejected = 0
-        self.error: BaseException | None = None
         self.on_death: Callable[[], object] | None = None
         self._closing = False
         self._live: dict[int, Stream] = {}  # by number, from when they are asked for
         self._named: dict[str, Stream] = {}  # the same by id
         self._questions: dict[int, Question] = {}
-        self._numbers, self._keys = itertools.count(), itertools.count()
-        link.start(self._receive)
+        self._numbers, self._keys = itertools.count(), itertools.count()  # they begin anew behind MOST_NUMBER
+        self.revive(link)
 
     def revive(self, link: Link) -> None:
-        """Go on over another link, after the engine's death."""
-        self.link, self.error = link, None
+        """Go on over another link, after the engine's death; the first one too."""
+        self.link = link
+        self.error: BaseException | None = None
         self.limits, self.cache = link.ready.limits, link.ready.cache
         link.start(self._receive)
 

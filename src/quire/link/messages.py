@@ -13,7 +13,12 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Account
 from quire.control.outcomes import Output, Stats
+from quire.link.cache import cache_facts
 from quire.vocabulary.params import SamplingParams
+
+MOST_NUMBER = 2**32 - 1  # of a request or a question
+MOST_REQUESTS = 1 << 16  # of one message
+MOST_ID = 1024  # characters of a request's name
 
 # From a front
 
@@ -156,3 +161,10 @@ def facts_of(engine: Engine, seconds: float = 0.0) -> Facts:
     """As they are now; asked on the engine's thread."""
     scheduler = engine.scheduler
     return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds)
+
+
+def described(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> Ready:
+    """What fronts must know of an engine."""
+    memory = engine.scheduler.memory
+    cache = cache_facts(memory.geometry, engine.limits.max_len, memory.account())
+    return Ready(engine.limits, tuple(lines), notices, cache, facts_of(engine))

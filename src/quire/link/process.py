@@ -7,124 +7,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import select
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
-import quire
 from quire.config import EngineConfig
 from quire.errors import EngineDead, StartupError
-from quire.link.channel import Channel
+from quire.link.channel import AT_ONCE, Channel
+from quire.link.child import Child, Elsewhere, program_of
 from quire.link.frames import FAILED, HELLO, PING, PONG, READY, Frame, Frames, read_engine, write_front
 from quire.link.hello import Hello, failed, read_pulse, read_ready, write_hello
 from quire.link.messages import Died, Facts, FromEngine, FromFront, Queues, Ready, Stepped
-from quire.link.pulse import Health
+from quire.link.pulse import SILENT, Health
 from quire.source import Source, read_source, read_text
 from quire.text.prompts import Prompts
 from quire.vocabulary.columns import WireError
 
 BEAT = 0.5  # seconds between two questions for the engine's pulse
-SILENT = 2.0  # seconds without an answer after which the engine isn't well
 HUNG = 30.0  # seconds without an answer after which it is given up
-AT_ONCE = 1 << 18  # bytes that are read at once
-BOOT = (
-    "import sys; from importlib import import_module; "
-    "sys.path.append(sys.argv.pop(1)); import_module(sys.argv.pop(1)).main()"
-)
-log = logging.getLogger("quire.link")
-
-
-def program_of(module: str) -> tuple[str, ...]:
-    """Python's arguments to run `main` of a module of quire, which is found last where this process has it."""
-    return "-P", "-c", BOOT, str(Path(quire.__file__).parent.parent), module
-
-
 PROGRAM = program_of("quire.link.program")
-
-
-class Child:
-    """The engine's process, or another one of the server's that is called `name`, and our ends of its connections. It
-    inherits the descriptors in `more` too, whose numbers are its last arguments."""
-
-    def __init__(
-        self, fronts: int = 1, program: Sequence[str] = PROGRAM, name: str = "the engine", more: Sequence[int] = ()
-    ) -> None:
-        """StartupError if the system has no socket or process for it."""
-        self.program = program
-        pairs: list[tuple[socket.socket, socket.socket]] = []
-        try:
-            pairs += [socket.socketpair() for _ in range(fronts)]
-            theirs = [*(pair[1].fileno() for pair in pairs), *more]
-            self.process = subprocess.Popen(
-                [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs
-            )
-        except OSError as error:
-            for ours, _ in pairs:
-                ours.close()
-            raise StartupError(f"no process can be started for {name}: {error.strerror}") from error
-        finally:
-            for _, their in pairs:
-                their.close()
-        self.connections = [ours for ours, _ in pairs]
-
-    def status(self, timeout: float = 1.0) -> str:
-        """How it ended."""
-        try:
-            code = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return "left its connection, and goes on"
-        if code < 0:
-            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-        return f"ended with status {code}"
-
-    def stopped(self) -> bool:
-        """It was stopped by a signal (SIGSTOP), as far as the system tells."""
-        with suppress(OSError, IndexError):
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        return False
-
-    def ended(self) -> bool:
-        """It is gone."""
-        return self.process.poll() is not None
-
-    def end(self, timeout: float) -> bool:
-        """Wait for its end, which is forced after `timeout` seconds. Whether it ended by itself."""
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            return False
-        return True
-
-
-class Elsewhere(Child):
-    """The engine's process, which another front started and looks after: here is one connection to it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connections = [connection]
-
-    def status(self, timeout: float = 1.0) -> str:
-        """That it is gone; how it ended is said where it was started."""
-        return "is gone"
-
-    def stopped(self) -> bool:
-        """Not for this front to say."""
-        return False
-
-    def ended(self) -> bool:
-        """There is nothing to end here."""
-        return True
-
-    def end(self, timeout: float) -> bool:
-        """Nothing to wait for."""
-        return True
+log = logging.getLogger("quire.link")
 
 
 class ProcessLink:
@@ -176,6 +80,8 @@ class ProcessLink:
         except (EOFError, OSError) as error:
             remedy = "What it wrote to the log says why; SIGKILL ends those that take too much memory, say"
             raise StartupError(f"the engine's process {self.child.status(5.0)} at start", remedy) from error
+        except WireError as error:
+            raise StartupError(f"the engine's process sent what is no frame at start: {error}") from error
 
     def start(self, receive: Callable[[FromEngine], None]) -> None:
         """What the engine tells goes to `receive`, on the event loop that `attach` was first called on."""
@@ -220,10 +126,11 @@ class ProcessLink:
         """Such an engine in another process, once this one is gone; returns when it is built. StartupError if it can't
         be, or if `abandon` is called meanwhile."""
         self.child.end(SILENT)
-        self._coming = link = ProcessLink(Child(program=self.child.program))
+        self._coming = link = ProcessLink(Child(1, self.child.program))
         try:
-            link.hello(self._hello)
-            link.wait()
+            if not self._abandoned:  # else there is nothing to wait for
+                link.hello(self._hello)
+                link.wait()
             if self._abandoned:
                 raise StartupError("the engine isn't wanted any more")
         except BaseException:

@@ -8,17 +8,16 @@ import faulthandler
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from quire.control.engine import Engine
 from quire.errors import InputError, StartupError
-from quire.link.channel import Channel
+from quire.link.channel import AT_ONCE, Channel
+from quire.link.child import leave, spare_signals
 from quire.link.collector import spare_the_loaded
 from quire.link.frames import (
     FAILED,
@@ -36,13 +35,12 @@ from quire.link.frames import (
 )
 from quire.link.hello import Hello, read_hello, write_pulse, write_ready
 from quire.link.host import Host, Left
-from quire.link.messages import Answer, FromEngine, Ready
+from quire.link.messages import Answer, FromEngine, Ready, described
+from quire.link.pulse import SILENT
 from quire.link.stacks import stacks
 from quire.vocabulary.columns import WireError
 
-SILENT = 2.0  # seconds without a word from a front that are said in the log
 END_SECONDS = 20.0  # for the end once no front is left; then it is forced
-AT_ONCE = 1 << 18  # bytes that are read at once
 log = logging.getLogger("quire.link")
 
 Build = Callable[[Hello], tuple[Engine, Ready]]
@@ -56,7 +54,7 @@ class Side:
         self.channel = Channel(connection, f"front {front}")
         self.frames = Frames()
         self._unread: list[Frame] = []
-        self._heard, self._pinged, self._said = time.monotonic(), False, False
+        self._pinged = self._said = False
 
     def next(self, timeout: float | None = None) -> Frame | None:
         """The next frame; None when there is none after `timeout` seconds. EOFError when the front is gone."""
@@ -133,8 +131,7 @@ def watch(host: Host) -> None:
 
 def run(build: Build, connections: list[socket.socket]) -> int:
     """Serve fronts over `connections`, of which the first says what to build. The exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's, a group's: the fronts say when it is time
+    spare_signals()
     sides = [Side(front, connection) for front, connection in enumerate(connections)]
     try:
         frame = sides[0].next()
@@ -191,7 +188,6 @@ def _end_after(readers: list[threading.Thread]) -> None:
 def build(hello: Hello) -> tuple[Engine, Ready]:
     """The engine of a model."""
     from quire.build import build_engine
-    from quire.link.thread import described
     from quire.source import read_source
 
     config = hello.config
@@ -203,12 +199,4 @@ def main(build: Build = build) -> None:
     """The arguments are the numbers of the connections' file descriptors."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connections = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
-    status = run(build, connections)
-    with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)  # threads of libraries may hang
-
-
-if __name__ == "__main__":
-    main()
+    leave(run(build, connections))

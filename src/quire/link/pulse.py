@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+SILENT = 2.0  # seconds without a word from another process, which are said in the log then
+
 
 class Health(NamedTuple):
     """Is the engine alive, and making progress? `beat` is the monotonic time of its last turn."""

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from quire.control.engine import Engine
 from quire.control.memory import Account
 from quire.errors import StartupError
-from quire.link.cache import cache_facts
 from quire.link.host import FIRST, Host
-from quire.link.messages import Facts, FromEngine, FromFront, Queues, Ready, Stepped, facts_of, queues_of
+from quire.link.messages import Facts, FromEngine, FromFront, Queues, Ready, Stepped, queues_of
 from quire.link.pulse import Health
 
 
@@ -75,10 +74,3 @@ class ThreadLink:
         if isinstance(message, Stepped) and message.facts is not None:
             self._account, self._seconds = message.facts.account, message.facts.seconds
         self._receive(message)
-
-
-def described(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> Ready:
-    """What fronts must know of an engine."""
-    memory = engine.scheduler.memory
-    cache = cache_facts(memory.geometry, engine.limits.max_len, memory.account())
-    return Ready(engine.limits, tuple(lines), notices, cache, facts_of(engine))

@@ -141,7 +141,11 @@ class Control:
         task.add_done_callback(self._answering.discard)
 
     async def _answer(self, handler: Handler, value: Any, key: Any) -> None:
-        value = await handler(value)
+        try:
+            value = await handler(value)
+        except Exception as error:  # whoever asked doesn't wait for ever
+            log.error("what another front asked failed", exc_info=error)
+            return
         if key is not None:
             with suppress(ConnectionError):
                 self._send({"answer": value, "key": key})

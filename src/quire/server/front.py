@@ -1,14 +1,12 @@
-"""A further front of a server, as a program: `-m quire.server.front CONTROL LISTENER ENGINE PLACES`, which are numbers
-of inherited descriptors. The first front says what it is to be, when it accepts and when it ends: quire.server.fronts.
+"""A further front of a server, as a program. Its arguments CONTROL LISTENER ENGINE PLACES are numbers of inherited
+descriptors. The first front says what it is to be, when it accepts and when it ends: quire.server.fronts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import select
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.errors import FrontDead, Overloaded, StartupError
+from quire.link.child import leave, spare_signals
 from quire.link.collector import spare_the_loaded
 from quire.link.process import ProcessLink, join
 from quire.server.control import Control, hear, tell
@@ -244,15 +243,6 @@ async def _end(llm: AsyncLLM, peers: Member) -> int:
 
 def main() -> None:
     """The arguments are the numbers of inherited descriptors."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's, a group's: the first front says when it is time
+    spare_signals()
     control, listener, connection = (socket.socket(fileno=int(number)) for number in sys.argv[1:4])
-    status = run(control, listener, connection, int(sys.argv[4]))
-    with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)  # threads of libraries may hang
-
-
-if __name__ == "__main__":
-    main()
+    leave(run(control, listener, connection, int(sys.argv[4])))

@@ -17,7 +17,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import FrontDead, StartupError
-from quire.link.process import Child, ProcessLink, program_of
+from quire.link.child import Child, program_of
+from quire.link.process import ProcessLink
 from quire.server.control import Control, hear, tell
 from quire.server.counted import Counted, read_counted
 from quire.server.peers import Peers

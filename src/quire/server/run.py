@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
 MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
 MOST_TIMEOUT = 86_400  # seconds of --shutdown-timeout
-ENGINE_PROCESS = ("on", "off")
-ON_DEATH = ("exit", "restart")
 MOST_FRONTS = 64
 log = logging.getLogger("quire.server")
 
@@ -62,8 +60,8 @@ class ServeOptions(NamedTuple):
     ssl_certfile: str | None = None
     max_connections: int | None = None  # as many as there are descriptors for
     stall_after: float = 60.0  # seconds
-    engine_process: str = "on"  # one of ENGINE_PROCESS
-    on_engine_death: str = "exit"  # one of ON_DEATH
+    engine_process: str = "on"  # or "off": the engine is a thread
+    on_engine_death: str = "exit"  # or "restart", once
     fronts: int = 1  # processes that speak HTTP
     uvicorn_log_level: str = "warning"
 
@@ -280,7 +278,7 @@ async def _serve(
     llm.link.attach()
     await fronts.open()
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
-    aside = [*waits, asyncio.ensure_future(watch(llm)), asyncio.ensure_future(tell_status(llm))]
+    aside = [asyncio.ensure_future(watch(llm)), asyncio.ensure_future(tell_status(llm))]
     try:
         if prefixes and not await _registered(llm, prefixes, waits, say):
             return await _end(llm, options, stop, fronts)
@@ -301,7 +299,7 @@ async def _serve(
         await serving
         return status
     finally:
-        for task in aside:
+        for task in [*waits, *aside]:
             task.cancel()
         arm(MARGIN)
 

@@ -1,0 +1,120 @@
+"""Processes that are programs of quire's own: how they are started, watched and ended; and what they do first and last.
+
+No fork, no pickle: a program inherits connections without a name, whose descriptors' numbers are its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import quire
+from quire.errors import StartupError
+
+BOOT = (
+    "import sys; from importlib import import_module; "
+    "sys.path.append(sys.argv.pop(1)); import_module(sys.argv.pop(1)).main()"
+)
+
+
+def program_of(module: str) -> tuple[str, ...]:
+    """Python's arguments to run `main` of a module of quire, which is found last where this process has it."""
+    return "-P", "-c", BOOT, str(Path(quire.__file__).parent.parent), module
+
+
+class Child:
+    """The engine's process, or another one of the server's that is called `name`, and our ends of its connections. It
+    inherits the descriptors in `more` too, whose numbers are its last arguments."""
+
+    def __init__(self, fronts: int, program: Sequence[str], name: str = "the engine", more: Sequence[int] = ()) -> None:
+        """StartupError if the system has no socket or process for it."""
+        self.program = program
+        pairs: list[tuple[socket.socket, socket.socket]] = []
+        try:
+            pairs += [socket.socketpair() for _ in range(fronts)]
+            theirs = [*(pair[1].fileno() for pair in pairs), *more]
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs
+            )
+        except OSError as error:
+            for ours, _ in pairs:
+                ours.close()
+            raise StartupError(f"no process can be started for {name}: {error.strerror}") from error
+        finally:
+            for _, their in pairs:
+                their.close()
+        self.connections = [ours for ours, _ in pairs]
+
+    def status(self, timeout: float = 1.0) -> str:
+        """How it ended."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return "left its connection, and goes on"
+        if code < 0:
+            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"ended with status {code}"
+
+    def stopped(self) -> bool:
+        """It was stopped by a signal (SIGSTOP), as far as the system tells."""
+        with suppress(OSError, IndexError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    def ended(self) -> bool:
+        """It is gone."""
+        return self.process.poll() is not None
+
+    def end(self, timeout: float) -> bool:
+        """Wait for its end, which is forced after `timeout` seconds. Whether it ended by itself."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return False
+        return True
+
+
+class Elsewhere(Child):
+    """The engine's process, which another front started and looks after: here is one connection to it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connections = [connection]
+
+    def status(self, timeout: float = 1.0) -> str:
+        """That it is gone; how it ended is said where it was started."""
+        return "is gone"
+
+    def stopped(self) -> bool:
+        """Not for this front to say."""
+        return False
+
+    def ended(self) -> bool:
+        """There is nothing to end here."""
+        return True
+
+    def end(self, timeout: float) -> bool:
+        """Nothing to wait for."""
+        return True
+
+
+def spare_signals() -> None:
+    """In a program: Ctrl-C and SIGTERM, which a terminal or a service manager sends to all, are the first front's."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def leave(status: int) -> NoReturn:
+    """End a program at once: threads of libraries may hang."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
