@@ -75,11 +75,15 @@ def nothing_loaded() -> None:
     import triton
 
     import quire.data.kernels.triton as kernels
+    from quire.data.kernels.triton.quick import Quick
 
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         for kernel in vars(importlib.import_module(module.name)).values():
-            if isinstance(kernel, triton.JITFunction):
-                kernel.device_caches.clear()
+            if isinstance(kernel, Quick):
+                kernel.known.clear()
+            own = getattr(kernel, "kernel", kernel)
+            if isinstance(own, triton.JITFunction):
+                own.device_caches.clear()
 
 
 @pytest.mark.usefixtures("nothing_loaded")

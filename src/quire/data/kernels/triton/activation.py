@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.data.kernels.triton.launch import cdiv, power_of_2
+from quire.data.kernels.triton.quick import quick
+
 # What configs call them -> what the kernels call them.
 ACTIVATIONS = {
     "silu": "silu",
@@ -36,6 +39,7 @@ def activate(x, KIND: tl.constexpr):
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
+@quick
 @triton.jit
 def _gate(
     gate_up, out, x_stride, out_stride,
@@ -55,6 +59,7 @@ def _gate(
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def _act(
     x, bias, x_stride,
@@ -81,7 +86,7 @@ def configuration(rows: int, size: int) -> tuple[int, int]:
     """(numbers a program, warps): many small programs for few rows, 16 bytes a thread for many. On an H200 all blocks
     from 512 to 4096 are within 2 % of each other at 8192 rows of 14336, and all from 128 to 2048 within 0.1 us at one.
     """
-    block = min(triton.next_power_of_2(size), 512 if rows < 64 else 1024)
+    block = min(power_of_2(size), 512 if rows < 64 else 1024)
     return block, min(max(block // 256, 1), 4)
 
 
@@ -96,7 +101,7 @@ def gate(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bo
     assert (gate_up.shape[1], out.shape) == (2 * size, (rows, size)), "two halves in, one out"
     assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
     block, warps = configuration(rows, size)
-    blocks = triton.cdiv(size, block)
+    blocks = cdiv(size, block)
     _gate[(rows * blocks,)](
         gate_up, out, gate_up.stride(0), out.stride(0), size, block, blocks, ACTIVATIONS[activation], pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
@@ -110,7 +115,7 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
     assert x.stride(1) == 1, "rows are contiguous"
     assert bias is None or (bias.is_contiguous() and bias.shape == (size,)), "one bias a column"
     block, warps = configuration(rows, size)
-    blocks = triton.cdiv(size, block)
+    blocks = cdiv(size, block)
     _act[(rows * blocks,)](
         x, bias, x.stride(0), size, block, blocks, ACTIVATIONS[activation], bias is not None, pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),

@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.triton.launch import shared_memory
+from quire.data.kernels.triton.launch import power_of_2, shared_memory
+from quire.data.kernels.triton.quick import quick
 
 MAX_SPLITS = 32
 RESIDENT = {2: 4, 3: 3}  # programs a multiprocessor holds -> stages of their pipelines, which shared memory allows then
@@ -117,6 +118,7 @@ def extent(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constex
 
 
 # Where indices lie is no reason to compile a kernel once more, in the middle of a step.
+@quick
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _decode(
     q, keys, values, tables, slots, lengths, rows, out, sums, maxima, divisors,
@@ -197,6 +199,7 @@ def _decode(
         tl.store(divisors + spot * GROUP + g, weight, mask=g < GROUP)
 
 
+@quick
 @triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _join(
     sums, maxima, divisors, slots, lengths, rows, out, out_row,
@@ -278,14 +281,14 @@ def decode(
     if splits > 1:
         _join[(group, kv_heads, batch)](
             *parts, slots, lengths, named, out, out.stride(0),
-            SPLITS_PAD=triton.next_power_of_2(splits), num_warps=4, **shared,
+            SPLITS_PAD=power_of_2(splits), num_warps=4, **shared,
         )  # fmt: skip
     return out
 
 
 def _padded(group: int, dim: int) -> tuple[int, int]:
     """Rows and columns of a tile of queries."""
-    return max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dim))
+    return max(16, power_of_2(group)), max(16, power_of_2(dim))
 
 
 def _shape(group_pad: int, dim_pad: int, itemsize: int, programs: int, device: torch.device) -> tuple[int, int, int]:

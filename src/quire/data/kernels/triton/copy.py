@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.data.kernels.triton.launch import cdiv, power_of_2
+from quire.data.kernels.triton.quick import quick
+
 # Bytes that a program moves at once, two or eight 16-byte accesses a thread. Measured on an H200: many small programs
 # copy best within the device (4.1 TB/s read and written, pages of 2 MiB), few with much in flight best over PCIe.
 TILE_BYTES = 4096
@@ -21,6 +24,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 # Compiled once for a page size: neither the number of pairs nor where their indices lie makes another variant, which
 # would be compiled in the middle of a step.
+@quick
 @triton.jit(do_not_specialize=["pairs", "tiles", "across"], do_not_specialize_on_alignment=["dst", "src"])
 def _copy(
     target, source, dst, src, pairs, units, tiles, across, UNIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
@@ -59,10 +63,10 @@ def copy_rows(target: Tensor, source: Tensor, dst: Tensor, src: Tensor, programs
     word = min(width, 8)
     words = size // word
     tile = (TILE_BYTES if programs is None else FEW_TILE_BYTES) // word
-    columns = min(triton.next_power_of_2(words), tile)
+    columns = min(power_of_2(words), tile)
     height = tile // columns
-    across = triton.cdiv(words, columns)
-    tiles = triton.cdiv(len(dst), height) * across
+    across = cdiv(words, columns)
+    tiles = cdiv(len(dst), height) * across
     _copy[(min(tiles, programs or tiles),)](
         target.view(WORDS[word]), source.view(WORDS[word]), dst, src, len(dst), size // width, tiles, across,
         UNIT=width // word, ROWS=height, WIDTH=columns, num_warps=WARPS,

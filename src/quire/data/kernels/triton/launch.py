@@ -1,4 +1,4 @@
-"""How kernels are launched: what a device allows them."""
+"""How kernels are launched: what a device allows them, and the arithmetic of grids (Triton's own takes longer)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from functools import lru_cache
 
 import torch
 import triton
+
+
+def cdiv(number: int, by: int) -> int:
+    """number / by, rounded up."""
+    return -(-number // by)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of two from `number`, 1 or more, on."""
+    return 1 << (number - 1).bit_length()
 
 
 @lru_cache

@@ -17,7 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
-from quire.data.kernels.triton.launch import early, shared_memory
+from quire.data.kernels.triton.launch import cdiv, early, power_of_2, shared_memory
+from quire.data.kernels.triton.quick import quick
 from quire.errors import StartupError
 
 MAX_ROWS = 32  # at 64 the library's products are faster on an H200, but for the head
@@ -106,7 +107,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, activati
     options = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even, "num_warps": tile.warps}
     options |= {"BIAS": bias is not None, "KIND": activation, "PDL": pdl}
     options |= {"launch_pdl": True} if pdl else {}
-    grid = (triton.cdiv(size, tile.columns if activation is None else tile.columns // 2),)
+    grid = (cdiv(size, tile.columns if activation is None else tile.columns // 2),)
     tensors = (x, weight, out if bias is None else bias, out)
     if tile.rows == 0:
         _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
@@ -123,7 +124,7 @@ def few_rows(rows: int, size: int, depth: int) -> Tile:
     else:
         shape = "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
     tile = TILES[block][shape]
-    return tile._replace(depth=min(tile.depth, max(16, triton.next_power_of_2(depth))))
+    return tile._replace(depth=min(tile.depth, max(16, power_of_2(depth))))
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -141,6 +142,7 @@ def _few_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
     return (tl.minimum(n // 2, size - 1) + n % 2 * size).to(tl.int64)
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _few(
     x, weight, bias, out, rows, size, depth, x_stride,
@@ -181,6 +183,7 @@ def _few(
     tl.store(out + m[None, :] * size + n[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def _one(
     x, weight, bias, out, size, depth,
@@ -231,7 +234,7 @@ def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: boo
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     bulk = _bulk_copies(x, weight, out) and rows > 64
     tile = any_rows(rows, size, x.dtype, bulk)
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(size, tile.columns)
+    tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
     options = {"num_stages": tile.stages, "num_warps": tile.warps, "BIAS": bias is not None}
     options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
@@ -290,6 +293,7 @@ def _place(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return (first + index % group % height) * BLOCK_M, index % group // height * BLOCK_N
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _tile(
     x, weight, bias, out, rows, size, depth, x_stride,

@@ -11,7 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.data.kernels.triton.launch import power_of_2
+from quire.data.kernels.triton.quick import quick
 
+
+@quick
 @triton.jit
 def _norm(
     x, delta, weight, bias, out, x_stride, delta_stride, out_stride, eps,
@@ -85,7 +89,7 @@ def _launch(
         assert (tensor.shape, tensor.stride(1)) == (x.shape, 1), "rows of one shape, each contiguous"
     for vector in (weight,) if bias is None else (weight, bias):
         assert (vector.shape, vector.stride()) == ((size,), (1,)), "one weight and one bias a column"
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     _norm[(rows,)](
         x, delta, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0), eps,
         size, block, delta is not None, bias is not None, pdl,

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.triton.attention import LOWEST, cache_layout, capped, factors, token_offsets
+from quire.data.kernels.triton.launch import power_of_2
+from quire.data.kernels.triton.quick import quick
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
@@ -87,6 +89,7 @@ def _sweep(
     return best, weight, total
 
 
+@quick
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles"])
 def _prompt(
     q, keys, values, tables, tiles, out, q_row, q_head, out_row, table_width, stride, inner, outer,
@@ -164,7 +167,7 @@ def prompt(
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
         q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
         cache.page_units, *factors(cache.scale, cache.softcap),
-        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_2(dim)),
         WINDOW=cache.window, CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=warps, num_stages=stages, maxnreg=registers, **cache_layout(cache),
     )  # fmt: skip

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.triton.attention import LOWEST, cache_layout, factors
+from quire.data.kernels.triton.quick import quick
 
 PARTS = gl.constexpr(3)  # groups of warps that hold rows
 PART = gl.constexpr(64)  # rows of each
@@ -162,6 +163,7 @@ def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.
     gl.store(out + places[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=(row // GROUP < many)[:, None])
 
 
+@quick
 @gluon.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles", "tables"])
 def _prompt_hopper(
     q, keys, tables, tiles, out, q_row, q_head, out_row, table_width, stride, outer,

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.triton.attention import cache_layout
+from quire.data.kernels.triton.launch import cdiv, power_of_2
+from quire.data.kernels.triton.quick import quick
 
 
 @triton.jit
@@ -35,6 +37,7 @@ def _turned(
     return low, high
 
 
+@quick
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rope_write(
     qkv, q_out, keys, values, tables, slots, positions, rotary, q_weight, k_weight,
@@ -98,7 +101,7 @@ def configuration(rows: int, heads: int, block: int) -> tuple[int, int]:
     `block`. Never more warps than the pairs fill: in another warp, a thread that held a copy could read a query after
     it was rotated in place.
     """
-    tile = min(triton.next_power_of_2(heads), max(1, (256 if rows < 64 else 1024) // block))
+    tile = min(power_of_2(heads), max(1, (256 if rows < 64 else 1024) // block))
     return tile, min(max(tile * block // 128, 1), 4)
 
 
@@ -124,11 +127,11 @@ def rope_write(
     queries = 0 if in_place and rotary is None and norms is None else heads
     if not queries and not kv_heads:
         return
-    block = triton.next_power_of_2(dim // 2)
+    block = power_of_2(dim // 2)
     # With norms a head is summed, and is to be the same in every batch: then their number has no say.
     tile, warps = configuration(tokens if norms is None else 1, max(queries, 2 * kv_heads), block)
-    query_blocks = triton.cdiv(queries, tile)
-    blocks = query_blocks + triton.cdiv(2 * kv_heads, tile)
+    query_blocks = cdiv(queries, tile)
+    blocks = query_blocks + cdiv(2 * kv_heads, tile)
     _rope_write[(tokens * blocks,)](
         qkv, q_out, cache.keys, cache.values, tables, slots, positions, rotary, q_weight, k_weight,
         qkv.stride(0), q_out.stride(0), tables.stride(0), cache.page_units, eps,
