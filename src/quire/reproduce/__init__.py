@@ -92,6 +92,13 @@ ENTRIES = {
     ),
     "x4": Entry("code_size:code_size", "PagedAttention §5: size of the code"),
     "r1": Entry("page_sizes:page_sizes", "A review of PagedAttention: page sizes from 1 to 256, by simulation"),
+    "vattention-table1": Entry("paging_issues:table_1", "vAttention Table 1: issues that paging brings, as cited"),
+    "vattention-table2": Entry("paging_issues:table_2", "vAttention Table 2: systems, and what managing memory takes"),
+    "vattention-table5": Entry("contiguous_sizes:table_5", "vAttention Table 5: the models"),
+    "vattention-table8": Entry("contiguous_sizes:table_8", "vAttention Table 8: tokens of a page, waste of a request"),
+    "vattention-x1": Entry(
+        "contiguous_sizes:token_and_addresses", "vAttention §4, §5.1.1: KV of a token, addresses of a memory"
+    ),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
     "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
 }  # fmt: skip

@@ -36,7 +36,7 @@ def table_1() -> Reproduction:
         results.append(near("P-T1", f"{name}: parameters", parameters, ours, "GB (10^9 bytes)", TOLERANCE))
         thousands = round(cache * GIB / spec.token_bytes(FP16) / 1000, 1)
         results.append(near("P-T1", f"{name}: KV slots in {cache} GiB", slots, thousands, "thousands", TOLERANCE))
-    return Reproduction(results, "", lambda: _bars(results, "Table 1: parameters and KV slots of OPT"))
+    return Reproduction(results, "", lambda: bars(results, "Table 1: parameters and KV slots of OPT"))
 
 
 def kv_of_a_request() -> Reproduction:
@@ -49,11 +49,11 @@ def kv_of_a_request() -> Reproduction:
         equal("P-X1", "opt-13b: KV cache of 2,048 tokens", 1.6, request / 2**20 / 1000, "GB (1,000 MiB)"),
     ]
     return Reproduction(
-        results, f"{token:,} bytes a token, {request:,} a request", lambda: _bars(results, "KV cache of OPT-13B")
+        results, f"{token:,} bytes a token, {request:,} a request", lambda: bars(results, "KV cache of OPT-13B")
     )
 
 
-def _bars(results: list[Result], title: str) -> Figure:
+def bars(results: list[Result], title: str) -> Figure:
     """The paper's number and ours side by side, a panel each, since units differ."""
     from quire.reproduce.plots import COLOURS, figure
 

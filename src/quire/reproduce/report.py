@@ -20,7 +20,8 @@ FIGURES = 4  # of a number
 INTRODUCTION = """# The papers' results, reproduced
 
 Made by `quire reproduce --report FILE --from DIR` from the documents in that folder; not to be edited. An entry runs by
-`quire reproduce NAME`. A claim *holds* or *differs* as its entry defines; *measured* is a number without a claim.
+`quire reproduce NAME`. A claim *holds* or *differs* as its entry defines; *measured* is a number without a claim,
+*cited* one of a paper's that is judged elsewhere, if at all.
 *Simulated* is the engine on a device of which only the costs are known ([simulation.md](simulation.md)); *real* is all
 the rest. Where numbers differ, [rows.md](rows.md) and the entries say why."""
 

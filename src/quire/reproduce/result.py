@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HOLDS, DIFFERS, NOT_BUILT = "holds", "differs", "not built"
+HOLDS, DIFFERS = "holds", "differs"
 MEASURED = "measured"  # a number that nobody claimed anything of
+CITED = "cited"  # a number of the paper's that isn't judged here
 
 
 class Result(NamedTuple):
@@ -53,3 +54,8 @@ def at_most(row: str, what: str, limit: float, ours: float, unit: str) -> Result
 def measured(row: str, what: str, ours: Any, unit: str, real_or_simulated: str = "real") -> Result:
     """A number to be shown beside the claims."""
     return Result(row, what, None, ours, unit, MEASURED, real_or_simulated)
+
+
+def cited(row: str, what: str, paper: Any, elsewhere: str, unit: str = "") -> Result:
+    """What the paper says, and `elsewhere`, what there is of it in place of a number: the entry that measures it."""
+    return Result(row, what, paper, elsewhere, unit, CITED)

@@ -109,6 +109,13 @@ def test_backends_equal_dense_attention(backend, window, heads, kv_heads, batch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", ["decode", "chunk", "mixed"])
+def test_the_heads_of_yi_34b(backend, batch) -> None:
+    got, expected = run(backend, BATCHES[batch], 56, 8, 16, None)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("page", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_every_page_size_equals_dense_attention(backend, page) -> None:
     got, expected = run(backend, BATCHES["mixed"], 4, 2, page, None)

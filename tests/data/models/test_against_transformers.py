@@ -47,6 +47,7 @@ def rope(**parameters: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama, one kv head a query head": ("Llama", {**LLAMA, "num_key_value_heads": 4}),
+    "llama, seven query heads a kv head": ("Llama", {**LLAMA, "hidden_size": 56, "num_attention_heads": 14}),
     "llama, tied": ("Llama", {**LLAMA, "tie_word_embeddings": True}),
     "llama, biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "llama, head_dim": ("Llama", {**LLAMA, "head_dim": 10}),

@@ -23,6 +23,9 @@ PUBLISHED = {
     "llama-13b": 13_015_864_320,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "yi-6b": 6_061_035_520,
+    "yi-6b-200k": 6_061_035_520,
+    "yi-34b": 34_388_917_248,
     "mistral-7b": 7_241_732_096,
     "qwen2-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
@@ -46,6 +49,11 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
 def test_the_papers_kv_bytes() -> None:
     assert read_spec(named_config("opt-13b")).token_bytes(2) == 819_200  # PagedAttention, section 3: 800 KB a token
     assert read_spec(named_config("llama3-8b")).token_bytes(2) == 131_072
+    for name, size in (("yi-6b", 64), ("yi-6b-200k", 64), ("llama3-8b", 128), ("yi-34b", 240)):
+        assert read_spec(named_config(name)).token_bytes(2) == size * 1024, "vAttention, section 4"
+    yi = read_spec(named_config("yi-34b"))
+    assert (yi.heads, yi.layers[0].kv_heads, yi.layers[0].head_dim, len(yi.layers)) == (56, 8, 128, 60)  # Table 5
+    assert read_spec(named_config("yi-6b-200k")).max_len == 200_000
     assert {layer.window for layer in read_spec(named_config("mistral-7b")).layers} == {4096}
     assert len(read_spec(named_config("llama-125m")).layers) == 12
 

@@ -1,0 +1,152 @@
+"""How contiguous addresses are cut: vAttention's Table 8, sliced layouts, workers, and tokens that aren't whole."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from quire.control.memory.buffers import Buffers, Place, Worker, buffers_of, workers_of, worst_waste
+from quire.errors import StartupError
+from quire.vocabulary.specs import Group
+
+KIB, MIB = 2**10, 2**20
+PAGES = (64 * KIB, 128 * KIB, 256 * KIB, 2 * MIB)
+HEAD = 128 * 2  # bytes: numbers of 16 bits
+MODELS = {"yi-6b": (32, 4), "llama3-8b": (32, 8), "yi-34b": (60, 8)}  # layers, KV heads
+
+# Table 8: (model, tensor-parallel workers) -> tokens of a page, and MB wasted by a request, for each of PAGES
+TABLE_8: dict[tuple[str, int], tuple[tuple[int, ...], tuple[float, ...]]] = {
+    ("yi-6b", 1): ((64, 128, 256, 2048), (4, 8, 16, 128)),
+    ("yi-6b", 2): ((128, 256, 512, 4096), (8, 16, 32, 256)),
+    ("llama3-8b", 1): ((32, 64, 128, 1024), (4, 8, 16, 128)),
+    ("llama3-8b", 2): ((64, 128, 256, 2048), (8, 16, 32, 256)),
+    ("yi-34b", 1): ((32, 64, 128, 1024), (7.5, 15, 30, 240)),
+    ("yi-34b", 2): ((64, 128, 256, 2048), (15, 30, 60, 480)),
+}
+LAYOUTS = ("layer", "sliced:4", "sliced:8", "sliced")
+# pages of 2 MB: tokens of a page, MB wasted by a request on all workers, pages mapped at once on each
+SLICED: dict[tuple[str, int], tuple[tuple[float, int, int], ...]] = {
+    ("yi-6b", 1): ((2048, 128, 64), (512, 32, 16), (256, 16, 8), (64, 4, 2)),
+    ("yi-6b", 2): ((4096, 256, 64), (1024, 64, 16), (512, 32, 8), (128, 8, 2)),
+    ("llama3-8b", 1): ((1024, 128, 64), (256, 32, 16), (128, 16, 8), (32, 4, 2)),
+    ("llama3-8b", 2): ((2048, 256, 64), (512, 64, 16), (256, 32, 8), (64, 8, 2)),
+    ("yi-34b", 1): ((1024, 240, 120), (256, 60, 30), (128, 32, 16), (17.07, 4, 2)),
+    ("yi-34b", 2): ((2048, 480, 120), (512, 120, 30), (256, 64, 16), (34.13, 8, 2)),
+}
+
+
+def on_workers(model: str, tensor: int, page: int, layout: str, pipeline: int = 1) -> list[Buffers]:
+    return [
+        buffers_of(worker.layers, worker.kv_heads * HEAD, page, layout)
+        for worker in workers_of(*MODELS[model], tensor, pipeline)
+    ]
+
+
+@pytest.mark.parametrize(("model", "tensor"), TABLE_8)
+def test_table_8(model: str, tensor: int) -> None:
+    tokens, waste = TABLE_8[model, tensor]
+    found = [on_workers(model, tensor, page, "layer") for page in PAGES]
+    assert {one.run_pages for each in found for one in each} == {1}
+    assert tuple(each[0].run_tokens for each in found) == tokens
+    assert tuple(worst_waste(each) / MIB for each in found) == waste
+
+
+@pytest.mark.parametrize(("model", "tensor"), SLICED)
+def test_sliced_layouts(model: str, tensor: int) -> None:
+    for layout, (tokens, waste, parts) in zip(LAYOUTS, SLICED[model, tensor], strict=True):
+        found = on_workers(model, tensor, 2 * MIB, layout)
+        assert round(found[0].run_tokens / found[0].run_pages, 2) == tokens
+        assert worst_waste(found) == waste * MIB
+        assert {one.parts for one in found} == {parts}
+
+
+def test_tokens_that_are_not_whole() -> None:
+    yi = buffers_of(60, 8 * HEAD, 2 * MIB, "sliced")
+    assert (yi.run_tokens, yi.run_pages, yi.stride) == (256, 15, 120 * KIB)
+    assert [yi.pages(tokens) for tokens in (0, 1, 17, 18, 34, 35, 256, 257)] == [0, 1, 1, 2, 2, 3, 15, 16]
+    large = buffers_of(96, 96 * HEAD, 2 * MIB, "sliced")  # OPT-175B: a token is more than a page
+    assert Fraction(large.run_tokens, large.run_pages) == Fraction(2 * MIB, 96 * 96 * HEAD) < 1
+    assert large.pages(1) == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layers", [1, 5, 32, 60])
+def test_pages_are_those_of_a_group(layers: int, layout: str) -> None:
+    one = buffers_of(layers, 3 * HEAD, 64 * KIB, layout)
+    group = Group(
+        tuple(range(layers)), one.page_bytes, one.token_bytes, 99, range(9), range(0), one.run_tokens, one.run_pages
+    )
+    for tokens in (0, 1, 84, 85, 86, 170, 171, 4096):
+        assert one.pages(tokens) == group.pages(tokens)
+        assert one.pages(tokens) * one.page >= tokens * one.stride > (one.pages(tokens) - 1) * one.page or not tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layers", [1, 5, 32, 60])
+def test_each_layer_has_a_place_of_its_own(layers: int, layout: str) -> None:
+    one = buffers_of(layers, HEAD, 64 * KIB, layout)
+    places = [one.place(layer, values) for layer in range(layers) for values in (False, True)]
+    assert len(set(places)) == 2 * layers
+    assert {part for part, _ in places} == set(range(one.parts))
+    assert all(offset % HEAD == 0 and 0 <= offset <= one.stride - HEAD for _, offset in places)
+    assert one.parts * one.stride - one.token_bytes == 2 * HEAD * (-layers % one.width)
+
+
+def test_places() -> None:
+    sliced = buffers_of(60, 8 * HEAD, 2 * MIB, "sliced:8")
+    assert sliced.place(0, False) == Place(0, 0)
+    assert sliced.place(59, True) == Place(15, 3 * 8 * HEAD)
+    assert buffers_of(60, 8 * HEAD, 2 * MIB, "layer").place(59, False) == Place(118, 0)
+    with pytest.raises(AssertionError, match="layer 60 of 60"):
+        sliced.place(60, False)
+
+
+def test_addresses_of_the_paper() -> None:
+    """§5.1.1: Yi-34B on two workers, 200K tokens, 500 sequences: 200 MB a sequence, 120 buffers of 100 GB, 12 TB."""
+    first, second = on_workers("yi-34b", 2, 2 * MIB, "layer")
+    assert first == second
+    assert first.stride == KIB
+    assert first.parts == 120
+    assert first.slot_bytes(200 * KIB) == 200 * MIB
+    assert first.buffer_bytes(500, 200 * KIB) == 500 * 200 * MIB
+    assert first.addresses(500, 200 * KIB) == 120 * 500 * 200 * MIB
+    assert first.slot_bytes(200_000) == 196 * MIB, "a slot is whole pages: 195.3 MB of them"
+
+
+def test_workers() -> None:
+    assert workers_of(32, 8) == [Worker(32, 8)]
+    assert workers_of(60, 8, tensor=2, pipeline=2) == [Worker(30, 4)] * 4
+    assert workers_of(7, 8, tensor=2, pipeline=3) == [Worker(3, 4)] * 2 + [Worker(2, 4)] * 4
+    assert workers_of(32, 4, tensor=8) == [Worker(32, 1)] * 8, "heads are kept twice"
+    halves = on_workers("llama3-8b", 1, 2 * MIB, "sliced", pipeline=2)
+    assert [one.parts for one in halves] == [2, 2]
+    assert [one.run_tokens for one in halves] == [64, 64]
+    assert worst_waste(halves) == worst_waste(on_workers("llama3-8b", 2, 2 * MIB, "sliced")) == 8 * MIB
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "words"), [
+    (3, 1, "8 KV heads can't be split 3 ways"),
+    (12, 1, "8 KV heads can't be split 12 ways"),
+    (0, 1, "0 x 1 workers"),
+    (1, 33, "1 x 33 workers can't share 32 layers"),
+])  # fmt: skip
+def test_workers_that_cannot_be(tensor: int, pipeline: int, words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        workers_of(32, 8, tensor, pipeline)
+
+
+def test_layouts() -> None:
+    assert buffers_of(32, HEAD, MIB, "sliced:1") == buffers_of(32, HEAD, MIB, "layer")
+    assert buffers_of(32, HEAD, MIB, "sliced:32") == buffers_of(32, HEAD, MIB, "sliced")
+    assert buffers_of(4, HEAD, MIB, "sliced:8") == buffers_of(4, HEAD, MIB, "sliced")
+
+
+@pytest.mark.parametrize("layout", [
+    "", "layers", "sliced:", "sliced:0", "sliced:-1", "sliced:4097", "sliced:08888", "layer:2", "sliced:8:8",
+    "sliced:\u0668", "sliced: 8", "paged" * 99,
+])  # fmt: skip
+def test_other_layouts_are_refused(layout: str) -> None:
+    with pytest.raises(StartupError, match="is no layout of virtual memory") as failure:
+        buffers_of(32, HEAD, MIB, layout)
+    assert len(failure.value.cause) < 130
