@@ -67,8 +67,12 @@ class Driver(Protocol):
 
     page: int
     granularity: int
-    device: torch.device | None  # None where nothing can compute over the addresses
     calls: Calls
+
+    @property
+    def device(self) -> torch.device | None:
+        """Whose memory this is; None where nothing can compute over it."""
+        ...
 
     def reserve(self, nbytes: int) -> int:
         """The first of at least `nbytes` addresses, a multiple of `page`: nothing is mapped there, nor ever behind

@@ -48,6 +48,7 @@ class FakeDriver:
 
     def reserve(self, nbytes: int) -> int:
         self._called("reserve")
+        nbytes = -(-nbytes // self.page) * self.page
         check_addresses(nbytes)
         address = self._next = -(-self._next // self.page) * self.page
         self.places.reserve(address, nbytes)
@@ -140,7 +141,7 @@ class FakeDriver:
     def close(self) -> None:
         assert not self._holds, f"closed while {len(self._holds)} ranges are held"
         self._closed = True
-        self.places = Places(self.page)
+        self.places.forget()
 
     def _called(self, kind: str) -> None:
         assert not self._closed, f"{kind} after close"

@@ -39,6 +39,12 @@ class Places:
         for at in self._at(address, count):
             assert at in self.mapped, f"an unmap of {at:#x}, where nothing is mapped"
 
+    def check_tensor(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+        """Assert that a tensor at `address` lies in one reservation; strides in elements."""
+        assert all(size > 0 and stride >= 0 for size, stride in zip(shape, strides, strict=True)), f"{shape}, {strides}"
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides))
+        assert self.inside(address, (last + 1) * itemsize), f"a tensor {shape} at {address:#x} lies in no reservation"
+
     def fill(self, address: int, page: int, count: int) -> None:
         """Pages were mapped."""
         self.mapped.update(zip(self._at(address, count), range(page, page + count)))
@@ -49,6 +55,13 @@ class Places:
         for at in self._at(address, count):
             del self.mapped[at]
         self.unmaps += count
+
+    def forget(self) -> None:
+        """Everything was given back."""
+        self.count = 0
+        self.mapped.clear()
+        self._ends.clear()
+        self._starts.clear()
 
     def _at(self, address: int, count: int) -> range:
         return range(address, address + count * self.page, self.page)
