@@ -62,6 +62,8 @@ def test_unmaps_and_accesses_of_nothing(driver: FakeDriver) -> None:
     driver.map(at, 0, 2)
     with pytest.raises(AssertionError, match="nothing is mapped"):
         driver.unmap(at + PAGE, 2)
+    with pytest.raises(AssertionError, match="0 pages"):
+        driver.unmap(at, 0)
     with pytest.raises(AssertionError, match="nothing is mapped"):
         driver.read(at + 2 * PAGE - 1, 2)
     with pytest.raises(AssertionError, match="nothing is mapped"):

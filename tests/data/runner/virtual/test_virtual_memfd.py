@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -275,6 +276,31 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 def test_an_overrun_faults(overrun: str) -> None:
     done = run(f"print('inside', flush=True)\n{overrun}\nprint('survived')")
     assert (done.stdout, done.returncode) == ("inside\n", -signal.SIGSEGV), done.stderr
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/vm/max_map_count").read_text()) > 131072, reason="it takes too many mappings to run out of them"
+)
+def test_when_the_process_runs_out_of_mappings() -> None:
+    """The map that is one too many is refused, by name, and what is mapped stays. (An unmap can be refused there too:
+    that is why `check_regions` asks for half.)"""
+    done = run(
+        "driver = open_driver('cpu', 4096)\n"
+        "at = driver.reserve(2**30)\n"
+        "driver.create(100)\n"
+        "places = [at + 8192 * i for i in range(70_000)]\n"
+        "try:\n"
+        "    for n, place in enumerate(places):\n"
+        "        driver.map(place, n % 100)\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+        "ctypes.memset(at, 7, 1)\n"
+        "print(driver.counters.mapped == n, ctypes.string_at(places[100 * ((n - 1) // 100)], 1))\n"
+        "driver.close()\n"
+        "print(driver.regions() < 2000)"
+    )
+    words = r"mmap failed: Cannot allocate memory, mapping 1 pages at 0x\w+\nTrue b'\\x07'\nTrue\n"
+    assert re.fullmatch(words, done.stdout), (done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("kept", ["", "torch.kept = view[3]", "sys.kept = view", "del driver"])
