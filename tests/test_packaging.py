@@ -13,7 +13,7 @@ from shutil import copytree, ignore_patterns
 
 ROOT = Path(__file__).parent.parent
 NAMES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client", "pyyaml": "yaml"}
-OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton"}
+OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton", "cuda"}
 
 
 def test_the_sdist_is_whole(tmp_path: Path) -> None:

@@ -1,0 +1,23 @@
+"""Virtual memory: physical pages mapped at addresses that stay, by the operating system, by CUDA, or only checked.
+
+What is named here imports no torch; a device's driver is imported when one is opened.
+"""
+
+from __future__ import annotations
+
+from quire.data.runner.virtual.driver import Calls, Counters, Driver, DriverError, Run, map_all
+from quire.data.runner.virtual.fake import FakeDriver
+
+__all__ = ["Calls", "Counters", "Driver", "DriverError", "FakeDriver", "Run", "map_all", "open_driver"]
+
+
+def open_driver(device: str, page: int) -> Driver:
+    """The driver of a torch device's memory, 'cpu' or 'cuda:N', in pages of `page` bytes. StartupError where there is
+    none."""
+    if device.partition(":")[0] == "cuda":
+        from quire.data.runner.virtual.cuda import CudaDriver
+
+        return CudaDriver(page, int(device.partition(":")[2] or 0))
+    from quire.data.runner.virtual.memfd import MemfdDriver
+
+    return MemfdDriver(page)

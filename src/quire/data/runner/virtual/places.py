@@ -1,0 +1,72 @@
+"""Places: which page a driver has mapped at each address, and the checks that are alike in all drivers. No memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+
+
+class Places:
+    """Reservations, and the page at each of their places that holds one; places are multiples of `page` bytes."""
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.count = 0  # of physical pages
+        self.mapped: dict[int, int] = {}  # address -> page
+        self.maps = self.unmaps = 0
+        self._ends: dict[int, int] = {}  # first address of a reservation -> its end
+        self._starts: list[int] = []  # in order
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        assert start % self.page == 0, f"a reservation at {start:#x} is no multiple of {self.page} bytes"
+        self._ends[start] = start + nbytes
+        insort(self._starts, start)
+
+    def inside(self, address: int, nbytes: int) -> bool:
+        """Whether these addresses lie in one reservation."""
+        i = bisect_right(self._starts, address) - 1
+        return i >= 0 and address + nbytes <= self._ends[self._starts[i]]
+
+    def check_map(self, address: int, page: int, count: int) -> None:
+        """Assert that pages page ... page + count - 1 can be mapped at `address`."""
+        self._check_range(address, count)
+        assert 0 <= page <= page + count <= self.count, f"page {page} and {count - 1} more, of {self.count}"
+        for at in self._at(address, count):
+            assert at not in self.mapped, f"a map of page {page} over page {self.mapped[at]}, mapped at {at:#x}"
+
+    def check_unmap(self, address: int, count: int) -> None:
+        """Assert that every one of these places holds a page."""
+        self._check_range(address, count)
+        for at in self._at(address, count):
+            assert at in self.mapped, f"an unmap of {at:#x}, where nothing is mapped"
+
+    def check_tensor(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> None:
+        """Assert that a tensor at `address` lies in one reservation; strides in elements."""
+        assert all(size > 0 and stride >= 0 for size, stride in zip(shape, strides, strict=True)), f"{shape}, {strides}"
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides))
+        assert self.inside(address, (last + 1) * itemsize), f"a tensor {shape} at {address:#x} lies in no reservation"
+
+    def fill(self, address: int, page: int, count: int) -> None:
+        """Pages were mapped."""
+        self.mapped.update(zip(self._at(address, count), range(page, page + count)))
+        self.maps += count
+
+    def clear(self, address: int, count: int) -> None:
+        """Places were unmapped."""
+        for at in self._at(address, count):
+            del self.mapped[at]
+        self.unmaps += count
+
+    def forget(self) -> None:
+        """Everything was given back."""
+        self.count = 0
+        self.mapped.clear()
+        self._ends.clear()
+        self._starts.clear()
+
+    def _at(self, address: int, count: int) -> range:
+        return range(address, address + count * self.page, self.page)
+
+    def _check_range(self, address: int, count: int) -> None:
+        assert count > 0, f"{count} pages at {address:#x}"
+        assert address % self.page == 0, f"{address:#x} is no multiple of {self.page} bytes"
+        assert self.inside(address, count * self.page), f"{count} pages at {address:#x} lie in no reservation"

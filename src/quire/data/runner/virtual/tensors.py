@@ -1,0 +1,114 @@
+"""Tensors over addresses, mapped or not, as DLPack capsules made by ctypes: no compiled extension, any strides.
+
+torch takes the device from the capsule and looks at no byte. (`__cuda_array_interface__` won't do: there torch asks
+the driver whose the pointer is, which it can't tell of addresses with nothing mapped.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+from typing import Any
+
+import torch
+
+from quire.data.runner.virtual.driver import DriverError
+
+CPU, CUDA = 1, 2  # DLPack's numbers of devices
+INT, UINT, FLOAT, BFLOAT = 0, 1, 2, 4  # ... and of kinds of numbers
+CAPSULE = b"dltensor"
+SHOWN = 8  # tensors that an error names
+
+
+class _DLTensor(ctypes.Structure):
+    """DLPack's DLTensor, with DLDevice and DLDataType written out."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    """DLPack's DLManagedTensor. `deleter` is called once the last tensor over it is gone; none is called if NULL."""
+
+    _fields_ = (("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class Tensors:
+    """The tensors over one driver's addresses, and which of them live; whatever views the last one of."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._live: dict[int, tuple[str, _DLManagedTensor, Any]] = {}  # address of the struct -> what it needs
+        live = self._live
+        self._gone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda at: live.pop(at, None))
+        atexit.register(self.disarm)  # which keeps the callback as long as a tensor may call it
+
+    def over(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor whose first element is at `address`; strides in elements, none negative."""
+        assert len(shape) == len(strides), f"{len(shape)} sizes and {len(strides)} strides"
+        assert address % dtype.itemsize == 0, f"{address:#x} is no multiple of an element's {dtype.itemsize} bytes"
+        sizes = (ctypes.c_int64 * (2 * len(shape)))(*shape, *strides)
+        struct = _DLManagedTensor()
+        inner = struct.dl_tensor
+        inner.data, inner.ndim, inner.lanes = address, len(shape), 1
+        cuda = self.device.type == "cuda"
+        inner.device_type, inner.device_id = (CUDA, self.device.index or 0) if cuda else (CPU, 0)
+        inner.code, inner.bits = _numbers(dtype)
+        inner.shape = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
+        inner.strides = ctypes.cast(ctypes.byref(sizes, 8 * len(shape)), ctypes.POINTER(ctypes.c_int64))
+        struct.deleter = ctypes.cast(self._gone, ctypes.c_void_p)
+        at = ctypes.addressof(struct)
+        self._live[at] = (f"{str(dtype).removeprefix('torch.')}{list(shape)}", struct, sizes)
+        try:
+            made: torch.Tensor = torch.utils.dlpack.from_dlpack(_capsule(at))
+        except BaseException:
+            self._live.pop(at, None)
+            raise
+        return made.view(dtype)
+
+    @property
+    def live(self) -> list[str]:
+        """Type and shape of each tensor that lives, in the order made."""
+        return [name for name, _, _ in self._live.values()]
+
+    def check_none(self) -> None:
+        """DriverError if a tensor lives, whose memory must not go."""
+        if self._live:
+            first, more = ", ".join(self.live[:SHOWN]), len(self._live) - SHOWN
+            raise DriverError("close", f"tensors live over these addresses: {first}{f' and {more} more' * (more > 0)}")
+
+    def disarm(self) -> None:
+        """Tensors that live on are no longer our business: at the interpreter's end no callback of ours may run."""
+        atexit.unregister(self.disarm)
+        for _, struct, sizes in self._live.values():
+            struct.deleter = None
+            for kept in (struct, sizes):  # they are read until torch lets go of the tensor, however late
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._live.clear()
+
+
+def _numbers(dtype: torch.dtype) -> tuple[int, int]:
+    """DLPack's kind and bits of an element. A byte is just that to it, and viewed as its type after."""
+    assert not dtype.is_complex, f"no tensors of {dtype} over addresses"
+    if dtype.itemsize == 1:
+        return UINT, 8
+    kind = BFLOAT if dtype == torch.bfloat16 else FLOAT if dtype.is_floating_point else INT
+    return kind, 8 * dtype.itemsize
+
+
+def _capsule(at: int) -> object:
+    """A PyCapsule around the struct at this address. torch renames it once the struct is its own."""
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    made: object = make(at, CAPSULE, None)
+    return made

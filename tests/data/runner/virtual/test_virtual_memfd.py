@@ -1,0 +1,336 @@
+"""Virtual memory on the CPU: real pages, at real addresses, whose bytes, faults and accounts the system tells."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.data.runner.virtual import DriverError, Run, map_all, open_driver
+from quire.data.runner.virtual.memfd import MemfdDriver, check_regions
+from quire.errors import StartupError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
+KIB = 1 << 10
+PAGES = (4 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 2048 * KIB)
+
+
+def leftovers() -> tuple[int, int]:
+    """Mappings of pages in this process, and open files."""
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count("quire-pages"), len(os.listdir("/proc/self/fd"))
+
+
+def mappings(start: int, end: int) -> list[str]:
+    """How the system describes its mappings between two addresses: their permissions."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions = line.split()[:2]
+        low, high = (int(number, 16) for number in span.split("-"))
+        if low < end and start < high:
+            found.append(permissions)
+    return found
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: f"{page // KIB}K")
+def driver(request: pytest.FixtureRequest) -> Iterator[MemfdDriver]:
+    made = MemfdDriver(request.param)
+    yield made
+    made.close()
+    assert leftovers()[0] == 0
+
+
+def bytes_at(driver: MemfdDriver, address: int, count: int = 1) -> torch.Tensor:
+    return driver.tensor(address, (count, driver.page), (driver.page, 1), torch.uint8)
+
+
+def test_pages_keep_their_bytes_wherever_they_are(driver: MemfdDriver) -> None:
+    at = driver.reserve(8 * driver.page)
+    driver.create(6)
+    view = bytes_at(driver, at, 8)
+    driver.map(at, 0, 6)
+    assert not view[:6].any()
+    view[:6] = torch.arange(1, 7, dtype=torch.uint8)[:, None]
+    driver.unmap(at, 6)
+    for place, page in enumerate((4, 2, 5, 0)):
+        driver.map(at + (2 * place) * driver.page, page)
+    assert (view[0:8:2] == torch.tensor([[5], [3], [6], [1]])).all()
+    del view
+    assert (driver.counters.maps, driver.counters.unmaps, driver.counters.mapped) == (10, 6, 4)
+
+
+def test_one_page_at_several_addresses(driver: MemfdDriver) -> None:
+    one, two = driver.reserve(3 * driver.page), driver.reserve(driver.page)
+    driver.create(3)
+    for address in (one, one + 2 * driver.page, two):
+        driver.map(address, 1)
+    views = [bytes_at(driver, address) for address in (one, one + 2 * driver.page, two)]
+    views[0][0, 7], views[1][0, -1], views[2][0, 0] = 7, 8, 9
+    assert all(torch.equal(views[0], view) for view in views)
+    driver.unmap(one)
+    assert views[2][0, 7] == 7
+    assert driver.physical() == 3 * driver.page
+    del views
+
+
+def test_the_system_agrees_on_the_bytes(driver: MemfdDriver) -> None:
+    at = driver.reserve(64 * driver.page)
+    assert driver.physical() == 0
+    driver.create(5)
+    for change in (
+        lambda: driver.map(at, 0, 5),
+        lambda: driver.map(at + 9 * driver.page, 3),
+        lambda: driver.unmap(at, 4),
+    ):
+        change()
+        assert driver.physical() == driver.counters.physical == 5 * driver.page
+
+
+def test_attention_over_scattered_pages_is_attention(driver: MemfdDriver) -> None:
+    tokens, heads, size = 2 * driver.page // (4 * 2 * 16) + 3, 2, 16
+    row = heads * size  # numbers of a token
+    pages = -(-4 * row * tokens // driver.page)
+    keys, values = driver.reserve(pages * driver.page), driver.reserve(pages * driver.page)
+    driver.create(2 * pages)
+    for i in range(pages):
+        driver.map(keys + i * driver.page, 2 * pages - 1 - i)
+        driver.map(values + i * driver.page, i)
+    shape, strides = (1, heads, tokens, size), (row * tokens, size, row, 1)
+    views = [driver.tensor(at, shape, strides, torch.float32) for at in (keys, values)]
+    plain = [torch.randn(1, tokens, heads, size).transpose(1, 2) for _ in views]
+    query = torch.randn(1, heads, 1, size)
+    for view, other in zip(views, plain):
+        view.copy_(other)
+    assert views[0].stride() == plain[0].stride()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(query, *views), attend(query, *plain))
+    del view, views
+
+
+def test_neighbours_are_one_mapping() -> None:
+    driver = MemfdDriver(4 * KIB)
+    at, count = driver.reserve(2**24), 64
+    driver.create(count)
+    before = len(mappings(at, at + 2**24))
+    for i in range(count):
+        driver.map(at + i * driver.page, i)
+    assert len(mappings(at, at + 2**24)) == before + 1
+    for i in range(0, count, 2):
+        driver.unmap(at + i * driver.page)
+    assert len(mappings(at, at + 2**24)) >= count - 1
+    assert driver.regions() > count
+    driver.close()
+
+
+def test_too_many_mappings_are_refused() -> None:
+    check_regions(500, limit=1000)
+    with pytest.raises(StartupError, match=r"501 mappings.*max_map_count = 1,000.*to 1,002 with sysctl, or use larger"):
+        check_regions(501, limit=1000)
+    with pytest.raises(StartupError, match="max_map_count"):
+        check_regions(1 << 40)
+
+
+@pytest.mark.parametrize("page", [0, -4096, 1000, 4097, 240_000])
+def test_pages_that_the_system_cannot_map(page: int) -> None:
+    before = leftovers()
+    with pytest.raises(StartupError, match=rf"A page of {page:,} bytes .* The next one up has [\d,]+"):
+        open_driver("cpu", page)
+    assert leftovers() == before
+
+
+def test_addresses_of_the_paper_and_beyond() -> None:
+    """Yi-34B on two workers, 500 requests: 120 buffers of 100 GB, 12 TB (§5.1.1)."""
+    driver = MemfdDriver(2048 * KIB)
+    buffers = [driver.reserve(200 * 2**20 * 500) for _ in range(120)]
+    driver.create(1)
+    last = buffers[119] + 200 * 2**20 * 500 - driver.page
+    driver.map(last, 0)
+    view = bytes_at(driver, last)
+    view[0, -1] = 3
+    assert view.sum() == 3
+    del view
+    with pytest.raises(StartupError, match=f"asks for {1 << 47:,} addresses.*--max-model-len"):
+        driver.reserve(1 << 47)
+    with pytest.raises(StartupError, match=r"which the system refuses \(Cannot allocate memory\).*--max-num-seqs"):
+        driver.reserve((1 << 47) - (1 << 43))
+    driver.close()
+
+
+def test_addresses_under_a_limit() -> None:
+    driver, limits = MemfdDriver(4 * KIB), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 42, limits[1]))
+    try:
+        with pytest.raises(StartupError, match=rf"this process may have {1 << 42:,}. .*`ulimit -v unlimited`"):
+            driver.reserve(1 << 42)
+        with pytest.raises(StartupError, match=r"which the system refuses.*or raise `ulimit -v`"):
+            driver.reserve((1 << 42) - 4 * KIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    driver.reserve(1 << 42)
+    driver.close()
+
+
+def test_a_hundred_cycles_leave_nothing() -> None:
+    def cycle() -> int:
+        driver = MemfdDriver(64 * KIB)
+        buffers = [driver.reserve(2**30) for _ in range(4)]
+        driver.create(16)
+        for i, at in enumerate(buffers):
+            driver.map(at, 4 * i, 4)
+            bytes_at(driver, at, 4).fill_(i)
+        driver.unmap(buffers[0], 2)
+        driver.close()
+        assert driver.physical() == driver.counters.physical == driver.counters.mapped == 0
+        return driver.regions()
+
+    first, before = cycle(), leftovers()
+    last = [cycle() for _ in range(100)][-1]
+    assert leftovers() == before
+    assert last <= first + 20, "each cycle has four reservations and one file"
+
+
+def test_closing_with_live_tensors_is_refused() -> None:
+    driver = MemfdDriver(4 * KIB)
+    at = driver.reserve(2**20)
+    driver.create(1)
+    driver.map(at, 0)
+    whole = driver.tensor(at, (4, 8), (64, 1), torch.bfloat16)
+    part = whole[0, 2:]
+    del whole
+    with pytest.raises(DriverError, match=r"close failed: tensors live over these addresses: bfloat16\[4, 8\]$"):
+        driver.close()
+    part.fill_(1)  # still there
+    many = [driver.tensor(at, (i + 1,), (1,), torch.int8) for i in range(12)]
+    with pytest.raises(DriverError, match=r"int8\[7\] and 5 more"):
+        driver.close()
+    del part, many
+    driver.close()
+    driver.close()
+
+
+def test_a_map_that_the_system_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The k-th call of a group fails, as when the process has too many mappings."""
+
+    class Refusing:
+        def __init__(self, libc: Any, k: int) -> None:
+            self.libc, self.left = libc, k
+
+        def mmap(self, *given: Any) -> int | None:
+            self.left -= 1
+            if self.left == 0:
+                self.libc.munmap(given[0], given[1])  # what an older kernel may have done by then
+                ctypes.set_errno(12)
+                return ctypes.c_void_p(-1).value
+            return self.libc.mmap(*given)
+
+    for k in (1, 2, 3):
+        driver = MemfdDriver(4 * KIB)
+        at = driver.reserve(2**20)
+        driver.create(8)
+        driver.map(at, 7)
+        group = [Run(at + (2 + 2 * i) * driver.page, 2 * i, 2) for i in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "_libc", Refusing(driver._libc, k))
+            with pytest.raises(DriverError, match="mmap failed: Cannot allocate memory, mapping 2 pages at"):
+                map_all(driver, group)
+        assert set(driver.places.mapped) == {at}
+        assert mappings(at, at + 9 * driver.page) == ["rw-s", "---p"]
+        map_all(driver, group)
+        driver.close()
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    lines = (
+        "import ctypes, sys, torch\n"
+        "from quire.data.runner.virtual import open_driver\n"
+        "driver = open_driver('cpu', 4096)\n"
+        "at = driver.reserve(16 * 4096)\n"
+        "driver.create(16)\n"
+        "driver.map(at, 0)\n"
+        "view = driver.tensor(at, (16, 4096), (4096, 1), torch.uint8)\n"
+        "assert view[0].sum() == 0\n" + code
+    )
+    return subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    "overrun",
+    [
+        "view[1, 0].item()",
+        "view[0:2].fill_(1)",
+        "driver.map(at + 4096, 1, 15); view.sum(); ctypes.string_at(at + 16 * 4096, 1)",
+        "driver.unmap(at); view[0, 0].item()",
+    ],
+    ids=["read", "write", "past the reservation", "after unmap"],
+)
+def test_an_overrun_faults(overrun: str) -> None:
+    done = run(f"print('inside', flush=True)\n{overrun}\nprint('survived')")
+    assert (done.stdout, done.returncode) == ("inside\n", -signal.SIGSEGV), done.stderr
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/vm/max_map_count").read_text()) > 131072, reason="it takes too many mappings to run out of them"
+)
+def test_when_the_process_runs_out_of_mappings() -> None:
+    """The map that is one too many is refused, by name, and what is mapped stays. (An unmap can be refused there too:
+    that is why `check_regions` asks for half.)"""
+    done = run(
+        "driver = open_driver('cpu', 4096)\n"
+        "at = driver.reserve(2**30)\n"
+        "driver.create(100)\n"
+        "places = [at + 8192 * i for i in range(70_000)]\n"
+        "try:\n"
+        "    for n, place in enumerate(places):\n"
+        "        driver.map(place, n % 100)\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+        "ctypes.memset(at, 7, 1)\n"
+        "print(driver.counters.mapped == n, ctypes.string_at(places[100 * ((n - 1) // 100)], 1))\n"
+        "driver.close()\n"
+        "print(driver.regions() < 2000)"
+    )
+    words = r"mmap failed: Cannot allocate memory, mapping 1 pages at 0x\w+\nTrue b'\\x07'\nTrue\n"
+    assert re.fullmatch(words, done.stdout), (done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("kept", ["", "torch.kept = view[3]", "sys.kept = view", "del driver"])
+def test_a_process_may_end_with_live_tensors(kept: str) -> None:
+    done = run(f"{kept}\nprint('done')")
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+def test_started_programs_inherit_no_file() -> None:
+    driver = MemfdDriver(4 * KIB)
+    code = f"import os; os.fstat({driver._file})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, close_fds=False, timeout=60)
+    assert b"Bad file descriptor" in done.stderr
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn]
+)
+def test_tensors_over_nothing(dtype: torch.dtype) -> None:
+    """Any type and strides, with nothing mapped; and none outside the reservation."""
+    driver = MemfdDriver(64 * KIB)
+    at = driver.reserve(2**40)
+    view = driver.tensor(at + 64, (3, 5, 7), (2**30, 16, 1), dtype)
+    facts = (view.dtype, view.shape, view.stride(), view.data_ptr(), view.device.type)
+    assert facts == (dtype, (3, 5, 7), (2**30, 16, 1), at + 64, "cpu")
+    with pytest.raises(AssertionError, match="no reservation"):
+        driver.tensor(at + 2**40 - 64, (65,), (1,), torch.uint8)
+    if dtype.itemsize > 1:
+        with pytest.raises(AssertionError, match="no multiple of an element"):
+            driver.tensor(at + 1, (1,), (1,), dtype)
+    del view
+    driver.close()
