@@ -164,7 +164,8 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
     heads = {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers}
     fits = all(group <= MOST_GROUP and dim % 2 == 0 and dim <= MOST_HEAD_DIM for group, dim in heads)
     if chosen == "auto":
-        chosen = "triton" if device.type == "cuda" and fits else "sdpa"
+        plain = "contiguous" if config.memory == "virtual" else "sdpa"
+        chosen = "triton" if device.type == "cuda" and fits else plain
     if chosen == "triton" and not fits:
         raise StartupError(
             "--attention is triton, and the model has heads that it doesn't take: (query heads a key head, size) "

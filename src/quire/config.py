@@ -8,14 +8,15 @@ from dataclasses import dataclass, fields, replace
 from quire.errors import StartupError
 
 RESERVED = ("orca-oracle", "orca-pow2", "orca-max", "ft")
-MEMORIES = ("paged", *RESERVED)
+MEMORIES = ("paged", "virtual", *RESERVED)
 PREEMPTIONS = ("recompute", "swap", "auto")
-ATTENTIONS = ("auto", "reference", "sdpa", "triton")
+ATTENTIONS = ("auto", "reference", "sdpa", "contiguous", "triton")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("one", "own")
+AHEAD = ("inline", "off")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
@@ -28,8 +29,12 @@ MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 class EngineConfig:
     """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
 
-    `memory` is how the KV memory is managed: in pages, or as the baselines of PagedAttention §6.1 did (RESERVED), which
-    share nothing, preempt nobody, and hence ignore the settings of prefix caching and preemption.
+    `memory` is how the KV memory is managed: in pages; contiguous in virtual addresses under which pages are mapped
+    (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED), which share nothing, preempt nobody, and
+    hence ignore the settings of prefix caching and preemption. Of "virtual", `virtual_page_kib` is the size of a page
+    of the device (None: 2 MiB on a GPU; on a CPU from 64 KiB on, as many as there may be mappings for), and
+    `virtual_layout` which layers share a buffer (control.memory.buffers); `map_ahead` says whether what the next step
+    needs is mapped while one computes.
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
     "one" gives layers of unlike kinds pages of one size, padded, out of one pool; "own" pages as large as their tokens
     are, and a share of the memory for each size.
@@ -61,6 +66,9 @@ class EngineConfig:
     page_size: int = 16
     table_scope: str = "model"
     page_sizes: str = "one"
+    virtual_page_kib: int | None = None
+    virtual_layout: str = "sliced"
+    map_ahead: str = "inline"
     kv_tokens: int | None = None
     kv_gib: float | None = None
     gpu_memory_utilization: float = 0.9
@@ -94,12 +102,14 @@ class EngineConfig:
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
             ("page_sizes", PAGE_SIZES),
+            ("map_ahead", AHEAD),
             ("preemption", PREEMPTIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")
         for name, low, high in (
             ("page_size", 1, MAX_PAGE_SIZE),
+            ("virtual_page_kib", 4, 2**20),
             ("kv_tokens", 1, 2**40),
             ("max_model_len", 1, 2**31 - 1),
             ("max_num_seqs", 1, MAX_SEQS),
@@ -131,6 +141,11 @@ class EngineConfig:
                 f"--page-sizes is {self.page_sizes}, and --memory is {self.memory}, whose pages have one size",
                 "Use --memory paged",
             )
+        if self.memory == "virtual" and self.table_scope != "model":
+            raise StartupError(
+                f"--table-scope is {self.table_scope}, and --memory is virtual, whose layers share a sequence's place",
+                "Leave --table-scope out; --virtual-layout layer gives each layer buffers of its own",
+            )
         if not 0.05 <= self.gpu_memory_utilization <= 1:
             raise StartupError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"
@@ -142,12 +157,14 @@ class EngineConfig:
             raise StartupError(cause, f"It may set: {', '.join(GENERATION)}")
 
     def sized(self, device: str) -> EngineConfig:
-        """The same with `max_num_seqs` and `max_num_batched_tokens` filled in for "cpu" or "cuda"."""
+        """The same with `max_num_seqs`, `max_num_batched_tokens` and, of a GPU, `virtual_page_kib` filled in for "cpu"
+        or "cuda"."""
         seqs, tokens = MOST[device]
         return replace(
             self,
             max_num_seqs=seqs if self.max_num_seqs is None else self.max_num_seqs,
             max_num_batched_tokens=tokens if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
+            virtual_page_kib=2048 if self.virtual_page_kib is None and device == "cuda" else self.virtual_page_kib,
         )
 
     @classmethod

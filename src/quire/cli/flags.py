@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from quire.cli.vllm import add_vllm_flags, said_as_vllm, settled
 from quire.config import (
+    AHEAD,
     ATTENTIONS,
     DEVICES,
     DTYPE_ALIASES,
@@ -58,7 +59,14 @@ ENGINE = (
     Flag("kv_gib", float, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB"),
     Flag("kv_tokens", int, "size of the KV memory in tokens", metavar="N"),
     Flag("page_size", int, "tokens of a page", aliases=("--block-size",), metavar="N"),
-    Flag("memory", str, "how the KV memory is managed: in pages, or as earlier systems did", MEMORIES),
+    Flag("memory", str, "how the KV memory is managed: in pages, in pages mapped under contiguous addresses, or as "
+         "earlier systems did", MEMORIES),
+    Flag("virtual_page_kib", int, "KiB of a page that --memory virtual maps (default: 2048 on a GPU, from 64 on a CPU)",
+         metavar="N"),
+    Flag("virtual_layout", str, "buffers of --memory virtual: layer (one a layer), sliced (one for all), or sliced:N",
+         metavar="HOW"),
+    Flag("map_ahead", str, "when --memory virtual maps what the next step needs: while one computes, or in its way",
+         AHEAD),
     Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
     Flag("page_sizes", str, "pages of one size for layers of all kinds, padded, or of their own sizes", PAGE_SIZES),
     Flag("attention", str, "the attention backend", ATTENTIONS),

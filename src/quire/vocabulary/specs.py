@@ -75,7 +75,8 @@ class Group:
     token's `token_bytes` may lie in two pages. Page `id` is at byte id * page_bytes of the memory; `ids` may be given
     to this group, or to another one with the same `ids`, and so may `host_ids` in host memory, whose page `id` is at
     byte (id - 1) * page_bytes. `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
-    quire.control.memory.policies): "full", "window".
+    quire.control.memory.policies): "full", "window". Where a sequence's tokens are contiguous in addresses, a page is
+    `parts` equal pages of the device, one in each buffer of the group's keys and values.
     """
 
     layers: tuple[int, ...]
@@ -88,6 +89,7 @@ class Group:
     run_pages: int = 1
     window: int | None = None
     kind: str = "full"
+    parts: int = 1
 
     def pages(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens, the last one perhaps in part."""

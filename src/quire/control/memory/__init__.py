@@ -14,6 +14,7 @@ from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.reserved import RULES, ReservedMemory
+from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
 from quire.errors import StartupError
 from quire.vocabulary.plan import Journal
@@ -103,7 +104,8 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: st
     StartupError if it has no room for the longest sequence, where it reserves, or beside the registered prefixes."""
     config = config.sized("cpu")
     if config.memory not in RULES:
-        paged = PagedMemory.build(config, spec, size, model_id)
+        kind = VirtualMemory if config.memory == "virtual" else PagedMemory
+        paged = kind.build(config, spec, size, model_id)
         if config.prefix_tokens and not paged.fits([min(2, size.max_len)]):
             raise StartupError(
                 f"--prefix-tokens is {config.prefix_tokens}, and the KV memory holds {size.tokens} tokens in all",

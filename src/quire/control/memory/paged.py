@@ -192,7 +192,7 @@ class PagedMemory(PageTables):
             owner = before[one.owner].tables
             stops = [policy.required(seq, one.common).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
-        resident = self.reside(seq, tables)
+        resident = self.reside(seq, tables, one.length)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
         resident.room = self._room(seq, tables)
         resident.forked = one.tokens % self.prefixes.stride > 0

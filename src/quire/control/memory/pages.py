@@ -11,21 +11,48 @@ their last use.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 SCRATCH = 0
 WATERMARK = 100  # a hundredth of a pool stays free when a sequence joins others
 
 
+class Empty(Protocol):
+    """The empty pages of a pool, in the order in which they are given out."""
+
+    def append(self, page: int, /) -> None: ...
+    def pop(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class Queue(OrderedDict[int, None]):
+    """Empty pages, of which the one that came back first is given out first: so what another place still remembers of a
+    page lasts as long as it can. Any page can be taken out."""
+
+    def __init__(self, pages: Iterable[int]) -> None:
+        super().__init__(dict.fromkeys(reversed(list(pages))))
+
+    def append(self, page: int) -> None:
+        self[page] = None
+
+    def pop(self) -> int:  # type: ignore[override]
+        return self.popitem(last=False)[0]
+
+
 class Pool:
-    """Pages `ids` of one size, for some groups. `order` gives the empty pages in the order of first use."""
+    """Pages `ids` of one size, for some groups. `order` gives the empty pages in the order of first use; `stack` makes
+    what keeps them, of the last one first."""
 
     __slots__ = ("cached", "empty", "groups", "ids", "keys", "refs")
 
-    def __init__(self, ids: range, order: Iterable[int] | None = None) -> None:
+    def __init__(
+        self, ids: range, order: Iterable[int] | None = None, stack: Callable[[Iterable[int]], Empty] = list
+    ) -> None:
         self.ids = ids
         self.groups: list[int] = []
-        self.empty = list(order if order is not None else ids)[::-1]
+        self.empty = stack(list(order if order is not None else ids)[::-1])
         self.refs = [0] * max(ids.stop, 1)  # by page id
         self.keys: list[tuple[int, bytes] | None] = [None] * max(ids.stop, 1)
         self.cached: OrderedDict[int, None] = OrderedDict()  # oldest use first
@@ -37,12 +64,15 @@ class Pool:
 
 
 class Ledger:
-    """The pages of groups whose ids are `ids`, one range a group; groups with the same range share them. `order` as in
-    Pool, where there is one. `releases` counts the times that something came back: what was refused once needn't be
-    tried before."""
+    """The pages of groups whose ids are `ids`, one range a group; groups with the same range share them. `order` and
+    `stack` as in Pool, the former where there is one. `releases` counts the times that something came back: what was
+    refused once needn't be tried before."""
 
-    def __init__(self, ids: Sequence[range], order: Iterable[int] | None = None) -> None:
-        self.pools = [Pool(own, order) for own in dict.fromkeys(ids)]
+    def __init__(
+        self, ids: Sequence[range], order: Iterable[int] | None = None,
+        stack: Callable[[Iterable[int]], Empty] = list,
+    ) -> None:  # fmt: skip
+        self.pools = [Pool(own, order, stack) for own in dict.fromkeys(ids)]
         self.of = [next(pool for pool in self.pools if pool.ids == own) for own in ids]  # each group's pool
         for group, pool in enumerate(self.of):
             pool.groups.append(group)

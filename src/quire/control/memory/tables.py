@@ -7,10 +7,10 @@ written to a journal, which the runner replays.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from quire.control.memory.pages import SCRATCH, Ledger
+from quire.control.memory.pages import SCRATCH, Empty, Ledger
 from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
@@ -41,6 +41,8 @@ class PageTables:
     """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order` as in
     Ledger. With `debug` pages are poisoned when they are given out."""
 
+    stack: Callable[[Iterable[int]], Empty] = list
+
     def __init__(
         self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None, debug: bool = False
     ) -> None:
@@ -49,15 +51,16 @@ class PageTables:
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
         self.growing = [grows(policy) for policy in self.policies]
-        self.pages = Ledger([group.ids for group in geometry.groups], order)
+        self.pages = Ledger([group.ids for group in geometry.groups], order, self.stack)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
         self.copies = 0  # pages copied on write
 
-    def reside(self, seq: Sequence, tables: Tables) -> Resident:
-        """Give a slot and page tables; the pages' references are counted by the caller."""
-        resident = Resident(self.slots.pop(), tables)
+    def reside(self, seq: Sequence, tables: Tables, length: int = 0) -> Resident:
+        """Give a slot and page tables; the pages' references are counted by the caller. It will have `length` tokens
+        soon."""
+        resident = Resident(self.take_slot(tables, length), tables)
         self.residents[seq.id] = resident
         for g, pages in enumerate(tables):
             if pages:
@@ -89,8 +92,9 @@ class PageTables:
                     self._copy_on_write(resident, g, at)
                 for g, count in enumerate(more):
                     if count > 0:
-                        fresh = tuple([self.take(g) for _ in range(count)])
-                        self.entries.append(Table(resident.slot, g, len(tables[g]), fresh))
+                        at, slot = len(tables[g]), resident.slot
+                        fresh = tuple([self.take(g, slot, at + i) for i in range(count)])
+                        self.entries.append(Table(slot, g, at, fresh))
                         tables[g].extend(fresh)
                 resident.room = self._room(seq, tables)
             resident.forked = False
@@ -114,16 +118,25 @@ class PageTables:
                 room = min(room, policy.group.until(len(table)))
         return room
 
-    def take(self, group: int) -> int:
-        page = self.pages.take(group)
+    def take_slot(self, tables: Tables, length: int) -> int:
+        """A free slot, for a sequence with these tables that will have `length` tokens soon."""
+        return self.slots.pop()
+
+    def take(self, group: int, slot: int = 0, at: int = 0) -> int:
+        """A page of its own for logical page `at` of a slot (0: of one that isn't known yet)."""
+        page = self.pick(group, slot, at)
         if self.debug:
             self.entries.append(Poison(group, page))
         return page
 
+    def pick(self, group: int, slot: int, at: int) -> int:
+        """Which page that is. The caller has asked whether there is one."""
+        return self.pages.take(group)
+
     def _copy_on_write(self, resident: Resident, group: int, at: int) -> None:
         """Replace the shared page at logical page `at` by a private copy (§4.4, Figure 8)."""
         old = resident.tables[group][at]
-        new = self.take(group)
+        new = self.take(group, resident.slot, at)
         self.copies += 1
         self.entries.append(Copy(group, old, new))
         self.entries.append(Table(resident.slot, group, at, (new,)))

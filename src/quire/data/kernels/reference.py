@@ -59,6 +59,7 @@ class ReferenceBackend:
     """One query at a time, one page at a time. Any strides will do."""
 
     needs = Layout.PAGED
+    views = False
     rotates = False
 
     def check(self, cache: LayerCache) -> None:

@@ -57,6 +57,7 @@ class SdpaBackend:
     """See the head of the file. Buffers for gathered keys and values are kept between layers and steps."""
 
     needs = Layout.PAGED
+    views = False
     rotates = False
 
     def __init__(self) -> None:

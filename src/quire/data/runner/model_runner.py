@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import to_device
+from quire.data.kernels.contiguous import ContiguousBackend
 from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
@@ -32,7 +33,7 @@ from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
-BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
+BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
 
 
 class Model(Protocol):
@@ -99,13 +100,20 @@ class ModelRunner:
                 f"memory is {geometry.layout.value}",
                 "Use --attention auto",
             )
-        self.store = Store(geometry, self.spec, self.dtype, self.device, self.debug)
+        self.store = self._store(geometry)
         for cache in self.store.caches:
             self.backend.check(cache)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
         if self.replays:
             self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
+
+    def _store(self, geometry: Geometry) -> Store:
+        if geometry.layout is not Layout.CONTIGUOUS:
+            return Store(geometry, self.spec, self.dtype, self.device, self.debug)
+        from quire.data.runner.virtual.opening import open_store
+
+        return open_store(geometry, self.spec, self.dtype, self.device, self.debug, views=self.backend.views)
 
     def _prepare_graphs(self, largest: int) -> None:
         """For up to `largest` rows that sample. Nothing is captured yet."""
@@ -143,7 +151,7 @@ class ModelRunner:
         ticket = self._rows(plan, began)
         if plan.ahead:
             self.store.pool.settle()  # swaps wait for these rows, as copies do
-            self.store.replay(plan.ahead)
+            self.store.replay_ahead(plan.ahead)
         return ticket
 
     def _rows(self, plan: StepPlan, began: float) -> Ticket:
@@ -233,6 +241,9 @@ class ModelRunner:
         """Let go of the pages, once nothing moves them any more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        store = getattr(self, "store", None)
         for name in ("graphs", "mixed", "store", "sampler", "last"):
             if hasattr(self, name):
                 delattr(self, name)
+        if store is not None:
+            store.close()

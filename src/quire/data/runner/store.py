@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from quire.data.kernels.batch import LayerCache
 from quire.data.runner.hazards import Launch, Moves, launches
 from quire.data.runner.host_pool import HostPool
 from quire.data.runner.staging import Staging
@@ -33,23 +34,31 @@ class Store:
         check_geometry(geometry, spec)
         self.geometry, self.device = geometry, device
         self.staging = Staging(device)
-        numbers = geometry.bytes // geometry.itemsize
-        # Zeros: page 0 is scratch and must stay finite. NumPy's untouched zeros cost a CPU no memory, torch's do.
-        if device.type == "cpu":
-            self.buffer = torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype)
-        else:
-            self.buffer = torch.zeros(numbers, dtype=dtype, device=device)
+        self.buffer = self._pages(dtype)
         self.sizes = tuple(group.page_bytes for group in geometry.groups)
         self.sized = pages_by_size(self.buffer, geometry)
         self.views = tuple(self.sized[size] for size in self.sizes)
         self.pool = HostPool(self.sized, geometry.host_bytes, debug)
-        self.caches = layer_caches(self.buffer, geometry, spec)
         self._make_tables()
+        self.caches = self._caches(spec)
         if device.type != "cpu":  # so that kernels are compiled now, not in the midst of serving
             for size in self.sized:
                 self._copy({0: 0}, size)
                 self.pool.out({0: 0}, size)
                 self.pool.back({0: 0}, size)
+
+    def _pages(self, dtype: torch.dtype) -> torch.Tensor:
+        """All pages, one after another. Zeros: page 0 is scratch and must stay finite."""
+        numbers = self.geometry.bytes // self.geometry.itemsize
+        if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
+            return torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype)
+        return torch.zeros(numbers, dtype=dtype, device=self.device)
+
+    def _caches(self, spec: ModelSpec) -> list[LayerCache]:
+        return layer_caches(self.buffer, self.geometry, spec)
+
+    def close(self) -> None:
+        """Nothing is used any more."""
 
     def _make_tables(self) -> None:
         """One allocation, whose addresses are fixed and in which every entry of every table has a number."""
@@ -79,6 +88,10 @@ class Store:
             self._launch(launch)
         if named:
             self._write_tables(named)
+
+    def replay_ahead(self, journal: Journal) -> None:
+        """Replay what is sent ahead of need, behind a step's rows."""
+        self.replay(journal)
 
     def _launch(self, launch: Launch) -> None:
         kind, size, moves = launch

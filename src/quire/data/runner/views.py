@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.limits import MOST_ROWS
 from quire.errors import StartupError
-from quire.vocabulary.specs import Geometry, Group, ModelSpec
+from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec
 
 SMALLER = "Use another --page-size or --table-scope"
 
@@ -27,14 +27,14 @@ def check_geometry(geometry: Geometry, spec: ModelSpec) -> None:
             raise StartupError(
                 f"a page of {group.page_bytes:,} bytes isn't a whole number of numbers of {size} bytes", SMALLER
             )
-        if group.run_pages != 1:
+        if group.run_pages != 1 and geometry.layout is Layout.PAGED:
             raise StartupError(
                 f"{group.run_tokens} tokens fill {group.run_pages} pages, and page tables need pages of whole tokens",
                 SMALLER,
             )
-        if group.page_bytes < group.page_tokens * tokens:
+        if group.page_bytes * group.run_pages < group.run_tokens * tokens:
             raise StartupError(
-                f"a page of {group.page_bytes:,} bytes doesn't hold {group.page_tokens} tokens of {tokens:,} bytes",
+                f"a page of {group.page_bytes:,} bytes doesn't hold {group.run_tokens} tokens of {tokens:,} bytes",
                 SMALLER,
             )
         if geometry.bytes // group.page_bytes > MOST_ROWS:

@@ -84,6 +84,7 @@ class TritonBackend:
     through one kernel. Any strides will do."""
 
     needs = Layout.PAGED
+    views = True  # it reads contiguous ones as well
     rotates = True
 
     def __init__(self, *, deterministic: bool = False) -> None:

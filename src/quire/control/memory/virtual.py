@@ -1,0 +1,283 @@
+"""Virtual memory (vAttention §4-6): a sequence's tokens are contiguous in addresses, and pages are mapped under them on
+demand. Page tables are what they are in PagedMemory, but the device's memory-management unit executes them: a `Table`
+entry says which page lies at which place of which slot (the paper's reqId), and the runner maps it there.
+
+So sharing is naming the same page in two slots, and nothing is ever unmapped for want of memory: an empty page may
+still lie where its last owner was. Every place remembers the page that lies there. A sequence gets the free slot where
+the least must be mapped, and at each place the page that is there already, if it is empty (§6.2.1, deferred
+reclamation: "R1's reqId" for R2). Empty pages are given out in the order in which they came back, the last tokens'
+first, so what is remembered lasts. A place is mapped anew only when no step in flight names its slot, or behind the end
+of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.control.memory.answers import Usage
+from quire.control.memory.buffers import Buffers, buffers_of
+from quire.control.memory.layout import Size
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.pages import Empty, Queue
+from quire.control.memory.tables import Resident, Tables
+from quire.control.request import Sequence
+from quire.errors import StartupError
+from quire.vocabulary.plan import Journal, Table
+from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec, lay_out
+
+LOOKED_AT = 32
+"""Free slots that a sequence may get: those that came back last."""
+
+MOST_AHEAD = 1024
+"""Pages that are mapped ahead in one step: what a chunk of a prompt needs, and as many decodes as there are."""
+
+SHARE_AHEAD = 4
+"""At most a fourth of the empty pages is mapped for the next sequence (§6.2.2), which nobody may need."""
+
+LARGER, SMALLER = (64, 128, 256, 512, 1024, 2048), (32, 16, 8, 4)
+"""KiB of a CPU's pages, where nothing is said."""
+
+MOST_MAPPINGS = 32_000
+"""Of a process: half of what Linux allows where nobody changed it."""
+
+
+class VirtualMemory(PagedMemory):
+    """See KVMemory. With `ahead` what the next step will need is mapped while this one computes (§6.1.1), and so is the
+    beginning of the slot that the next sequence will get (§6.1.3)."""
+
+    stack: Callable[[Iterable[int]], Empty] = Queue
+
+    def __init__(self, geometry: Geometry, *, ahead: bool = True, **settings: Any) -> None:
+        super().__init__(geometry, **settings)
+        self.ahead = ahead
+        # The page that lies at each place of each slot, a table a group; 0: none.
+        self.lying: list[list[list[int]]] = [[[] for _ in range(geometry.slots)] for _ in self.groups]
+        self.soon: list[tuple[Sequence, Resident, int]] = []  # who will need room, and for how many tokens
+        self.promised: dict[tuple[int, int], tuple[int, int]] = {}  # empty pages mapped ahead: where, (slot, place)
+        self.prompts = 0.0  # mean pages that sequences came in with
+
+    @classmethod
+    def build(cls, config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> VirtualMemory:
+        """A memory of `size` for `spec`'s layers, in pages and buffers as the config says."""
+        assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
+        return cls(
+            virtual_geometry(config, spec, size),
+            ahead=config.map_ahead != "off",
+            chunk=config.max_num_batched_tokens,
+            caching=config.enable_prefix_caching,
+            model_id=model_id,
+            debug=config.debug,
+            prefix_tokens=config.prefix_tokens,
+        )
+
+    # Which slot, and which page
+
+    def take_slot(self, tables: Tables, length: int) -> int:
+        best, least = len(self.slots) - 1, None
+        for i in range(len(self.slots) - 1, max(len(self.slots) - 1 - LOOKED_AT, -1), -1):
+            price = self._price(self.slots[i], tables, length)
+            if least is None or price < least:
+                best, least = i, price
+        return self.slots.pop(best)
+
+    def _price(self, slot: int, tables: Tables, length: int) -> tuple[int, int]:
+        """Pages to be mapped there for these tables and `length` tokens; and how many others lie there, for another
+        sequence to find."""
+        price = spare = 0
+        for g, table in enumerate(tables):
+            lying = self.lying[g][slot]
+            count = max(len(table), self.groups[g].pages(length))
+            if lying and self._serves(g, lying[0], table, 0):
+                there = sum(self._serves(g, page, table, i) for i, page in enumerate(lying[:count]))
+            else:
+                there = 0  # what isn't there at the beginning isn't behind it: that is given away first
+            price += count - there
+            spare += max(len(lying) - count, 0)
+        return price, spare
+
+    def _serves(self, group: int, page: int, table: list[int], at: int) -> bool:
+        """Whether the page that lies at a place will do there."""
+        return page == table[at] if at < len(table) else page > 0 and self.pages.is_empty(group, page)
+
+    def pick(self, group: int, slot: int, at: int) -> int:
+        pool = self.pages.of[group]
+        lying = self.lying[group][slot]
+        page = lying[at] if at < len(lying) else 0
+        if page and self.pages.is_empty(group, page):
+            assert isinstance(pool.empty, Queue)
+            del pool.empty[page]
+            pool.empty.append(page)
+            pool.empty.move_to_end(page, last=False)  # the next one
+        taken = self.pages.take(group)
+        self.promised.pop((group, taken), None)
+        return taken
+
+    # Ahead of need
+
+    def grow(self, seq: Sequence, length: int) -> bool:
+        there = super().grow(seq, length)
+        resident = self.residents[seq.id]
+        if self.ahead and there and length >= resident.room and length < (seq.final or length + 1):
+            left = len(seq.tokens) - length
+            self.soon.append((seq, resident, length + (min(left, self.chunk) if left > 0 else 1)))
+        return there
+
+    def take_journal(self) -> tuple[Journal, Journal]:
+        journal, _ = super().take_journal()
+        self._lies(journal)
+        if not self.ahead:
+            return journal, ()
+        ahead = [entry for seq, resident, end in self.soon for entry in self._map_ahead(seq, resident, end)]
+        self.soon.clear()
+        ahead = ahead[:MOST_AHEAD]
+        self._lies(ahead)
+        eager = self._map_next()
+        self._lies(eager)
+        return journal, (*ahead, *eager)
+
+    def _lies(self, entries: Iterable[Any]) -> None:
+        """Remember where pages will lie once these entries are replayed."""
+        for entry in entries:
+            if type(entry) is Table:
+                lying, end = self.lying[entry.group][entry.slot], entry.at + len(entry.pages)
+                lying += [0] * (end - len(lying))
+                for at, page in enumerate(entry.pages, entry.at):
+                    if page:
+                        lying[at] = page
+
+    def _map_ahead(self, seq: Sequence, resident: Resident, end: int) -> Iterable[Table]:
+        """Entries for pages that it will need to have `end` tokens, unless it is gone."""
+        if self.residents.get(seq.id) is not resident:
+            return
+        for g, (policy, table) in enumerate(zip(self.policies, resident.tables)):
+            stop = min(policy.reads(seq, seq.planned, end).stop, policy.group.table_width)
+            for at in range(len(table), stop):
+                yield from self._promise(g, resident.slot, at, spare=0)
+
+    def _map_next(self) -> list[Table]:
+        """Entries for the slot that would be given out next, as many as sequences came in with on average."""
+        if not self.slots or not self.prompts:
+            return []
+        slot, entries = self.slots[-1], list[Table]()
+        for g, group in enumerate(self.groups):
+            spare = len(self.pages.of[g].empty) * (SHARE_AHEAD - 1) // SHARE_AHEAD
+            for at in range(min(round(self.prompts), group.table_width)):
+                entries += self._promise(g, slot, at, spare)
+        return entries
+
+    def _promise(self, group: int, slot: int, at: int, spare: int) -> list[Table]:
+        """An entry that maps an empty page at a place, where there isn't one, unless no more than `spare` are left. It
+        stays empty, and is the last to be given out elsewhere."""
+        pool = self.pages.of[group]
+        assert isinstance(pool.empty, Queue)
+        lying = self.lying[group][slot]
+        page = lying[at] if at < len(lying) else 0
+        if page and self.pages.is_empty(group, page):
+            if (group, page) not in self.promised:
+                pool.empty.move_to_end(page)
+                self.promised[group, page] = slot, at
+            return []
+        if len(pool.empty) - len(self.promised) <= spare:
+            return []
+        page = next(iter(pool.empty))
+        if (group, page) in self.promised:  # all are
+            return []
+        pool.empty.move_to_end(page)
+        self.promised[group, page] = slot, at
+        return [Table(slot, group, at, (page,))]
+
+    # Facts
+
+    def _come(self, seq: Sequence, one: Any, before: list[Resident]) -> Resident:
+        resident = super()._come(seq, one, before)
+        pages = max(map(len, resident.tables))
+        self.prompts += (pages - self.prompts) / 16 if self.prompts else pages
+        return resident
+
+    def _usage(self) -> Usage:
+        usage = super()._usage()
+        ahead = sum(self.groups[group].page_bytes for group, _ in self.promised)
+        return usage._replace(reserved=ahead, free=usage.free - ahead)
+
+    def check(self) -> None:
+        super().check()
+        for (group, page), (slot, at) in self.promised.items():
+            assert self.pages.is_empty(group, page), f"page {page} is mapped ahead and isn't empty"
+            assert self.lying[group][slot][at] == page, f"page {page} was mapped ahead at a place that has another"
+
+
+def buffers_for(config: EngineConfig, spec: ModelSpec, itemsize: int, kib: int) -> list[tuple[list[int], Buffers]]:
+    """The layers of each group, and their buffers, in pages of `kib` KiB."""
+    kept = [layer.kept for layer in spec.layers]
+    found = []
+    for kind in dict.fromkeys(kept):
+        layers = [i for i, other in enumerate(kept) if other == kind]
+        size = spec.layers[layers[0]].token_bytes(itemsize) // 2
+        found.append((layers, buffers_of(len(layers), size, kib * 1024, config.virtual_layout)))
+    return found
+
+
+def page_kib(config: EngineConfig, spec: ModelSpec, size: Size) -> int:
+    """The size of a page in KiB. Where the config doesn't say it: 64; more where that may come to more mappings than
+    Linux allows by half; less where not twice the pages of one sequence are there."""
+    if config.virtual_page_kib is not None:
+        return config.virtual_page_kib
+    for kib in LARGER:
+        if mappings(config, spec, size, kib) <= MOST_MAPPINGS:
+            break
+    for smaller in (kib, *SMALLER) if kib == LARGER[0] else (kib,):
+        cut = buffers_for(config, spec, size.itemsize, smaller)
+        if all(_count(buffers, size) >= 2 * buffers.pages(size.max_len) for _, buffers in cut):
+            return smaller
+    return kib if kib > LARGER[0] else SMALLER[-1]
+
+
+def mappings(config: EngineConfig, spec: ModelSpec, size: Size, kib: int) -> int:
+    """The most mappings of a process, if no two pages happen to lie behind one another, where each place of each slot
+    has a page, and the gap behind the last."""
+    assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
+    cut = buffers_for(config, spec, size.itemsize, kib)
+    return (config.max_num_seqs + 1) * sum(buffers.parts * (buffers.pages(size.max_len) + 1) for _, buffers in cut)
+
+
+def _count(buffers: Buffers, size: Size) -> int:
+    """Pages for `size.tokens` tokens."""
+    return size.tokens * buffers.stride // buffers.page
+
+
+def virtual_geometry(config: EngineConfig, spec: ModelSpec, size: Size) -> Geometry:
+    """The pages for `size.tokens` tokens in every layer, of each group a page in every one of its buffers. StartupError
+    if one sequence of `size.max_len` tokens finds no room."""
+    assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
+    kib = page_kib(config, spec, size)
+    cut = buffers_for(config, spec, size.itemsize, kib)
+    counts: dict[int, int] = {}
+    for _, buffers in sorted(cut, key=lambda one: one[1].page_bytes):
+        counts[buffers.page_bytes] = counts.get(buffers.page_bytes, 0) + _count(buffers, size)
+    largest = max(counts)
+    needed = sum(buffers.pages(size.max_len) * buffers.page_bytes for _, buffers in cut)
+    there = sum(page_bytes * count for page_bytes, count in counts.items())
+    if any(not count for count in counts.values()) or there < needed:
+        raise StartupError(
+            f"--memory virtual has {there:,} bytes of pages, and a sequence of {size.max_len:,} tokens takes up to "
+            f"{needed:,} of them in pages of {kib} KiB in {sum(b.parts for _, b in cut)} buffers",
+            "Use a smaller --max-model-len, --virtual-page-kib or --virtual-layout, or a larger --kv-gib",
+        )
+    ids, end = lay_out(list(counts.items()), largest)
+    swap = int(config.swap_gib * 2**30)
+    hosts = [(page_bytes, min(swap * count // there, count)) for page_bytes, count in counts.items()]
+    host_rows, host_end = lay_out(hosts, 0)
+    own = dict(zip(counts, ids))
+    own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
+    groups = tuple(
+        Group(
+            tuple(layers), buffers.page_bytes, buffers.token_bytes, buffers.pages(size.max_len),
+            own[buffers.page_bytes], own_host[buffers.page_bytes], buffers.run_tokens, buffers.run_pages, window,
+            "full" if window is None else "window", buffers.parts,
+        )
+        for layers, buffers in cut
+        for window in [spec.layers[layers[0]].window]
+    )  # fmt: skip
+    return Geometry(Layout.CONTIGUOUS, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)
