@@ -133,6 +133,15 @@ def test_a_front_that_never_reads_is_left_in_the_end(
     assert "front 3 is left: more waits for it than 300000 bytes" in caplog.text
 
 
+def test_the_text_before_an_abort_is_read() -> None:
+    prompts, params = echo_service.prompts(), SamplingParams(stop=["never"])
+    ids = prompts.encode("once upon a time")
+    transcript = Transcript(prompts.text, [1], params, lambda branch, reason: None)
+    found = transcript.read(output(0, *ids, finish="abort", done=True))
+    assert found is not None
+    assert (found.text, found.finish_reason, found.tokens) == ("once upon a time", "abort", tuple(ids))
+
+
 def some_params(rng: random.Random, words: list[str]) -> SamplingParams:
     given: dict[str, Any] = {"seed": rng.randrange(999), "max_tokens": rng.randrange(1, 60), "n": rng.choice((1, 1, 3))}
     if rng.random() < 0.7:

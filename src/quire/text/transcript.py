@@ -42,38 +42,39 @@ class Transcript:
         if branch in self._ended:
             return None
         # An end token itself is not text.
-        bare = finish == "stop" and not self._params.include_stop_str_in_output
-        text, found, read = self._push(branch, tokens, bare, finish not in (None, "abort"))
+        bare, last = finish == "stop" and not self._params.include_stop_str_in_output, finish not in (None, "abort")
+        flow = self._flows.get(branch) or self._flow(branch)
+        if self._apart and len(tokens) > 1:
+            text, found, read = _one_by_one(flow, tokens, bare, last)
+            if found is not None:
+                logprob -= sum(top.logprob for top in tops[read:])
+                tokens, tops = tokens[:read], tops[:read]
+        else:
+            text, found = flow.push(tokens[:-1] if bare else tokens, last)
         if found is not None:
             if finish is None:
                 self._stop(branch, found)
             finish, reason = "stop", found
-            logprob -= sum(top.logprob for top in tops[read:])
-            tokens, tops = tokens[:read], tops[:read]
         if finish is not None:
             self._flows.pop(branch, None)
             self._ended.add(branch)
             done = done or len(self._ended) == self._params.n
         return Output(id, branch, tokens, text, tops, finish, reason, done, logprob, scored, cached)
 
-    def _push(self, branch: int, tokens: Sequence[int], bare: bool, last: bool) -> tuple[str, str | None, int]:
-        """The text of tokens, a stop string that was found, and how many tokens were read for it. `bare`: the last one
-        isn't text; `last`: no more follow."""
-        flow = self._flow(branch)
-        if len(tokens) < 2 or not self._apart:
-            return (*flow.push(tokens[:-1] if bare else tokens, last), len(tokens))
-        texts = ""
-        for at, token in enumerate(tokens, 1):
-            ends = at == len(tokens)
-            text, found = flow.push(() if bare and ends else (token,), last and ends)
-            texts += text
-            if found is not None:
-                return texts, found, at
-        return texts, None, len(tokens)
-
     def _flow(self, branch: int) -> TextFlow:
-        flow = self._flows.get(branch)
-        if flow is None:
-            assert self._text is not None, "only outputs with a text are read"
-            flow = self._flows[branch] = self._text.stream(self._prompt, self._params)
+        assert self._text is not None, "only outputs with a text are read"
+        flow = self._flows[branch] = self._text.stream(self._prompt, self._params)
         return flow
+
+
+def _one_by_one(flow: TextFlow, tokens: Sequence[int], bare: bool, last: bool) -> tuple[str, str | None, int]:
+    """The text of tokens, a stop string that was found, and how many tokens were read for it. `bare`: the last one
+    isn't text; `last`: no more follow."""
+    texts = ""
+    for at, token in enumerate(tokens, 1):
+        ends = at == len(tokens)
+        text, found = flow.push(() if bare and ends else (token,), last and ends)
+        texts += text
+        if found is not None:
+            return texts, found, at
+    return texts, None, len(tokens)
