@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import vattention
-from quire.data.runner.virtual import DriverError, FakeDriver
+from quire.data.runner.virtual import Driver, DriverError, FakeDriver
 from quire.data.runner.virtual.memfd import MemfdDriver
 from quire.errors import InputError, StartupError
 from quire.vattention import Counts, VAttention, init
@@ -111,6 +111,23 @@ def test_tensors(layout: str) -> None:
 def test_numbers(size: int, dtype: torch.dtype | None) -> None:
     cache = init(1, 1, 64, 2, 32, size, PAGE, pages=1, dtype=dtype)
     assert cache.tensors[0].dtype == (dtype or {2: torch.float16, 1: torch.uint8}[size])
+    cache.close()
+
+
+@pytest.mark.parametrize("kind", [FakeDriver, pytest.param(MemfdDriver, marks=linux)])
+def test_addresses_of_a_large_model(kind: Callable[[int], Driver]) -> None:
+    """§5.1.1: Yi-34B on one of two workers, 500 requests of 200K tokens: 12 TB, with one page of memory for each."""
+    page, tokens = 2**21, 200 * 1024
+    cache = init(60, 500, tokens, 4, 128, 2, page, pages=1, driver=kind(page))
+    assert len(cache.rooms) == 120
+    assert cache.buffers.addresses(500, tokens) == 12 * 10**6 * 2**20
+    last = cache.alloc_reqid()
+    lens = [2048 * (reqid == last) for reqid in range(500)]
+    assert cache.step(lens) == 0
+    lens[last] += 1
+    assert cache.step(lens) == -1
+    if cache.tensors:
+        cache.tensors[-1][last, 2047, -1, -1] = 1
     cache.close()
 
 
@@ -448,10 +465,10 @@ def test_random_calls(given_ops: list[tuple[str, int, bool]], pages: int, kind: 
         cache.close()
 
 
-def served(background: bool, steps: int) -> list[list[list[int]]]:
+def served(driver: Driver, background: bool, steps: int) -> list[list[list[int]]]:
     """The mappings after each step of requests that come, decode and go; ahead of need by a thread or by a call."""
     rng, history = random.Random(7), list[list[list[int]]]()
-    cache = init(N, 8, L, H, D, P, PAGE, pages=16, driver=FakeDriver(PAGE), background=background)
+    cache = init(N, 8, L, H, D, P, PAGE, pages=16, driver=driver, background=background)
     lens: dict[int, int] = {}
     for _ in range(steps):
         if rng.random() < 0.2 and (reqid := cache.alloc_reqid()) != vattention.FAILED:
@@ -477,12 +494,13 @@ def served(background: bool, steps: int) -> list[list[list[int]]]:
     return history
 
 
-def test_a_thread_maps_what_a_call_would() -> None:
+@pytest.mark.parametrize("kind", [FakeDriver, pytest.param(MemfdDriver, marks=linux)])
+def test_a_thread_maps_what_a_call_would(kind: Callable[[int], Driver]) -> None:
     """2,000 steps with the interpreter switching threads as often as it can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threaded = served(background=True, steps=2000)
+        threaded = served(kind(PAGE), background=True, steps=2000)
     finally:
         sys.setswitchinterval(interval)
-    assert threaded == served(background=False, steps=2000)
+    assert threaded == served(FakeDriver(PAGE), background=False, steps=2000)
