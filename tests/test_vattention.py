@@ -310,6 +310,58 @@ def test_reclamation_below_a_tenth_free() -> None:
     cache.close()
 
 
+def test_a_step_keeps_a_tenth_free_where_nobody_maps_ahead() -> None:
+    cache = made(pages=10)
+    for _ in range(3):
+        cache.alloc_reqid()
+    assert cache.step([16, 16, 16, 0]) == 0
+    assert cache.step([48, 48, 48, 0]) == 0
+    cache.free_reqid(1)
+    assert (cache.alloc_reqid(), cache.alloc_reqid()) == (1, 3)
+    cache.free_reqid(1)
+    assert cache.step([48, 0, 48, 16]) == 0
+    assert [len(pages) for pages in cache.mapped] == [3, 2, 3, 1]
+    assert counted(cache)[0] == 1
+    cache.close()
+
+
+def test_nothing_is_mapped_eagerly_of_the_last_tenth() -> None:
+    cache = made(pages=10)
+    for _ in range(3):
+        cache.alloc_reqid()
+    assert cache.step([48, 48, 48, 0]) == 0
+    cache.map_ahead()
+    assert counted(cache)[:3] == (1, 0, 9)
+    cache.close()
+
+
+def test_the_next_requests_pages_go_before_those_ahead_of_active_ones() -> None:
+    cache = made(pages=4)
+    cache.alloc_reqid()
+    assert cache.step([16, 0, 0, 0]) == 0
+    cache.map_ahead()
+    assert cache.alloc_reqid() == 1
+    cache.map_ahead()
+    assert [len(pages) for pages in cache.mapped] == [2, 1, 1, 0]
+    assert cache.step([16, 32, 0, 0]) == 0
+    assert [len(pages) for pages in cache.mapped] == [2, 2, 0, 0]
+    cache.close()
+
+
+def test_pages_that_lie_apart() -> None:
+    """What comes back is not in a row: each page is mapped for itself."""
+    cache = made(pages=6)
+    assert (cache.alloc_reqid(), cache.alloc_reqid()) == (0, 1)
+    for length in (16, 32, 48):
+        assert cache.step([length, length, 0, 0]) == 0
+    assert cache.mapped[:2] == [[1, 3, 5], [2, 4, 6]]
+    assert cache.alloc_reqid() == 2
+    assert cache.step([0, 48, 48, 0]) == 0
+    assert cache.mapped[:3] == [[], [2, 4, 6], [1, 3, 5]]
+    examine(cache)
+    cache.close()
+
+
 def test_enqueued_work_is_waited_for_before_anything_is_unmapped() -> None:
     cache = made(pages=3)
     reqid = cache.alloc_reqid()
@@ -385,14 +437,23 @@ def test_what_fails_in_the_thread_is_raised_by_the_next_call() -> None:
     cache.close()
 
 
-def test_lengths_that_shrink_give_pages_up_only_to_others() -> None:
-    cache = made(pages=3)
+@pytest.mark.parametrize("fails", [False, True])
+def test_lengths_that_shrink_give_pages_up_only_to_others(fails: bool) -> None:
+    """Also if these can't be mapped there: what is behind the new length is gone then."""
+    cache = made(pages=3, fail_at=(3 + 3) * 2 * N + 1 if fails else 0)
     cache.alloc_reqid()
     cache.alloc_reqid()
     assert cache.step([48, 0, 0, 0]) == 0
     assert cache.step([16, 0, 0, 0]) == 0
     assert len(cache.mapped[0]) == 3
+    assert cache.step([48, 0, 0, 0]) == 0
+    if fails:
+        with pytest.raises(DriverError, match="is refused"):
+            cache.step([16, 32, 0, 0])
+        examine(cache)
+        assert (cache.lengths[0], len(cache.mapped[0])) == (16, 1)
     assert cache.step([16, 32, 0, 0]) == 0
+    assert [len(pages) for pages in cache.mapped] == [1, 2, 0, 0]
     examine(cache)
     cache.close()
 

@@ -105,7 +105,7 @@ class VAttention:
         self.mapped: list[list[int]] = [[] for _ in range(reqids)]  # the pages under each reqId, from its first token
         self.lengths = [0] * reqids
         self.inactive = dict.fromkeys(range(reqids))  # the longest unused first
-        self.new: set[int] = set()  # active ones that had no token yet
+        self.new: set[int] = set()  # given out, and not stepped with a token since
         self.first_pages = 0.0  # mean pages that requests came in with
         self.in_step = self.ahead = self.reclaimed = self.failures = 0
         self.seconds = 0.0
@@ -137,7 +137,6 @@ class VAttention:
         if reqid in self.inactive:
             raise InputError(f"reqId {reqid} is not active", "reqid")
         self.lengths[reqid] = 0
-        self.new.discard(reqid)
         self.inactive[reqid] = None
 
     def step(self, seq_lens: Sequence[int]) -> int:
