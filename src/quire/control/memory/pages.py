@@ -176,6 +176,13 @@ class Ledger:
         self._forget(pool, page)
         pool.empty.append(page)
 
+    def make_room(self, group: int) -> None:
+        """One empty page more, if a cached one can be had for it: the one that would be given out next."""
+        pool = self.of[group]
+        if pool.cached:
+            self.evict(group, next(iter(pool.cached)))
+            self.evictions += 1
+
     def drop_cached(self) -> int:
         """Empty every cached page. Returns how many there were."""
         count = 0

@@ -13,6 +13,7 @@ of its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from quire.config import EngineConfig
@@ -32,6 +33,9 @@ LOOKED_AT = 32
 
 MOST_AHEAD = 1024
 """Pages that are mapped ahead in one step: what a chunk of a prompt needs, and as many decodes as there are."""
+
+MOST_NEXT = 256
+"""Pages of a group that are kept mapped for the next sequence: looked at in every step."""
 
 SHARE_AHEAD = 4
 """At most a fourth of the empty pages is mapped for the next sequence (§6.2.2), which nobody may need."""
@@ -54,8 +58,10 @@ class VirtualMemory(PagedMemory):
         self.ahead = ahead
         # The page that lies at each place of each slot, a table a group; 0: none.
         self.lying: list[list[list[int]]] = [[[] for _ in range(geometry.slots)] for _ in self.groups]
-        self.soon: list[tuple[Sequence, Resident, int]] = []  # who will need room, and for how many tokens
-        self.promised: dict[tuple[int, int], tuple[int, int]] = {}  # empty pages mapped ahead: where, (slot, place)
+        self.soon: dict[int, tuple[Sequence, Resident, int]] = {}  # who will need room, and for how many tokens
+        # Empty pages that are mapped ahead, and where: (group, slot, place). A table for the groups of a pool.
+        promised: dict[int, dict[int, tuple[int, int, int]]] = {id(pool): {} for pool in self.pages.pools}
+        self.promised = [promised[id(pool)] for pool in self.pages.of]
         self.prompts = 0.0  # mean pages that sequences came in with
 
     @classmethod
@@ -111,7 +117,7 @@ class VirtualMemory(PagedMemory):
             pool.empty.append(page)
             pool.empty.move_to_end(page, last=False)  # the next one
         taken = self.pages.take(group)
-        self.promised.pop((group, taken), None)
+        self.promised[group].pop(taken, None)
         return taken
 
     # Ahead of need
@@ -121,7 +127,7 @@ class VirtualMemory(PagedMemory):
         resident = self.residents[seq.id]
         if self.ahead and there and length >= resident.room and length < (seq.final or length + 1):
             left = len(seq.tokens) - length
-            self.soon.append((seq, resident, length + (min(left, self.chunk) if left > 0 else 1)))
+            self.soon[seq.id] = seq, resident, length + (min(left, self.chunk) if left > 0 else 1)
         return there
 
     def take_journal(self) -> tuple[Journal, Journal]:
@@ -129,9 +135,11 @@ class VirtualMemory(PagedMemory):
         self._lies(journal)
         if not self.ahead:
             return journal, ()
-        ahead = [entry for seq, resident, end in self.soon for entry in self._map_ahead(seq, resident, end)]
+        for promised in self.promised:  # whoever still needs it is told again, whoever doesn't has left
+            promised.clear()
+        needs = (entry for need in self.soon.values() for entry in self._map_ahead(*need))
+        ahead = list(islice(needs, MOST_AHEAD))
         self.soon.clear()
-        ahead = ahead[:MOST_AHEAD]
         self._lies(ahead)
         eager = self._map_next()
         self._lies(eager)
@@ -154,6 +162,8 @@ class VirtualMemory(PagedMemory):
         for g, (policy, table) in enumerate(zip(self.policies, resident.tables)):
             stop = min(policy.reads(seq, seq.planned, end).stop, policy.group.table_width)
             for at in range(len(table), stop):
+                if len(self.pages.of[g].empty) <= len(self.promised[g]):
+                    self.pages.make_room(g)
                 yield from self._promise(g, resident.slot, at, spare=0)
 
     def _map_next(self) -> list[Table]:
@@ -163,30 +173,25 @@ class VirtualMemory(PagedMemory):
         slot, entries = self.slots[-1], list[Table]()
         for g, group in enumerate(self.groups):
             spare = len(self.pages.of[g].empty) * (SHARE_AHEAD - 1) // SHARE_AHEAD
-            for at in range(min(round(self.prompts), group.table_width)):
+            for at in range(min(round(self.prompts), group.table_width, MOST_NEXT)):
                 entries += self._promise(g, slot, at, spare)
         return entries
 
     def _promise(self, group: int, slot: int, at: int, spare: int) -> list[Table]:
         """An entry that maps an empty page at a place, where there isn't one, unless no more than `spare` are left. It
         stays empty, and is the last to be given out elsewhere."""
-        pool = self.pages.of[group]
+        pool, promised = self.pages.of[group], self.promised[group]
         assert isinstance(pool.empty, Queue)
         lying = self.lying[group][slot]
         page = lying[at] if at < len(lying) else 0
-        if page and self.pages.is_empty(group, page):
-            if (group, page) not in self.promised:
-                pool.empty.move_to_end(page)
-                self.promised[group, page] = slot, at
-            return []
-        if len(pool.empty) - len(self.promised) <= spare:
-            return []
-        page = next(iter(pool.empty))
-        if (group, page) in self.promised:  # all are
-            return []
+        there = page and self.pages.is_empty(group, page) and page not in promised
+        if not there:
+            if len(pool.empty) - len(promised) <= spare:
+                return []
+            page = next(iter(pool.empty))  # not promised: those are the last
         pool.empty.move_to_end(page)
-        self.promised[group, page] = slot, at
-        return [Table(slot, group, at, (page,))]
+        promised[page] = group, slot, at
+        return [] if there else [Table(slot, group, at, (page,))]
 
     # Facts
 
@@ -198,14 +203,16 @@ class VirtualMemory(PagedMemory):
 
     def _usage(self) -> Usage:
         usage = super()._usage()
-        ahead = sum(self.groups[group].page_bytes for group, _ in self.promised)
+        first = [pool.groups[0] for pool in self.pages.pools]
+        ahead = sum(len(self.promised[g]) * self.groups[g].page_bytes for g in first)
         return usage._replace(reserved=ahead, free=usage.free - ahead)
 
     def check(self) -> None:
         super().check()
-        for (group, page), (slot, at) in self.promised.items():
-            assert self.pages.is_empty(group, page), f"page {page} is mapped ahead and isn't empty"
-            assert self.lying[group][slot][at] == page, f"page {page} was mapped ahead at a place that has another"
+        for pool in self.pages.pools:
+            for page, (group, slot, at) in self.promised[pool.groups[0]].items():
+                assert page in pool.empty, f"page {page} is mapped ahead and isn't empty"
+                assert self.lying[group][slot][at] == page, f"page {page} was mapped ahead at a place that has another"
 
 
 def buffers_for(config: EngineConfig, spec: ModelSpec, itemsize: int, kib: int) -> list[tuple[list[int], Buffers]]:
