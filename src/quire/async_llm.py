@@ -287,7 +287,7 @@ class AsyncLLM(Front):
         # Refused at once: the engine's own check would come after the step under way.
         limit = self.limits.max_queued
         if more <= limit < self.queued + more:
-            self.rejected += 1
+            self._refused()
             raise Overloaded(f"the queue is full: {self.queued} requests are waiting", RETRY_AFTER)
 
 

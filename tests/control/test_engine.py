@@ -1,8 +1,9 @@
-"""The engine's own counts: seconds of steps."""
+"""The engine's own: counts of seconds, and stops that its readers find."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 from memories import MEMORIES, Build
@@ -11,6 +12,7 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.scheduler import Scheduler
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.method import Advance, Branch, Choice, Context
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepResult
 
@@ -35,3 +37,50 @@ def test_seconds_that_do_not_overlap_are_added_as_they_are(depth: int) -> None:
         engine.step()
         assert engine.stats.step_seconds == sum(n / 8 for n in range(1, runner.collected + 1))
     assert runner.collected == engine.stats.steps == 9
+
+
+class Second:
+    """Two branches, of which the second goes on, until both that it becomes do: what readers call 0 never has that
+    index here, and then two have one text."""
+
+    width = 2
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def top(self, context: Context) -> int:
+        return 2
+
+    def keep(self) -> int:
+        return 2
+
+    def advance(self, branches: Sequence[Branch], context: Context) -> Advance:
+        self.steps += 1
+        parents = {1: [0, 0], 2: [1], 3: [0], 4: [0, 0]}.get(self.steps, range(len(branches)))
+        return Advance(tuple(Choice(parent, 7 if self.steps > 1 else at, -1.0) for at, parent in enumerate(parents)))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("steps", [3, 4, 9])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stop_in_a_methods_text_ends_all_of_its_branches(depth: int, steps: int, n: int) -> None:
+    """Readers see what all branches agree on, under numbers that aren't the branches' own."""
+    memory = MEMORIES["paged-4"](Build())
+    runner = EchoRunner(depth)
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(memory, budget=64, max_seqs=8, max_len=48)
+    engine = Engine(scheduler, runner, Limits(512, 48, 8), clock=time.monotonic)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, method=Second, n=n)
+    engine.add("a", [1, 2, 3], params)
+    told = [output for _ in range(steps) for output in engine.step()]
+    assert {output.branch for output in told if output.tokens} == set(range(n))
+    ended = [engine.stop("a", branch, "so") for branch in range(n)]
+    assert ended[0] is True
+    assert not any(ended[1:])
+    assert engine.requests == {}
+    for _ in range(depth):
+        assert engine.step() == []
+    assert not engine.unfinished
+    assert engine.stats.finished == {"stop": n}
+    assert engine.stats.steps <= steps + depth
+    memory.check()

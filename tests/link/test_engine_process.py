@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -21,9 +22,11 @@ import pytest
 from echo_service import Echo
 
 from quire.async_llm import AsyncLLM
+from quire.config import EngineConfig
 from quire.errors import EngineDead, StartupError
 from quire.link.child import Child
 from quire.link.frames import STEPPED, Frames
+from quire.link.hello import Hello
 from quire.link.process import ProcessLink
 from quire.link.program import Side
 from quire.vocabulary.params import SamplingParams
@@ -269,6 +272,27 @@ def test_a_program_that_ends_at_start_is_named() -> None:
     with pytest.raises(StartupError, match="the engine's process ended with status 7 at start"):
         link.wait()
     link.close(1.0)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("ValueError('no such kernel\\nbelow')", "ValueError: no such kernel. What it wrote"),
+        ("SystemExit(3)", "SystemExit: 3. What it wrote"),
+        ("AssertionError()", "AssertionError. What it wrote"),
+    ],
+)
+def test_what_nobody_foresaw_at_start_is_named(raised: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    program = f"from quire.link.program import main\ndef build(hello):\n    raise {raised}\nmain(build)"
+    link = ProcessLink(Child(1, ("-c", program)))
+    link.hello(Hello(EngineConfig(), (), 60.0, False, logging.WARNING))
+    with pytest.raises(StartupError, match=f"the engine's process failed at start: {said}"):
+        link.wait()
+    link.close(5.0)
+    error = capfd.readouterr().err
+    assert "the engine can't be built" in error
+    assert "Traceback" in error
+    assert raised.partition("(")[0] in error
 
 
 @contextmanager

@@ -14,7 +14,9 @@ import pytest
 from echo_service import VOCAB, Echo
 
 from quire.async_llm import AsyncLLM
-from quire.errors import EngineDead, InputError, Overloaded
+from quire.errors import EngineDead, InputError, Overloaded, PromptTooLong
+from quire.link.messages import Answer
+from quire.link.thread import ThreadLink
 from quire.llm import LLM
 from quire.sim.echo import expected
 from quire.text.outputs import RequestOutput
@@ -272,3 +274,42 @@ def test_a_broken_method_ends_its_own_request() -> None:
         assert llm.error is None
 
     run(work, here=True)
+
+
+def test_refusals_of_all_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller's thread refuses a request just when the engine's thread tells of one that it refused."""
+    llm = AsyncLLM.of(echo_service.built(max_num_queued_reqs=5))  # type: ignore[arg-type]
+    monkeypatch.setattr(AsyncLLM, "queued", 5)
+
+    def refuse() -> None:
+        with pytest.raises(Overloaded):
+            llm._check_open()
+
+    class Slow(Exception):
+        @property
+        def __class__(self) -> Any:
+            caller = threading.Thread(target=refuse)
+            caller.start()
+            caller.join()
+            return Overloaded
+
+    llm._receive(Answer(0, Slow()))
+    llm.close()
+    assert llm.rejected == 2
+
+
+def test_another_engine_brings_its_own_limits() -> None:
+    """One that was started again may have found less memory."""
+
+    async def work(llm: AsyncLLM) -> None:
+        model = echo_service.built()
+        ready = llm.link.ready._replace(limits=model.engine.limits._replace(max_len=100, max_queued=7))
+        assert llm.link.close(5)
+        llm.revive(ThreadLink(model.engine, ready))
+        assert (llm.prompts.max_len, llm.limits.max_queued) == (100, 7)
+        with pytest.raises(PromptTooLong, match="100"):
+            await llm.submit([1] * 150, LONG)
+        with pytest.raises(PromptTooLong, match="for 100 tokens"):
+            await llm.prompts.read(["x" * 5000])
+
+    run(work)

@@ -250,6 +250,38 @@ def test_a_stopped_front_is_named_and_not_well(server: Server) -> None:
     assert eventually(lambda: health() == {200}, 5)
 
 
+def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> None:
+    """A front's own part of a sum would look like counters that began anew: it is left out, and it says so."""
+    with clients(server) as many:
+        assert many[0].post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        time.sleep(0.3)  # a step's counts reach the fronts within 0.25 s
+        whole = counters(many[0])
+
+        def scrape(client: httpx.Client) -> str:
+            with contextlib.suppress(httpx.TimeoutException):
+                answer = client.get("/metrics", timeout=8)
+                assert answer.status_code == 200, answer.text
+                return answer.text
+            return ""
+
+        server.first.suspend()
+        try:
+            with ThreadPoolExecutor(len(many)) as pool:
+                told = list(filter(None, pool.map(scrape, many)))
+        finally:
+            server.first.resume()
+        assert eventually(lambda: counters(many[0]).keys() >= whole.keys())
+    assert len(told) >= FRONTS - 1
+    for text in told:
+        assert text.startswith("# The first front doesn't answer: what fronts count ")
+        families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+        [generated] = families["quire_generation_tokens"]
+        assert generated.value == whole["quire_generation_tokens_total,engine=0"]
+        assert {"quire_num_requests_running", "quire_kv_bytes", "quire_preemptions"} <= families.keys()
+        assert not {"quire_request_success", "quire_http_requests", "quire_process_cpu_seconds"} & families.keys()
+    assert eventually(lambda: httpx.get(f"{server.url}/health", timeout=5).status_code == 200)
+
+
 def streams(server: Server, many: list[httpx.Client], body: dict[str, object]) -> list[list[str]]:
     """The lines of a stream on each front, up to their end, however that comes; begun before this returns."""
     begun = threading.Barrier(len(many) + 1)

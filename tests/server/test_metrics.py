@@ -46,6 +46,7 @@ def test_counts_after_three_requests() -> None:
         # Prompts less what was cached, and every output token but each branch's last, which no step takes in.
         assert found["quire_iteration_tokens_total_sum"] == 40 - 8 + 3 * 7 + 2 * 3
         assert found["quire_iteration_tokens_total_count"] == found["quire_engine_steps_total"]
+        assert 0 < found["quire_front_lag_seconds_count"] <= found["quire_engine_steps_total"]
         assert found["quire_request_success_total:length"] == 4
         assert found["quire_request_prompt_tokens_sum"] == 40
         assert found["quire_request_generation_tokens_sum"] == 32
@@ -68,6 +69,27 @@ def test_counts_after_three_requests() -> None:
         assert found["quire_request_max_num_generation_tokens_sum"] == 3 * 8 + 4
         assert found["quire_request_num_preemptions_count"] == 4
         assert found["quire_request_num_preemptions_sum"] == 0
+
+
+def test_the_lag_of_a_front_that_was_busy_is_seen() -> None:
+    async def work() -> tuple[float, float]:
+        llm, metrics = echo_service.linked(echo_service.built(Echo(pause=0.01))), Metrics()
+        metrics.watch(llm)
+        lag = metrics.histograms["front_lag_seconds"]
+        try:
+            stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+            await anext(stream)
+            before = lag.total
+            time.sleep(0.3)
+            async for _ in stream:
+                pass
+            return before, lag.total
+        finally:
+            llm.close()
+
+    before, after = asyncio.run(work())
+    assert before < 0.3
+    assert 1 < after - before < 20  # some thirty steps that waited 0.3 s to none
 
 
 def families(url: str) -> dict[str, Metric]:

@@ -156,8 +156,12 @@ class Engine:
     def stop(self, id: str, branch: int, reason: str) -> bool | None:
         """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
         that ended meanwhile pass. Whether it was the last of its request; None: not yet, as other branches wait for
-        what it computes for them after a preemption. Ask again after a step."""
+        what it computes for them after a preemption. Ask again after a step.
+
+        What a method's readers see before its end is what all its branches agree on, so all of them end."""
         request = self.requests.get(id)
+        if request is not None and request.method is not None:
+            return self._stop_all(request, reason)
         seq = next((seq for seq in request.live if seq.index == branch), None) if request is not None else None
         if request is None or seq is None or seq.finish is not None:
             return False
@@ -168,6 +172,14 @@ class Engine:
         if ended:
             del self.requests[id]
         return ended
+
+    def _stop_all(self, request: Request, reason: str) -> bool:
+        request.aborted = True  # no more is told of it
+        for seq in [seq for seq in request.live if seq.finish is None]:
+            self.scheduler.finish(request, seq, "stop", reason)
+        self.outcomes.stopped_together(request)
+        del self.requests[request.id]
+        return True
 
     def register_prefix(self, name: str, tokens: Seq[int]) -> None:
         """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"

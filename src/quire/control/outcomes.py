@@ -91,6 +91,11 @@ class Outcomes:
         self._end(request, seq.finish or "")
         return request.reported == len(request.live) + len(request.done)
 
+    def stopped_together(self, request: Request) -> None:
+        """The same of a request whose branches are returned together: all of it has ended."""
+        for _ in range(request.params.n):
+            self._end(request, "stop")
+
     # Each branch by itself
 
     def _alone(self, request: Request, seq: Sequence, tokens: tuple[int, ...], tops: tuple[Top, ...]) -> Output:

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from quire.link.frames import Frames
@@ -20,10 +21,11 @@ log = logging.getLogger("quire.link")
 
 
 class Channel:
-    """Sends on `connection`, whose other side is called `name` in the log. Reading is the owner's."""
+    """Sends on `connection`, whose other side is called `name` in the log. Reading is the owner's. `drained` is called,
+    on the channel's thread, whenever nothing waits any more."""
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self.connection, self.name = connection, name
+    def __init__(self, connection: socket.socket, name: str, drained: Callable[[], None] | None = None) -> None:
+        self.connection, self.name, self._drained = connection, name, drained
         self._frames = Frames()
         self._lock = threading.Condition()
         self._waiting: deque[bytes] = deque()
@@ -41,6 +43,11 @@ class Channel:
             if sent < len(frame):
                 self._wait_with(frame[sent:])
             return self._open
+
+    @property
+    def held(self) -> int:
+        """Bytes that wait for the other side."""
+        return self._held
 
     def close(self, timeout: float = 1.0) -> None:
         """Send what waits, for so many seconds at the most, then nothing more."""
@@ -88,7 +95,10 @@ class Channel:
                     return
                 self._waiting.popleft()
                 self._held -= len(rest)
+                drained = None if self._waiting else self._drained
                 self._lock.notify_all()
+            if drained is not None:
+                drained()
 
     def _shut(self) -> None:
         self._open = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -72,6 +73,7 @@ class Front:
     def __init__(self, link: Link, prompts: Prompts, observer: Observer | None = None) -> None:
         self.prompts, self.observer = prompts, observer
         self.aborted = self.rejected = 0
+        self._counting = threading.Lock()  # of those that are refused, on the engine's thread and on callers'
         self.on_death: Callable[[], object] | None = None
         self._closing = False
         self._live: dict[int, Stream] = {}  # by number, from when they are asked for
@@ -85,6 +87,7 @@ class Front:
         self.link = link
         self.error: BaseException | None = None
         self.limits, self.cache = link.ready.limits, link.ready.cache
+        self.prompts.limits = self.limits
         link.start(self._receive)
 
     @property
@@ -146,13 +149,19 @@ class Front:
         """A stop string was found in a branch's text."""
         self.link.send(Stop(number, branch, reason))
 
+    def _refused(self) -> None:
+        """Count a request for which the queue had no room."""
+        with self._counting:
+            self.rejected += 1
+
     # What the engine tells, on whichever thread it comes
 
     def _receive(self, message: FromEngine) -> None:
         if isinstance(message, Stepped):
             self._stepped(message)
         elif isinstance(message, Answer):
-            self.rejected += isinstance(message.error, Overloaded)
+            if isinstance(message.error, Overloaded):
+                self._refused()
             self._settle(message.key, message.value, message.error)
         else:
             assert isinstance(message, Died), "there are three kinds"

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 from quire.control.engine import Engine
 from quire.errors import InputError, StartupError
-from quire.link.channel import AT_ONCE, Channel
+from quire.link.backlog import Backlog
+from quire.link.channel import AT_ONCE, MOST_WAITING, Channel
 from quire.link.child import leave, spare_signals
 from quire.link.collector import spare_the_loaded
 from quire.link.frames import (
@@ -35,11 +36,12 @@ from quire.link.frames import (
 )
 from quire.link.hello import Hello, read_hello, write_pulse, write_ready
 from quire.link.host import Host, Left
-from quire.link.messages import Answer, FromEngine, Ready, described
+from quire.link.messages import Answer, Died, FromEngine, Ready, Stepped, described
 from quire.link.pulse import SILENT
 from quire.link.stacks import stacks
 from quire.vocabulary.columns import WireError
 
+LAGS = 1 << 22  # bytes that wait for a front: from then on its outputs are merged, until none wait
 END_SECONDS = 20.0  # for the end once no front is left; then it is forced
 log = logging.getLogger("quire.link")
 
@@ -51,8 +53,9 @@ class Side:
 
     def __init__(self, front: int, connection: socket.socket) -> None:
         self.front, self.connection = front, connection
-        self.channel = Channel(connection, f"front {front}")
+        self.channel = Channel(connection, f"front {front}", self._caught_up)
         self.frames = Frames()
+        self._telling, self._backlog = threading.Lock(), Backlog()
         self._unread: list[Frame] = []
         self._pinged = self._said = False
 
@@ -108,9 +111,33 @@ class Side:
             log.error("front %d has not been heard of for %g s", self.front, SILENT)
 
     def tell(self, message: FromEngine) -> None:
-        """Send a message. One that is too large ends the connection, not the engine."""
+        """Send a message, or merge it with what waits for a front that lags. One that is too large, or more than may
+        wait, ends the connection, not the engine."""
+        with self._telling:
+            rest: FromEngine | None = message
+            if isinstance(message, Stepped) and (self._backlog or self.channel.held > LAGS):
+                if not self._backlog:
+                    log.warning("front %d lags: %d bytes wait for it, and outputs to come are put together", self.front,
+                                self.channel.held)  # fmt: skip
+                rest = self._backlog.add(message)
+                if self._backlog.size > MOST_WAITING:
+                    log.error("front %d is left: more waits for it than %d bytes", self.front, MOST_WAITING)
+                    self.channel.close(0)
+                    self._backlog = Backlog()
+            elif isinstance(message, Died):
+                self._send(*self._backlog.take())
+            if rest is not None:
+                self._send(rest)
+
+    def _caught_up(self) -> None:
+        """On the channel's thread: nothing waits but the backlog."""
+        with self._telling:
+            self._send(*self._backlog.take())
+
+    def _send(self, *messages: FromEngine) -> None:
         try:
-            self.channel.send(*write_engine(message))
+            for message in messages:
+                self.channel.send(*write_engine(message))
         except WireError as error:
             log.error("front %d is left, as it can't be told: %s", self.front, error)
             self.channel.close(0)
@@ -147,8 +174,8 @@ def run(build: Build, connections: list[socket.socket]) -> int:
     try:
         engine, ready = build(hello)
         building.set()
-    except StartupError as error:
-        sides[0].channel.send(FAILED, write_json(write_error(error)))
+    except BaseException as error:  # a library may end the thread too, by SystemExit
+        sides[0].channel.send(FAILED, write_json(write_error(_failure(error))))
         sides[0].channel.close()
         return 1
     host = Host(engine, lambda front, message: sides[front].tell(message), hello.stall_after, time.process_time)
@@ -167,6 +194,16 @@ def run(build: Build, connections: list[socket.socket]) -> int:
     if ended is not None:
         log.error("the engine stopped: %s", ended or type(ended).__name__, exc_info=ended)
     return 1 if ended is not None else 0
+
+
+def _failure(error: BaseException) -> StartupError:
+    """Why nothing was built, for who waits. What nobody foresaw is in the log with its traceback."""
+    if isinstance(error, StartupError):
+        return error
+    log.error("the engine can't be built", exc_info=error)
+    said = next(iter(str(error).splitlines()), "")
+    cause = f"the engine's process failed at start: {type(error).__name__}{': ' * bool(said)}{said}"[:300]
+    return StartupError(cause, "What it wrote to the log says more")
 
 
 def _end_without(connection: socket.socket, built: threading.Event) -> None:

@@ -64,8 +64,11 @@ class Member(Peers):
         return "the first front has not been heard of" if self._missed >= MISSED else self._why
 
     async def scrape(self) -> bytes:
-        """The metrics of all fronts, which the first one adds up. Overloaded if it doesn't answer."""
-        return str(await self._ask("scrape")).encode()
+        """The metrics of all fronts, which the first one adds up; those of the engine alone if it doesn't answer."""
+        try:
+            return str(await self._ask("scrape")).encode()
+        except Overloaded:
+            return self.metrics.engines()
 
     async def load(self) -> int:
         """Requests in the server. Overloaded if the first front doesn't answer."""

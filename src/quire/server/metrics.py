@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,6 +20,9 @@ from quire.text.streams import Record
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # there is one
+PARTIAL = (
+    b"# The first front doesn't answer: what fronts count (requests, latencies, HTTP, processor time) is left out\n"
+)
 
 Samples = Sequence[tuple[tuple[str, ...], float]]  # the values of labels, and of the sample
 Family = tuple[str, str, tuple[str, ...], Samples]  # a name, its help, the labels beside LABELS
@@ -39,6 +44,7 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": ("From the first step to the first token", LONG),
     "request_decode_time_seconds": ("From the first token to the end", LONG),
     "request_inference_time_seconds": ("From the first step to the end", LONG),
+    "front_lag_seconds": ("From a step's end until its outputs were text, on their way to clients", SHORT),
     "iteration_tokens_total": ("Prompt and output tokens computed in a step", STEPS),
     "request_prompt_tokens": ("Prompt tokens of a request", COUNTS),
     "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were computed, not found cached", COUNTS),
@@ -92,6 +98,7 @@ class Metrics(Counted):
                 self._ended(output, request, now)
         for gap, times in gaps.items():
             self._observe("inter_token_latency_seconds", gap, times)
+        self._observe("front_lag_seconds", time.monotonic() - now)
 
     def _begun(self, request: Record, branch: int) -> None:
         """A branch has its first token."""
@@ -147,16 +154,25 @@ class Metrics(Counted):
         """Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def engines(self) -> bytes:
+        """The same without what fronts count, for one that doesn't know what the others did: its own part of a sum
+        would look like counters that began anew."""
+        assert self.llm is not None, "scraped before watching"
+        return PARTIAL + generate_latest(Part(self._families(gauges(self.llm, self.config), engine_counters(self.llm))))
+
+    def _families(self, now: Iterable[Family], counted: Iterable[Family]) -> Iterator[Metric]:
+        for kind, families in ((GaugeMetricFamily, now), (CounterMetricFamily, counted)):
+            for name, text, labels, samples in families:
+                yield self._filled(kind(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
+
     def collect(self) -> Iterator[Metric]:
         """All families."""
         assert self.llm is not None, "scraped before watching"
         whole = self.own()
         for other in self.others():
             whole.add(other)
-        for name, text, labels, samples in gauges(self.llm, self.config):
-            yield self._filled(GaugeMetricFamily(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
-        for name, text, labels, samples in counters(self.llm, whole):
-            yield self._filled(CounterMetricFamily(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
+        counters = chain(engine_counters(self.llm), front_counters(whole, self.llm.facts.seconds))
+        yield from self._families(gauges(self.llm, self.config), counters)
         for name, (text, _) in HISTOGRAMS.items():
             histogram, family = whole.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
             family.add_metric(self.labels, histogram.cumulative(), histogram.total)
@@ -179,6 +195,16 @@ class Metrics(Counted):
         for labels, value in samples:
             family.add_metric([*self.labels, *labels], value)
         return family
+
+
+class Part(NamedTuple):
+    """A collector of some families."""
+
+    families: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        """These."""
+        return self.families
 
 
 def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
@@ -218,8 +244,8 @@ def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
     return info
 
 
-def counters(llm: AsyncLLM, counted: Counted) -> Iterator[Family]:
-    """What was counted since the start, by the engine and by the fronts."""
+def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
+    """What the engine counted since its start."""
     facts = llm.facts
     stats, sharing = facts.stats, facts.account.sharing
     for name, text, value in (
@@ -230,21 +256,29 @@ def counters(llm: AsyncLLM, counted: Counted) -> Iterator[Family]:
         ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
         ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
         ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),
-        ("prompt_tokens_cached", "Those that were found cached", counted.sources["local_cache_hit"]),
         ("generation_tokens", "Tokens generated", stats.generated_tokens),
         ("engine_steps", "Steps of the engine", stats.steps),
         ("engine_idle_seconds", "Seconds that the device waited for the host between two steps", stats.idle_seconds),
         ("engine_step_seconds", "Seconds of steps, overlap counted once", stats.step_seconds),
+    ):
+        yield name, text, (), [((), value)]
+    ways = [((way,), count) for way, count in facts.preempted.items()]
+    yield "preemptions", "Requests preempted, by the way it was done", ("way",), ways
+
+
+def front_counters(counted: Counted, engine_seconds: float) -> Iterator[Family]:
+    """What all fronts counted; and the processor time of fronts and engine."""
+    for name, text, value in (
+        ("prompt_tokens_cached", "Prompt tokens that were found cached", counted.sources["local_cache_hit"]),
         ("aborted_requests", "Requests that ended before their end: clients that left, drains", counted.aborted),
         ("invalid_requests", "Requests refused with a 4xx status", counted.invalid),
         ("admission_rejections", "Requests refused for a full queue", counted.rejected),
     ):
         yield name, text, (), [((), value)]
-    seconds = {"front": counted.seconds, "engine": facts.seconds}
+    seconds = {"front": counted.seconds, "engine": engine_seconds}
     reasons = sorted({"stop", "length", "abort", "error", *counted.finished})
     for name, text, label, counts in (
         ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", counted.sources),
-        ("preemptions", "Requests preempted, by the way it was done", "way", facts.preempted),
         ("process_cpu_seconds", "Processor time of what speaks HTTP and of the engine", "process", seconds),
         ("request_success", "Requests that ended", "finished_reason", {why: counted.finished[why] for why in reasons}),
     ):

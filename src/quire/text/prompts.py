@@ -68,12 +68,16 @@ class Prompts:
     ) -> None:
         self.tokenizer, self.chat_template, self.limits = tokenizer, chat, limits
         self.text = _text_of(tokenizer)
-        self.max_len = limits.max_len
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
         self._long: ThreadPoolExecutor | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._conversations = 0
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens of a sequence."""
+        return self.limits.max_len
 
     async def apart(self, chars: int, work: Callable[[], T]) -> T:
         """What `work` returns, which reads so many characters: done here if they are few, else on another thread, and

@@ -152,7 +152,9 @@ class VirtualMemory(PagedMemory):
                 lying, end = self.lying[entry.group][entry.slot], entry.at + len(entry.pages)
                 lying += [0] * (end - len(lying))
                 for at, page in enumerate(entry.pages, entry.at):
-                    if page:
+                    if page and page != lying[at]:
+                        if self.promised.get((entry.group, lying[at])) == (entry.slot, at):
+                            del self.promised[entry.group, lying[at]]
                         lying[at] = page
 
     def _map_ahead(self, seq: Sequence, resident: Resident, end: int) -> Iterable[Table]:

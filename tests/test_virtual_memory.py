@@ -1,0 +1,157 @@
+"""The memory `virtual`: tokens equal transformers' and the paged memory's, whatever the pages, the buffers, the chunks,
+the pressure, or what is shared; over pages that the operating system really maps."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from test_equality import (
+    FAMILIES,
+    GROUPS,
+    KINDS,
+    SOME,
+    Oracle,
+    answers_of,
+    assert_equal,
+    assert_same,
+    engine_of,
+    oracle,  # noqa: F401
+    params_of,
+    plenty,  # noqa: F401
+    prompt_of,
+    run_all,
+)
+
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.control.memory import Size
+from quire.control.memory.virtual import VirtualMemory
+from quire.data.models import read_spec
+from quire.errors import StartupError
+
+LAYOUTS = ("layer", "sliced")
+
+
+def virtual(model: Oracle, **settings: object) -> Engine:
+    return engine_of(model, **{"memory": "virtual", "virtual_page_kib": 4} | settings)
+
+
+def emptied(engine: Engine) -> bool:
+    """Nothing is used, and all was given back; what is mapped stays."""
+    usage = engine.scheduler.memory.account().usage
+    engine.close()
+    return usage.used == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("budget", [1, 7, 64])
+def test_tokens_equal_transformers(oracle, family: str, layout: str, budget: int) -> None:  # noqa: F811
+    model = oracle(family)
+    engine = virtual(model, virtual_layout=layout, max_num_batched_tokens=budget)
+    assert_equal(model, engine, model.prompts)
+    assert engine.runner.attention == "contiguous"
+    assert emptied(engine)
+
+
+@pytest.mark.parametrize("page", [4, 64, 256, 2048])
+@pytest.mark.parametrize("ahead", ["inline", "off"])
+def test_pages_of_every_size(oracle, page: int, ahead: str) -> None:  # noqa: F811
+    model = oracle("llama")
+    tokens = {4: 512, 64: 4096, 256: 16384, 2048: 131072}[page]
+    engine = virtual(model, virtual_page_kib=page, kv_tokens=tokens, map_ahead=ahead, debug=False)
+    assert_equal(model, engine, model.prompts)
+    assert (engine.runner.store.mapped.ahead > 0) == (ahead == "inline")
+    assert emptied(engine)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_that_read_page_tables_run_over_it_too(oracle, layout: str, attention: str) -> None:  # noqa: F811
+    """A paged kernel runs over every memory: here over the pages as they lie one after another."""
+    model = oracle("llama")
+    engine = virtual(model, virtual_layout=layout, attention=attention)
+    assert_equal(model, engine, model.prompts)
+    assert emptied(engine)
+
+
+def test_a_kernel_of_contiguous_tokens_is_refused_over_pages(oracle) -> None:  # noqa: F811
+    with pytest.raises(StartupError, match=r"--attention is contiguous.*the memory is paged"):
+        engine_of(oracle("llama"), attention="contiguous")
+
+
+def test_a_second_run_hits_the_prefix_cache(oracle) -> None:  # noqa: F811
+    model = oracle("llama")
+    engine = virtual(model, kv_tokens=1024)
+    first = answers_of(engine, model.prompts)
+    assert answers_of(engine, model.prompts) == first
+    assert engine.scheduler.memory.account().sharing.hits > 0
+    assert emptied(engine)
+
+
+@cache
+def least_tokens(model: Oracle, layout: str) -> int:
+    """Room for the largest request alone, and a page."""
+    config = EngineConfig(
+        memory="virtual", virtual_page_kib=4, virtual_layout=layout, max_num_batched_tokens=16, max_num_seqs=32
+    )
+    spec = read_spec(model.model.config.to_dict())
+    asked = [(prompt_of(model, kind), params_of(kind).width) for kind in KINDS]
+    tokens = 128
+    while True:
+        memory = VirtualMemory.build(config, spec, Size(tokens, 128, 4))
+        if all(memory.fits([len(prompt) + SOME] * width, len(prompt)) for prompt, width in asked):
+            return tokens
+        tokens += memory.groups[0].run_tokens
+
+
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("llama", "sliced"), ("llama", "layer"), ("mistral", "sliced"), ("gpt2", "sliced")]
+)
+def test_requests_of_all_kinds_survive_preemption(oracle, plenty, family: str, layout: str, policy: str) -> None:  # noqa: F811
+    """n, best_of, beams and their forks, in memory for the largest of them alone."""
+    model = oracle(family)
+    hurt, preempted = dict.fromkeys(KINDS, 0), 0
+    for turn, caching in ((0, True), (4, False)):
+        engine = virtual(
+            model, virtual_layout=layout, kv_tokens=least_tokens(model, layout), preemption=policy,
+            enable_prefix_caching=caching, max_num_batched_tokens=16, max_num_seqs=32,
+        )  # fmt: skip
+        ran = run_all(engine, model, [(0, kind) for kind in [*KINDS][turn:] + [*KINDS][:turn]])
+        assert_same(ran, plenty(family))
+        hurt = {kind: hurt[kind] + ran.preemptions[kind] for kind in KINDS}
+        preempted += engine.scheduler.preempted[policy]
+        assert emptied(engine)
+    assert any(hurt[kind] for kind in GROUPS), hurt
+    assert preempted > 0
+
+
+def test_a_small_memory_gets_small_pages(oracle) -> None:  # noqa: F811
+    """In memory for 192 tokens, a sequence of 114 fits."""
+    model = oracle("llama")
+    engine = engine_of(model, memory="virtual", kv_tokens=192)
+    assert_equal(model, engine, model.prompts)
+    memory = engine.scheduler.memory
+    assert memory.fits([114])
+    assert memory.geometry.groups[0].page_bytes // memory.geometry.groups[0].parts == 4096
+    assert emptied(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"table_scope": "layer"}, r"--table-scope is layer, and --memory is virtual"),
+        ({"virtual_layout": "sideways"}, r"'sideways' is no layout of virtual memory"),
+        ({"virtual_page_kib": 3}, r"--virtual-page-kib is 3"),
+        ({"virtual_page_kib": 6}, r"6,?144"),
+        ({"virtual_page_kib": 2048}, r"--memory virtual has 0 bytes of pages"),
+        ({"map_ahead": "never"}, r"--map-ahead is 'never'"),
+        ({"max_num_seqs": 60000}, r"mappings, more than half of vm.max_map_count"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_start(oracle, settings: dict[str, object], message: str) -> None:  # noqa: F811
+    with pytest.raises(StartupError, match=message) as raised:
+        virtual(oracle("llama"), **settings)
+    assert raised.value.remedy
