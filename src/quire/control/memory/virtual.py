@@ -152,9 +152,7 @@ class VirtualMemory(PagedMemory):
                 lying, end = self.lying[entry.group][entry.slot], entry.at + len(entry.pages)
                 lying += [0] * (end - len(lying))
                 for at, page in enumerate(entry.pages, entry.at):
-                    if page and page != lying[at]:
-                        if self.promised.get((entry.group, lying[at])) == (entry.slot, at):
-                            del self.promised[entry.group, lying[at]]
+                    if page:
                         lying[at] = page
 
     def _map_ahead(self, seq: Sequence, resident: Resident, end: int) -> Iterable[Table]:
