@@ -191,7 +191,7 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
         [tuple(pool.empty) for pool in swap.host.pools],
         tuple(memory.prefixes.registered),
         pages.evictions,
-        [tuple(table.items()) for table in memory.promised] if isinstance(memory, VirtualMemory) else (),
+        [tuple(queue.promised.items()) for queue in memory.queues] if isinstance(memory, VirtualMemory) else (),
     )
 
 

@@ -21,7 +21,7 @@ from quire.control.memory.answers import Usage
 from quire.control.memory.buffers import Buffers, buffers_of
 from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import Empty, Queue
+from quire.control.memory.pages import Empty, Place, Queue
 from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
 from quire.errors import StartupError
@@ -59,9 +59,10 @@ class VirtualMemory(PagedMemory):
         # The page that lies at each place of each slot, a table a group; 0: none.
         self.lying: list[list[list[int]]] = [[[] for _ in range(geometry.slots)] for _ in self.groups]
         self.soon: dict[int, tuple[Sequence, Resident, int]] = {}  # who will need room, and for how many tokens
-        # Empty pages that are mapped ahead, and where: (group, slot, place). A table for the groups of a pool.
-        promised: dict[int, dict[int, tuple[int, int, int]]] = {id(pool): {} for pool in self.pages.pools}
-        self.promised = [promised[id(pool)] for pool in self.pages.of]
+        self.queues: list[Queue] = []  # the empty pages of each group; those that are mapped ahead are promised
+        for pool in self.pages.of:
+            assert isinstance(pool.empty, Queue), "remembered pages are given out in a certain order"
+            self.queues.append(pool.empty)
         self.prompts = 0.0  # mean pages that sequences came in with
 
     @classmethod
@@ -108,17 +109,18 @@ class VirtualMemory(PagedMemory):
         return page == table[at] if at < len(table) else page > 0 and self.pages.is_empty(group, page)
 
     def pick(self, group: int, slot: int, at: int) -> int:
-        pool = self.pages.of[group]
+        page = self._there((group, slot, at))
+        if page:
+            self.queues[group].put_first(page)
+        return self.pages.take(group)
+
+    def _there(self, place: Place) -> int:
+        """The page that lies at a place, if it is empty and not promised to another one; else 0."""
+        group, slot, at = place
         lying = self.lying[group][slot]
         page = lying[at] if at < len(lying) else 0
-        if page and self.pages.is_empty(group, page):
-            assert isinstance(pool.empty, Queue)
-            del pool.empty[page]
-            pool.empty.append(page)
-            pool.empty.move_to_end(page, last=False)  # the next one
-        taken = self.pages.take(group)
-        self.promised[group].pop(taken, None)
-        return taken
+        usable = page and self.pages.is_empty(group, page) and self.queues[group].promised.get(page, place) == place
+        return page if usable else 0
 
     # Ahead of need
 
@@ -135,8 +137,7 @@ class VirtualMemory(PagedMemory):
         self._lies(journal)
         if not self.ahead:
             return journal, ()
-        for promised in self.promised:  # whoever still needs it is told again, whoever doesn't has left
-            promised.clear()
+        self._renew()
         needs = (entry for need in self.soon.values() for entry in self._map_ahead(*need))
         ahead = list(islice(needs, MOST_AHEAD))
         self.soon.clear()
@@ -144,6 +145,17 @@ class VirtualMemory(PagedMemory):
         eager = self._map_next()
         self._lies(eager)
         return journal, (*ahead, *eager)
+
+    def _renew(self) -> None:
+        """Of what is promised keep the next page of each sequence in memory. Who needs more says so in every step, and
+        who left needs nothing."""
+        tables = {resident.slot: resident.tables for resident in self.residents.values()}
+        for pool in self.pages.pools:
+            queue = self.queues[pool.groups[0]]
+            for page, (group, slot, at) in list(queue.promised.items()):
+                next_one = slot in tables and at == len(tables[slot][group])
+                if not next_one or self.lying[group][slot][at] != page:
+                    queue.release(page)
 
     def _lies(self, entries: Iterable[Any]) -> None:
         """Remember where pages will lie once these entries are replayed."""
@@ -162,7 +174,7 @@ class VirtualMemory(PagedMemory):
         for g, (policy, table) in enumerate(zip(self.policies, resident.tables)):
             stop = min(policy.reads(seq, seq.planned, end).stop, policy.group.table_width)
             for at in range(len(table), stop):
-                if len(self.pages.of[g].empty) <= len(self.promised[g]):
+                if not self.queues[g].free:
                     self.pages.make_room(g)
                 yield from self._promise(g, resident.slot, at, spare=0)
 
@@ -172,7 +184,7 @@ class VirtualMemory(PagedMemory):
             return []
         slot, entries = self.slots[-1], list[Table]()
         for g, group in enumerate(self.groups):
-            spare = len(self.pages.of[g].empty) * (SHARE_AHEAD - 1) // SHARE_AHEAD
+            spare = len(self.queues[g]) * (SHARE_AHEAD - 1) // SHARE_AHEAD
             for at in range(min(round(self.prompts), group.table_width, MOST_NEXT)):
                 entries += self._promise(g, slot, at, spare)
         return entries
@@ -180,18 +192,16 @@ class VirtualMemory(PagedMemory):
     def _promise(self, group: int, slot: int, at: int, spare: int) -> list[Table]:
         """An entry that maps an empty page at a place, where there isn't one, unless no more than `spare` are left. It
         stays empty, and is the last to be given out elsewhere."""
-        pool, promised = self.pages.of[group], self.promised[group]
-        assert isinstance(pool.empty, Queue)
-        lying = self.lying[group][slot]
-        page = lying[at] if at < len(lying) else 0
-        there = page and self.pages.is_empty(group, page) and page not in promised
-        if not there:
-            if len(pool.empty) - len(promised) <= spare:
-                return []
-            page = next(iter(pool.empty))  # not promised: those are the last
-        pool.empty.move_to_end(page)
-        promised[page] = group, slot, at
-        return [] if there else [Table(slot, group, at, (page,))]
+        queue, place = self.queues[group], (group, slot, at)
+        page = self._there(place)
+        if page:
+            queue.promise(page, place)
+            return []
+        if len(queue.free) <= spare:
+            return []
+        page = next(iter(queue.free))
+        queue.promise(page, place)
+        return [Table(slot, group, at, (page,))]
 
     # Facts
 
@@ -204,14 +214,14 @@ class VirtualMemory(PagedMemory):
     def _usage(self) -> Usage:
         usage = super()._usage()
         first = [pool.groups[0] for pool in self.pages.pools]
-        ahead = sum(len(self.promised[g]) * self.groups[g].page_bytes for g in first)
+        ahead = sum(len(self.queues[g].promised) * self.groups[g].page_bytes for g in first)
         return usage._replace(reserved=ahead, free=usage.free - ahead)
 
     def check(self) -> None:
         super().check()
-        for pool in self.pages.pools:
-            for page, (group, slot, at) in self.promised[pool.groups[0]].items():
-                assert page in pool.empty, f"page {page} is mapped ahead and isn't empty"
+        for queue in self.queues:
+            assert not queue.free.keys() & queue.promised.keys(), "a page is promised and not"
+            for page, (group, slot, at) in queue.promised.items():
                 assert self.lying[group][slot][at] == page, f"page {page} was mapped ahead at a place that has another"
 
 
