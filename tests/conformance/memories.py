@@ -29,10 +29,11 @@ class Build(NamedTuple):
     max_len: int = MAX_LEN
     host: int = 0  # host pages, for swapping
     prefix_tokens: int = 0
+    device_page: int = 0  # bytes of a page of contiguous memory, and of a token so many more; 0: a few
 
 
-def spec(windows: tuple[int | None, ...], max_len: int) -> ModelSpec:
-    layers = tuple(LayerSpec(1, 4, window) for window in windows)
+def spec(windows: tuple[int | None, ...], max_len: int, size: int = 4) -> ModelSpec:
+    layers = tuple(LayerSpec(1, size, window) for window in windows)
     return ModelSpec("echo", layers, VOCAB, max_len, 4, 1, 4, 1)
 
 
@@ -76,9 +77,9 @@ def virtual(
     """In pages of a few bytes: a layer's keys of a token take 8, and as many its values."""
 
     def make(build: Build) -> VirtualMemory:
-        return VirtualMemory(
-            contiguous(build, windows, page, layout), chunk=build.chunk, prefix_tokens=build.prefix_tokens, **settings
-        )
+        scale = build.device_page // page or 1
+        geometry = contiguous(build, windows, scale * page, layout, scale * 8)
+        return VirtualMemory(geometry, chunk=build.chunk, prefix_tokens=build.prefix_tokens, **settings)
 
     return make
 
@@ -103,7 +104,7 @@ def contiguous(build: Build, windows: tuple[int | None, ...], page: int, layout:
         )
         for buffers, (layers, window) in zip(cut, kinds)
     )  # fmt: skip
-    return Geometry(Layout.CONTIGUOUS, end, build.max_seqs + 1, groups, token // 4, host_end)
+    return Geometry(Layout.CONTIGUOUS, end, build.max_seqs + 1, groups, 2, host_end)
 
 
 VIRTUAL: dict[str, Callable[[Build], VirtualMemory]] = {
