@@ -139,9 +139,8 @@ class Calls:
         for seq in self.live.values():
             for group in self.memory.groups:
                 begin = 0 if group.window is None else max(0, seq.computed - group.window + 1)
-                for numbers in (
-                    numbers for layer in group.layers for numbers in self.numbers[2 * layer : 2 * layer + 2]
-                ):
+                sides = [self.numbers[2 * layer + side] for layer in group.layers for side in range(2)]
+                for numbers in sides:
                     assert (numbers[self.memory.slot(seq), begin : seq.computed] == seq.tokens[0]).all()
 
     def end(self) -> None:
