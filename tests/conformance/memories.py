@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.memory import KVMemory, Later, Size, build_memory
+from quire.control.memory import KVMemory, Later, Size, Usage, build_memory
+from quire.control.memory.buffers import buffers_of
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.reserved import ReservedMemory
+from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, lay_out
 
 VOCAB = 64
 MAX_LEN = 48
@@ -27,10 +29,11 @@ class Build(NamedTuple):
     max_len: int = MAX_LEN
     host: int = 0  # host pages, for swapping
     prefix_tokens: int = 0
+    device_page: int = 0  # bytes of a page of contiguous memory, and of a token so many more; 0: a few
 
 
-def spec(windows: tuple[int | None, ...], max_len: int) -> ModelSpec:
-    layers = tuple(LayerSpec(1, 4, window) for window in windows)
+def spec(windows: tuple[int | None, ...], max_len: int, size: int = 4) -> ModelSpec:
+    layers = tuple(LayerSpec(1, size, window) for window in windows)
     return ModelSpec("echo", layers, VOCAB, max_len, 4, 1, 4, 1)
 
 
@@ -68,6 +71,54 @@ def reserved(
     return make
 
 
+def virtual(
+    windows: tuple[int | None, ...] = (None, None), *, page: int, layout: str = "sliced", **settings: Any
+) -> Callable[[Build], VirtualMemory]:
+    """In pages of a few bytes: a layer's keys of a token take 8, and as many its values."""
+
+    def make(build: Build) -> VirtualMemory:
+        scale = build.device_page // page or 1
+        geometry = contiguous(build, windows, scale * page, layout, scale * 8)
+        return VirtualMemory(geometry, chunk=build.chunk, prefix_tokens=build.prefix_tokens, **settings)
+
+    return make
+
+
+def contiguous(build: Build, windows: tuple[int | None, ...], page: int, layout: str, token: int = 8) -> Geometry:
+    """Groups of one window each, in pages of `page` bytes a buffer, with room for the tokens that are asked for in each
+    of them; `token` bytes are a layer's keys of one."""
+    kinds = [(tuple(i for i, other in enumerate(windows) if other == window), window) for window in set(windows)]
+    kinds.sort(key=lambda kind: kind[0])
+    cut = [buffers_of(len(layers), token, page, layout) for layers, _ in kinds]
+    counts: dict[int, int] = {}
+    for buffers in cut:
+        counts[buffers.page_bytes] = counts.get(buffers.page_bytes, 0) + buffers.pages(build.tokens)
+    ids, end = lay_out(list(counts.items()), max(counts))
+    rows, host_end = lay_out([(size, min(build.host, count)) for size, count in counts.items()], 0)
+    own, own_host = dict(zip(counts, ids)), {size: range(r.start + 1, r.stop + 1) for size, r in zip(counts, rows)}
+    groups = tuple(
+        Group(
+            layers, buffers.page_bytes, buffers.token_bytes, buffers.pages(build.max_len), own[buffers.page_bytes],
+            own_host[buffers.page_bytes], buffers.run_tokens, buffers.run_pages, window,
+            "full" if window is None else "window", buffers.parts,
+        )
+        for buffers, (layers, window) in zip(cut, kinds)
+    )  # fmt: skip
+    return Geometry(Layout.CONTIGUOUS, end, build.max_seqs + 1, groups, 2, host_end)
+
+
+VIRTUAL: dict[str, Callable[[Build], VirtualMemory]] = {
+    "virtual-1": virtual(page=8, layout="layer"),
+    "virtual-4": virtual(page=64),
+    "virtual-16": virtual(page=128, layout="layer"),
+    "virtual-late": virtual(page=32, layout="layer", ahead=False),
+    "virtual-uncached": virtual(page=64, caching=False),
+    "virtual-poisoned": virtual(page=64, debug=True),
+    "virtual-not-whole": virtual((None, None, None), page=32),
+    "virtual-window": virtual((6, 6), page=64),
+    "virtual-mixed": virtual((None, 6, None, 2), page=32, layout="layer"),
+    "virtual-one-pool": virtual((None, 6, None, 2), page=64),
+}
 MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "paged-1": paged(page_size=1),
     "paged-4": paged(page_size=4),
@@ -80,6 +131,7 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "mixed-16": paged((None, 2), page_size=16),
     "own-sizes": paged((None, 6, 6), page_size=4, page_sizes="own"),
     "mixed-uncached": paged((6, None), page_size=4, enable_prefix_caching=False),
+    **VIRTUAL,
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]
 RESERVED: dict[str, Callable[[Build], ReservedMemory]] = {
@@ -140,6 +192,7 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
         [tuple(pool.empty) for pool in swap.host.pools],
         tuple(memory.prefixes.registered),
         pages.evictions,
+        [tuple(queue.promised.items()) for queue in memory.queues] if isinstance(memory, VirtualMemory) else (),
     )
 
 
@@ -152,6 +205,19 @@ def admit_one(memory: KVMemory, seq: Sequence, budget: int = 64) -> int | Later 
 def reset(memory: KVMemory) -> int:
     """Forget cached prefixes: the pages emptied."""
     return memory.prefixes.reset() if memory.prefixes is not None else 0
+
+
+def usage_of(memory: KVMemory) -> Usage:
+    """Empty pages are free wherever they are mapped ahead: nobody holds them."""
+    usage = memory.account().usage
+    ahead = usage.reserved if isinstance(memory, VirtualMemory) else 0
+    return usage._replace(reserved=usage.reserved - ahead, free=usage.free + ahead)
+
+
+def is_unused(memory: KVMemory) -> bool:
+    """Nothing is held for anybody."""
+    usage = usage_of(memory)
+    return usage.used == usage.internal == usage.reserved == 0
 
 
 def host_free(memory: PagedMemory) -> int:

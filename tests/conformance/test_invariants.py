@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import CACHED, EVERY, MEMORIES, Build, admit_one, host_free, host_total, insides, reset
+from memories import CACHED, EVERY, MEMORIES, Build, admit_one, host_free, host_total, insides, reset, usage_of
 
 from quire.control.memory import LATER, KVMemory
 from quire.control.memory.paged import PagedMemory
@@ -202,17 +202,18 @@ def test_what_branches_have_in_common_is_computed_by_one_and_held_once(name: str
     if memory.forgets:
         assert [(reused, after) for reused, after in admitted] == [(0, None)] * 4
         return
-    size = memory.geometry.groups[0].page_tokens
+    size = memory.prefixes.stride
     common, more = 33 // size * size, 36 // size * size
     assert admitted[0] == (0, None)
     assert admitted[1] == admitted[2] == (common, group[0])
     assert admitted[3] == (more, group[2] if more > common else group[0])
     tables = [memory.place(seq).tables for seq in group]
-    for g, _ in enumerate(memory.geometry.groups):
+    for g, pages in enumerate(memory.geometry.groups):
         first, second, third, fourth = (table[g] for table in tables)
-        assert first[: common // size] == second[: common // size] == third[: common // size]
-        assert third[: more // size] == fourth[: more // size]
-        own = [page for table in (first, second, third) for page in table[common // size :]] + [*fourth[more // size :]]
+        some, most = pages.whole(common), pages.whole(more)
+        assert first[:some] == second[:some] == third[:some]
+        assert third[:most] == fourth[:most]
+        own = [page for table in (first, second, third) for page in table[some:]] + [*fourth[most:]]
         assert len(own) == len(set(own))
     for seq in group:
         memory.free(seq)
@@ -235,7 +236,7 @@ def test_what_is_being_computed_for_another_is_awaited(name: str) -> None:
     assert admit(memory, unlike) == 0
     while first.planned < 40:
         assert compute(memory, first, min(40 - first.planned, 64))
-    size = memory.geometry.groups[0].page_tokens
+    size = memory.prefixes.stride
     assert admit_one(memory, sequence(5, 40)) == 39 // size * size
     admitted = memory.admit(group, 64)
     assert isinstance(admitted, list)
@@ -263,12 +264,12 @@ def test_admit_is_undone_exactly_by_free(name: str) -> None:
     old = sequence(1, 20)
     serve(memory, old)
     memory.free(old)
-    before = memory.account().usage
+    before = usage_of(memory)
     for length in (1, 16, 20, 33):
         seq = sequence(2, length)
         assert isinstance(admit_one(memory, seq, 64), int)
         memory.free(seq)
-        assert memory.account().usage == before
+        assert usage_of(memory) == before
     memory.check()
 
 
@@ -280,7 +281,7 @@ def test_admit_leaves_one_token_to_compute(name: str, length: int) -> None:
         seq = sequence(id, length)
         reused = serve(memory, seq)
         memory.free(seq)
-    size = memory.geometry.groups[0].page_tokens
+    size = memory.prefixes.stride
     assert reused == (length - 1) // size * size
 
 
@@ -429,7 +430,7 @@ def test_conservation(name: str) -> None:
         seq = sequence(id, 11)
         assert serve(memory, seq) is not None
         seqs.append(seq)
-        usage = memory.account().usage
+        usage = usage_of(memory)
         assert usage.total == total
         held = {
             page * group.page_bytes: group.page_bytes
@@ -442,7 +443,7 @@ def test_conservation(name: str) -> None:
     for seq in seqs:
         memory.free(seq)
         assert memory.account().usage.total == total
-    usage = memory.account().usage
+    usage = usage_of(memory)
     assert usage.used == usage.reserved == usage.internal == 0
     assert usage.cached + usage.external + usage.free == total
 
@@ -472,10 +473,10 @@ def test_a_fork_writes_to_pages_of_its_own(name: str) -> None:
     memory.take_journal()
     for seq in (parent, child):
         assert compute(memory, seq, 3)
-    size = memory.geometry.groups[0].page_tokens
-    for mine, yours in zip(memory.place(parent).tables, memory.place(child).tables):
-        assert not {page for page in mine[18 // size :] if page} & set(yours[18 // size :])
-        assert mine[: 18 // size] == yours[: 18 // size] or not all(mine)
+    for group, mine, yours in zip(memory.groups, memory.place(parent).tables, memory.place(child).tables):
+        full = group.whole(18)
+        assert not {page for page in mine[full:] if page} & set(yours[full:])
+        assert mine[:full] == yours[:full] or not all(mine)
 
 
 @every_memory

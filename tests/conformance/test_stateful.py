@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from memories import EVERY, Build, admit_one, check_published, insides, reset
+from memories import EVERY, Build, admit_one, check_published, insides, is_unused, reset
 from traces import STEMS
 
 from quire.control.request import Sequence
@@ -32,14 +32,14 @@ class Device:
         self.tables: dict[tuple[int, int, int], int] = {}  # (slot, group, logical page) -> page
         self.cells: dict[tuple[int, int], Any] = {}  # (byte of a page, offset) -> (group, content)
 
-    def replay(self, journal: tuple[Any, ...], size: int, groups: tuple[Group, ...]) -> None:
+    def replay(self, journal: tuple[Any, ...], groups: tuple[Group, ...]) -> None:
         for entry in journal:
             if isinstance(entry, Table):
                 for i, page in enumerate(entry.pages):
                     self.tables[entry.slot, entry.group, entry.at + i] = page
             elif isinstance(entry, Copy):
                 page_bytes = groups[entry.group].page_bytes
-                for offset in range(size):
+                for offset in range(groups[entry.group].run_tokens):
                     moved = self.cells.get((entry.src * page_bytes, offset))
                     self.cells[entry.dst * page_bytes, offset] = moved
 
@@ -52,7 +52,7 @@ class Calls(RuleBasedStateMachine):
     @initialize(tokens=st.integers(40, 160), chunk=st.integers(1, 20), max_seqs=st.integers(2, 6))
     def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
         self.memory = EVERY[self.name](Build(tokens, chunk, max_seqs))
-        self.chunk, self.size = chunk, self.memory.geometry.groups[0].page_tokens
+        self.chunk = chunk
         pools = {group.ids: len(group.ids) * group.page_bytes for group in self.memory.geometry.groups}
         self.total = sum(pools.values())  # groups with the same ids share them
         self.device = Device()
@@ -135,16 +135,15 @@ class Calls(RuleBasedStateMachine):
         if not self.memory.grow(seq, end):
             assert insides(self.memory) == before
             return
-        self.device.replay(self.memory.take_journal()[0], self.size, self.memory.geometry.groups)
+        self.device.replay(self.memory.take_journal()[0], self.memory.geometry.groups)
         slot = self.memory.slot(seq)
         for position in range(seq.planned, end):
             content = (seq.salt, tuple(seq.tokens[: position + 1]))
             self.contents[seq.id].append(content)
-            for g in range(len(self.memory.geometry.groups)):
-                page = self.device.tables[slot, g, position // self.size]
+            for g, group in enumerate(self.memory.geometry.groups):  # a token is where its first byte is
+                page = self.device.tables[slot, g, group.whole(position)]
                 assert page, "a position to write has no page"
-                page *= self.memory.geometry.groups[g].page_bytes
-                self.device.cells[page, position % self.size] = (g, content)
+                self.device.cells[page * group.page_bytes, position % group.run_tokens] = (g, content)
         seq.planned = end
 
     def valid(self, seq: Sequence) -> bool:
@@ -193,7 +192,7 @@ class Calls(RuleBasedStateMachine):
 
     def read(self, data: st.DataObject | None = None) -> None:
         """Through the replayed tables, each sequence finds what the reference holds, as far as it may look back."""
-        self.device.replay(self.memory.take_journal()[0], self.size, self.memory.geometry.groups)
+        self.device.replay(self.memory.take_journal()[0], self.memory.geometry.groups)
         for seq in self.alive.values():
             if self.waits(seq):
                 continue
@@ -203,9 +202,8 @@ class Calls(RuleBasedStateMachine):
                 assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
                 first = 0 if group.window is None else max(0, seq.computed - group.window + 1)
                 for position in range(first, seq.planned):
-                    cell = self.device.cells.get(
-                        (table[position // self.size] * group.page_bytes, position % self.size)
-                    )
+                    begin = table[group.whole(position)] * group.page_bytes
+                    cell = self.device.cells.get((begin, position % group.run_tokens))
                     assert cell == (g, self.contents[seq.id][position]), f"position {position} of group {g} is wrong"
 
     @invariant()
@@ -224,8 +222,7 @@ class Calls(RuleBasedStateMachine):
                 seq.computed = seq.planned
                 self.memory.free(seq)
             self.memory.check()
-            usage = self.memory.account().usage
-            assert usage.used == usage.internal == usage.reserved == 0
+            assert is_unused(self.memory)
 
 
 def machine(memory: str) -> type[Calls]:

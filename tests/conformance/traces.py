@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static
+from addresses import AddressedRunner, runner_for
+from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static, is_unused
 
 from quire.control.costs import Costs
 from quire.control.edge import Limits
@@ -155,7 +156,13 @@ class Checked:
         assert sum(len(row.tokens) for row in plan.rows) <= self.budget, "a step exceeds the budget"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows in a step"
         self.rows += len(plan.rows)
-        return self.runner.submit(plan)
+        ticket = self.runner.submit(plan)
+        if isinstance(self.runner, AddressedRunner):
+            for mine, group in zip(self.memory.lying, self.runner.groups):
+                for slot, lying in enumerate(mine):
+                    there = group.lying[slot, : len(lying)].tolist()
+                    assert there == lying, f"in slot {slot} lie pages {there}, not {lying}"
+        return ticket
 
     def collect(self, ticket: int) -> StepResult:
         result = self.runner.collect(ticket)
@@ -243,7 +250,7 @@ class Trace:
         self.rng = random.Random(seed)
         self.memory = Watched(memory)
         self.memory.rng, self.memory.unforked = random.Random(seed), unforked
-        echo = runner or EchoRunner(depth, vocab_size=VOCAB)
+        echo = runner or runner_for(memory.geometry, depth, VOCAB)
         self.runner = Checked(echo, self.memory, budget)
         self.runner.bind(memory.geometry)
         self.groups = memory.geometry.groups
@@ -366,14 +373,13 @@ class Trace:
     def drained(self) -> None:
         """Nothing is left but registered prefixes, then nothing; and every output is the oracle's."""
         memory = self.memory.memory
-        usage, sharing = memory.account()
+        sharing = memory.account().sharing
         assert sharing.tables == 0, "sequences still hold pages"
         if isinstance(memory, PagedMemory):
             assert sum(memory.pages.used) == len(memory.prefixes.pins), "pages did not come back"
         for name in list(self.engine.prefixes):
             assert self.engine.release_prefix(name)
-        usage, sharing = memory.account()
-        assert usage.used == usage.internal == usage.reserved == 0, f"pages did not come back: {usage}"
+        assert is_unused(memory), f"pages did not come back: {memory.account().usage}"
         assert sharing.host_pages_used == 0, "host pages did not come back"
         assert len(memory.slots) == memory.geometry.slots - 1, "slots did not come back"
         assert not self.memory.residents, "sequences did not leave"

@@ -27,18 +27,47 @@ class Empty(Protocol):
     def __iter__(self) -> Iterator[int]: ...
 
 
-class Queue(OrderedDict[int, None]):
+Place = tuple[int, int, int]
+"""A group, a slot, and which of its logical pages."""
+
+
+class Queue:
     """Empty pages, of which the one that came back first is given out first: so what another place still remembers of a
-    page lasts as long as it can. Any page can be taken out."""
+    page lasts as long as it can. Pages that are `promised` to a place are given out elsewhere only when no other one is
+    left."""
 
     def __init__(self, pages: Iterable[int]) -> None:
-        super().__init__(dict.fromkeys(reversed(list(pages))))
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(reversed(list(pages)))
+        self.promised: OrderedDict[int, Place] = OrderedDict()
 
     def append(self, page: int) -> None:
-        self[page] = None
+        self.free[page] = None
 
-    def pop(self) -> int:  # type: ignore[override]
-        return self.popitem(last=False)[0]
+    def pop(self) -> int:
+        return self.free.popitem(last=False)[0] if self.free else self.promised.popitem(last=False)[0]
+
+    def promise(self, page: int, place: Place) -> None:
+        """An empty page, promised or not, is for this place."""
+        self.free.pop(page, None)
+        self.promised[page] = place
+
+    def release(self, page: int) -> None:
+        """A promise is no more: the page is like all others, the last of them."""
+        del self.promised[page]
+        self.free[page] = None
+
+    def put_first(self, page: int) -> None:
+        """This page of them is given out next."""
+        self.promised.pop(page, None)
+        self.free[page] = None
+        self.free.move_to_end(page, last=False)
+
+    def __len__(self) -> int:
+        return len(self.free) + len(self.promised)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.free
+        yield from self.promised
 
 
 class Pool:
@@ -175,6 +204,13 @@ class Ledger:
         del pool.cached[page]
         self._forget(pool, page)
         pool.empty.append(page)
+
+    def make_room(self, group: int) -> None:
+        """One empty page more, if a cached one can be had for it: the one that would be given out next."""
+        pool = self.of[group]
+        if pool.cached:
+            self.evict(group, next(iter(pool.cached)))
+            self.evictions += 1
 
     def drop_cached(self) -> int:
         """Empty every cached page. Returns how many there were."""

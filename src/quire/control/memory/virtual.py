@@ -13,6 +13,7 @@ of its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
@@ -20,7 +21,7 @@ from quire.control.memory.answers import Usage
 from quire.control.memory.buffers import Buffers, buffers_of
 from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import Empty, Queue
+from quire.control.memory.pages import Empty, Place, Queue
 from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
 from quire.errors import StartupError
@@ -32,6 +33,9 @@ LOOKED_AT = 32
 
 MOST_AHEAD = 1024
 """Pages that are mapped ahead in one step: what a chunk of a prompt needs, and as many decodes as there are."""
+
+MOST_NEXT = 64
+"""Pages of a group that are kept mapped for the next sequence: looked at in every step."""
 
 SHARE_AHEAD = 4
 """At most a fourth of the empty pages is mapped for the next sequence (§6.2.2), which nobody may need."""
@@ -65,8 +69,11 @@ class VirtualMemory(PagedMemory):
         self.ahead = ahead
         # The page that lies at each place of each slot, a table a group; 0: none.
         self.lying: list[list[list[int]]] = [[[] for _ in range(geometry.slots)] for _ in self.groups]
-        self.soon: list[tuple[Sequence, Resident, int]] = []  # who will need room, and for how many tokens
-        self.promised: dict[tuple[int, int], tuple[int, int]] = {}  # empty pages mapped ahead: where, (slot, place)
+        self.soon: dict[int, tuple[Sequence, Resident, int]] = {}  # who will need room, and for how many tokens
+        self.queues: list[Queue] = []  # the empty pages of each group; those that are mapped ahead are promised
+        for pool in self.pages.of:
+            assert isinstance(pool.empty, Queue), "remembered pages are given out in a certain order"
+            self.queues.append(pool.empty)
         self.prompts = 0.0  # mean pages that sequences came in with
 
     @classmethod
@@ -113,17 +120,18 @@ class VirtualMemory(PagedMemory):
         return page == table[at] if at < len(table) else page > 0 and self.pages.is_empty(group, page)
 
     def pick(self, group: int, slot: int, at: int) -> int:
-        pool = self.pages.of[group]
+        page = self._there((group, slot, at))
+        if page:
+            self.queues[group].put_first(page)
+        return self.pages.take(group)
+
+    def _there(self, place: Place) -> int:
+        """The page that lies at a place, if it is empty and not promised to another one; else 0."""
+        group, slot, at = place
         lying = self.lying[group][slot]
         page = lying[at] if at < len(lying) else 0
-        if page and self.pages.is_empty(group, page):
-            assert isinstance(pool.empty, Queue)
-            del pool.empty[page]
-            pool.empty.append(page)
-            pool.empty.move_to_end(page, last=False)  # the next one
-        taken = self.pages.take(group)
-        self.promised.pop((group, taken), None)
-        return taken
+        usable = page and self.pages.is_empty(group, page) and self.queues[group].promised.get(page, place) == place
+        return page if usable else 0
 
     # Ahead of need
 
@@ -132,7 +140,7 @@ class VirtualMemory(PagedMemory):
         resident = self.residents[seq.id]
         if self.ahead and there and length >= resident.room and length < (seq.final or length + 1):
             left = len(seq.tokens) - length
-            self.soon.append((seq, resident, length + (min(left, self.chunk) if left > 0 else 1)))
+            self.soon[seq.id] = seq, resident, length + (min(left, self.chunk) if left > 0 else 1)
         return there
 
     def take_journal(self) -> tuple[Journal, Journal]:
@@ -140,13 +148,25 @@ class VirtualMemory(PagedMemory):
         self._lies(journal)
         if not self.ahead:
             return journal, ()
-        ahead = [entry for seq, resident, end in self.soon for entry in self._map_ahead(seq, resident, end)]
+        self._renew()
+        needs = (entry for need in self.soon.values() for entry in self._map_ahead(*need))
+        ahead = list(islice(needs, MOST_AHEAD))
         self.soon.clear()
-        ahead = ahead[:MOST_AHEAD]
         self._lies(ahead)
         eager = self._map_next()
         self._lies(eager)
         return journal, (*ahead, *eager)
+
+    def _renew(self) -> None:
+        """Of what is promised keep the next page of each sequence in memory. Who needs more says so in every step, and
+        who left needs nothing."""
+        tables = {resident.slot: resident.tables for resident in self.residents.values()}
+        for pool in self.pages.pools:
+            queue = self.queues[pool.groups[0]]
+            for page, (group, slot, at) in list(queue.promised.items()):
+                next_one = slot in tables and at == len(tables[slot][group])
+                if not next_one or self.lying[group][slot][at] != page:
+                    queue.release(page)
 
     def _lies(self, entries: Iterable[Any]) -> None:
         """Remember where pages will lie once these entries are replayed."""
@@ -155,9 +175,7 @@ class VirtualMemory(PagedMemory):
                 lying, end = self.lying[entry.group][entry.slot], entry.at + len(entry.pages)
                 lying += [0] * (end - len(lying))
                 for at, page in enumerate(entry.pages, entry.at):
-                    if page and page != lying[at]:
-                        if self.promised.get((entry.group, lying[at])) == (entry.slot, at):
-                            del self.promised[entry.group, lying[at]]
+                    if page:
                         lying[at] = page
 
     def _map_ahead(self, seq: Sequence, resident: Resident, end: int) -> Iterable[Table]:
@@ -167,6 +185,8 @@ class VirtualMemory(PagedMemory):
         for g, (policy, table) in enumerate(zip(self.policies, resident.tables)):
             stop = min(policy.reads(seq, seq.planned, end).stop, policy.group.table_width)
             for at in range(len(table), stop):
+                if not self.queues[g].free:
+                    self.pages.make_room(g)
                 yield from self._promise(g, resident.slot, at, spare=0)
 
     def _map_next(self) -> list[Table]:
@@ -175,30 +195,23 @@ class VirtualMemory(PagedMemory):
             return []
         slot, entries = self.slots[-1], list[Table]()
         for g, group in enumerate(self.groups):
-            spare = len(self.pages.of[g].empty) * (SHARE_AHEAD - 1) // SHARE_AHEAD
-            for at in range(min(round(self.prompts), group.table_width)):
+            spare = len(self.queues[g]) * (SHARE_AHEAD - 1) // SHARE_AHEAD
+            for at in range(min(round(self.prompts), group.table_width, MOST_NEXT)):
                 entries += self._promise(g, slot, at, spare)
         return entries
 
     def _promise(self, group: int, slot: int, at: int, spare: int) -> list[Table]:
         """An entry that maps an empty page at a place, where there isn't one, unless no more than `spare` are left. It
         stays empty, and is the last to be given out elsewhere."""
-        pool = self.pages.of[group]
-        assert isinstance(pool.empty, Queue)
-        lying = self.lying[group][slot]
-        page = lying[at] if at < len(lying) else 0
-        if page and self.pages.is_empty(group, page):
-            if (group, page) not in self.promised:
-                pool.empty.move_to_end(page)
-                self.promised[group, page] = slot, at
+        queue, place = self.queues[group], (group, slot, at)
+        page = self._there(place)
+        if page:
+            queue.promise(page, place)
             return []
-        if len(pool.empty) - len(self.promised) <= spare:
+        if len(queue.free) <= spare:
             return []
-        page = next(iter(pool.empty))
-        if (group, page) in self.promised:  # all are
-            return []
-        pool.empty.move_to_end(page)
-        self.promised[group, page] = slot, at
+        page = next(iter(queue.free))
+        queue.promise(page, place)
         return [Table(slot, group, at, (page,))]
 
     # Facts
@@ -211,14 +224,16 @@ class VirtualMemory(PagedMemory):
 
     def _usage(self) -> Usage:
         usage = super()._usage()
-        ahead = sum(self.groups[group].page_bytes for group, _ in self.promised)
+        first = [pool.groups[0] for pool in self.pages.pools]
+        ahead = sum(len(self.queues[g].promised) * self.groups[g].page_bytes for g in first)
         return usage._replace(reserved=ahead, free=usage.free - ahead)
 
     def check(self) -> None:
         super().check()
-        for (group, page), (slot, at) in self.promised.items():
-            assert self.pages.is_empty(group, page), f"page {page} is mapped ahead and isn't empty"
-            assert self.lying[group][slot][at] == page, f"page {page} was mapped ahead at a place that has another"
+        for queue in self.queues:
+            assert not queue.free.keys() & queue.promised.keys(), "a page is promised and not"
+            for page, (group, slot, at) in queue.promised.items():
+                assert self.lying[group][slot][at] == page, f"page {page} was mapped ahead at a place that has another"
 
 
 def buffers_for(spec: ModelSpec, itemsize: int, cut: Cut) -> list[tuple[list[int], Buffers]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.store import Store
-from quire.data.runner.virtual.driver import Driver, Run
+from quire.data.runner.virtual.driver import Driver, Run, map_all
 from quire.errors import StartupError
 from quire.vocabulary.plan import Journal, Mapped, Table
 from quire.vocabulary.specs import Geometry, Group, ModelSpec
@@ -136,8 +136,7 @@ class VirtualStore(Store):
                 self.driver.unmap(run.address)
             self.unmaps += parts
             self.lying[g][slot, at] = 0
-        for run in self._runs(g, slot, at, page):
-            self.driver.map(*run)
+        map_all(self.driver, self._runs(g, slot, at, page))
         self.maps += parts
         self.lying[g][slot, at] = page
 

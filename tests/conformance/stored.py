@@ -1,0 +1,74 @@
+"""A data plane over the store of virtual memory: states are the bytes of keys and values, in pages that the operating
+system maps, and are written and read through the views that kernels get."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from memories import VOCAB, spec
+
+from quire.data.runner.virtual.memfd import MemfdDriver
+from quire.data.runner.virtual.store import VirtualStore
+from quire.sim.cells import Pages, States
+from quire.sim.echo import EchoRunner
+from quire.vocabulary.plan import Entry, StepResult, Table
+from quire.vocabulary.specs import Geometry, Group
+
+PAGE = 4096
+
+
+def store_of(geometry: Geometry, driver: MemfdDriver | None = None) -> VirtualStore:
+    """Over real pages; a layer's keys of a token are one head's."""
+    layers = sum(len(group.layers) for group in geometry.groups)
+    windows = tuple(next(group.window for group in geometry.groups if i in group.layers) for i in range(layers))
+    size = geometry.groups[0].token_bytes // (4 * len(geometry.groups[0].layers))
+    driver = driver or MemfdDriver(PAGE)
+    return VirtualStore(geometry, spec(windows, 48, size), torch.float16, torch.device("cpu"), driver, debug=True)
+
+
+class Stored(Pages):
+    """The keys and values of a group's layers: each number of a token's repeats its state."""
+
+    def __init__(self, group: Group, number: int, slots: int, store: VirtualStore) -> None:
+        super().__init__(group, number, np.zeros(0, np.uint8), np.zeros(0, np.uint8), slots)
+        caches = [store.caches[layer] for layer in group.layers]
+        sides = [side.view(torch.int64)[:, 0] for cache in caches for side in (cache.keys, cache.values)]
+        self.words: list[npt.NDArray[np.int64]] = [side.numpy() for side in sides]  # [slots, tokens, words]
+
+    def read(self, slot: int, first: int, last: int) -> States:
+        states: States = self.words[0][slot, first:last, 0].copy()
+        for words in self.words:
+            assert (words[slot, first:last] == states[:, None]).all(), f"a token of slot {slot} is torn"
+        return states ^ self.number
+
+    def put(self, slot: int, position: int, state: int) -> None:
+        for words in self.words:
+            words[slot, position] = state ^ self.number
+
+
+class StoredRunner(EchoRunner):
+    """An EchoRunner over a VirtualStore, which replays plans as a model runner does."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, vocab_size=VOCAB)
+
+    def bind(self, geometry: Geometry) -> None:
+        self.store = store_of(geometry)
+        self.groups = [Stored(group, g, geometry.slots, self.store) for g, group in enumerate(geometry.groups)]
+
+    def collect(self, ticket: int) -> StepResult:
+        plan = self.queue[0]
+        self.store.replay(plan.journal)
+        result = super().collect(ticket)
+        self.store.replay_ahead(plan.ahead)
+        return result
+
+    def replay(self, entry: Entry) -> None:
+        if isinstance(entry, Table):
+            super().replay(entry)
+
+    def close(self) -> None:
+        super().close()
+        self.groups.clear()
+        self.store.close()

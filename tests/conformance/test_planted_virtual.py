@@ -1,0 +1,257 @@
+"""Bugs of mappings, planted on purpose: addresses that change too early or too late, pages that lie where they may not.
+The random traces must catch every one, also where the driver asserts nothing but that what is touched is mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from addresses import Addressed, AddressedRunner
+from memories import MEMORIES, VIRTUAL, Build
+from test_planted import (
+    ALL,
+    OVERLAPPED,
+    STEMS,
+    asked,
+    drain,
+    grow_off_by_one_at_a_page_border,
+    lost_copy_on_write,
+    no_copy_on_write,
+    only_outputs,
+    out_after_the_rows,
+    row_freed_while_in_flight,
+)
+from traces import Trace, run_trace
+
+from quire.control.memory import Admitted, Later
+from quire.control.memory.virtual import VirtualMemory
+from quire.control.request import Sequence
+from quire.data.runner.virtual.driver import Run
+from quire.data.runner.virtual.fake import FakeDriver
+from quire.vocabulary.plan import Entry, Table
+
+Patch = pytest.MonkeyPatch
+
+
+def mapped_anew_under_a_step(patch: Patch) -> None:
+    """What is mapped ahead goes to a place that a sequence in memory uses."""
+
+    def misplaced(memory: VirtualMemory) -> list[Table]:
+        resident = next(iter(memory.residents.values()), None)
+        held = resident is not None and resident.tables[0][:1] not in ([], [0])
+        page = next(iter(memory.pages.of[0].empty), 0)
+        return [Table(resident.slot, 0, 0, (page,))] if resident is not None and held and page else []
+
+    patch.setattr(VirtualMemory, "_map_next", misplaced)
+
+
+def slot_given_on_in_flight(patch: Patch) -> None:
+    """What is mapped ahead goes to the slot of a sequence whose last step is under way."""
+    seqs: dict[int, Sequence] = {}
+    grow = VirtualMemory.grow
+
+    def noted(memory: VirtualMemory, seq: Sequence, length: int) -> bool:
+        seqs[seq.id] = seq
+        return grow(memory, seq, length)
+
+    def hasty(memory: VirtualMemory) -> list[Table]:
+        ending = [id for id in memory.residents if id in seqs and not seqs[id].quiet and last(seqs[id])]
+        page = next(iter(memory.pages.of[0].empty), 0)
+        return [Table(memory.residents[ending[0]].slot, 0, 0, (page,))] if ending and page else []
+
+    def last(seq: Sequence) -> bool:
+        return bool(seq.final) and seq.planned >= seq.final - 1
+
+    patch.setattr(VirtualMemory, "grow", noted)
+    patch.setattr(VirtualMemory, "_map_next", hasty)
+
+
+def page_not_awaited_on_its_way_out(patch: Patch) -> None:
+    """Nothing that writes a page waits until a swap has read it."""
+    claim = AddressedRunner.claim
+
+    def hasty(runner: AddressedRunner, extent: tuple[int, int] | None) -> None:
+        if extent is None:
+            claim(runner, None)
+
+    patch.setattr(AddressedRunner, "claim", hasty)
+
+
+def page_of_an_earlier_owner_still_mapped(patch: Patch) -> None:
+    """A place where something lies is left alone, though that page is others' now."""
+    lay = Addressed.lay
+
+    def lazy(group: Addressed, slot: int, at: int, page: int) -> None:
+        if not group.lying[slot, at]:
+            lay(group, slot, at, page)
+
+    patch.setattr(Addressed, "lay", lazy)
+
+
+def page_that_was_given_out_meanwhile(patch: Patch) -> None:
+    """A slot's next owner gets the page that was mapped there ahead, though another sequence has got it."""
+    pick = VirtualMemory.pick
+
+    def trusting(memory: VirtualMemory, group: int, slot: int, at: int) -> int:
+        lying = memory.lying[group][slot]
+        page = lying[at] if at < len(lying) else 0
+        if page and memory.pages.of[group].refs[page]:
+            memory.pages.share(group, page)
+            return page
+        return pick(memory, group, slot, at)
+
+    patch.setattr(VirtualMemory, "pick", trusting)
+
+
+def mapped_behind_the_rows(patch: Patch) -> None:
+    """What a step needs is mapped with what is for later."""
+    take = VirtualMemory.take_journal
+
+    def late(memory: VirtualMemory) -> tuple[Any, Any]:
+        now, ahead = take(memory)
+        growth = tuple(entry for entry in now if isinstance(entry, Table) and entry.at)
+        return tuple(entry for entry in now if entry not in growth), growth + ahead
+
+    patch.setattr(VirtualMemory, "take_journal", late)
+
+
+def one_buffer_forgotten(patch: Patch) -> None:
+    runs = Addressed.runs
+
+    def fewer(group: Addressed, slot: int, at: int, page: int) -> Iterator[Run]:
+        every = list(runs(group, slot, at, page))
+        return iter(every[:-1] if slot else every)
+
+    patch.setattr(Addressed, "runs", fewer)
+
+
+def ahead_as_if_it_were_there(patch: Patch) -> None:
+    """What is mapped ahead is remembered, and never mapped."""
+    submit = AddressedRunner._map
+
+    def forgetful(runner: AddressedRunner, journal: Iterable[Entry]) -> int:
+        return submit(runner, journal) if runner.submitted not in runner.holds else 0
+
+    patch.setattr(AddressedRunner, "_map", forgetful)
+    take = VirtualMemory.take_journal
+
+    def shorter(memory: VirtualMemory) -> tuple[Any, Any]:
+        before = [[list(places) for places in slots] for slots in memory.lying]
+        now, ahead = take(memory)
+        told = tuple(entry for entry in now if not isinstance(entry, Table) or not there(before, entry))
+        return told, ahead
+
+    patch.setattr(VirtualMemory, "take_journal", shorter)
+
+
+def there(lying: list[list[list[int]]], entry: Table) -> bool:
+    """Whether all of these pages lie where they are wanted."""
+    return tuple(lying[entry.group][entry.slot][entry.at : entry.at + len(entry.pages)]) == entry.pages
+
+
+def shared_token_written_again(patch: Patch) -> None:
+    """A sequence that found a prefix computes its last token once more, into a page that it shares."""
+    admit = VirtualMemory.admit
+
+    def stingy(memory: VirtualMemory, seqs: Any, budget: int) -> list[Admitted] | Later | None:
+        admitted = admit(memory, seqs, budget)
+        if not isinstance(admitted, list) or len(seqs) > 1:
+            return admitted
+        return [one._replace(reused=max(one.reused - 1, 0)) for one in admitted]
+
+    patch.setattr(VirtualMemory, "admit", stingy)
+
+
+PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
+    "a place mapped anew under a step": (mapped_anew_under_a_step, ALL),
+    "a slot given on while a step in flight uses it": (slot_given_on_in_flight, ALL),
+    "a row freed while in flight": (row_freed_while_in_flight, OVERLAPPED),
+    "a page not awaited on its way out": (page_not_awaited_on_its_way_out, ALL),
+    "a page that leaves behind the rows": (out_after_the_rows, ALL),
+    "a fork without its tail copied": (lost_copy_on_write, ALL),
+    "an alias written after sharing": (no_copy_on_write, ALL),
+    "a shared token written again": (shared_token_written_again, ALL),
+    "a page of an earlier owner still mapped": (page_of_an_earlier_owner_still_mapped, ALL),
+    "a page that was given out meanwhile": (page_that_was_given_out_meanwhile, ALL),
+    "a page mapped one token late": (grow_off_by_one_at_a_page_border, ALL),
+    "a page mapped behind the rows": (mapped_behind_the_rows, ALL),
+    "a page mapped in all buffers but one": (one_buffer_forgotten, ALL),
+    "a page that was said to be mapped ahead": (ahead_as_if_it_were_there, ALL),
+}
+CASES = [(name, depth) for name, (_, depths) in PLANTED.items() for depth in depths]
+RULES = {"a shared token written again"}
+"""Seen only by a driver that knows the rules: what is written is what is there."""
+
+RUNS = (  # memory, tokens, budget, way of preemption, host pages, tokens of prefixes
+    ("virtual-4", 80, 16, "recompute", 0, 0),
+    ("virtual-4", 96, 64, "swap", 1000, 24),
+    ("virtual-1", 64, 16, "auto", 8, 0),
+    ("virtual-mixed", 128, 64, "swap", 8, 16),
+    ("virtual-poisoned", 64, 8, "swap", 1000, 0),
+    ("virtual-not-whole", 96, 16, "swap", 1000, 0),
+    ("virtual-late", 64, 8, "auto", 1000, 0),
+    ("virtual-16", 256, 64, "recompute", 0, 96),
+    ("virtual-one-pool", 96, 16, "recompute", 0, 0),
+)
+
+
+def run_common(depth: int) -> None:
+    """Requests that share all of their prompts but a token compute side by side."""
+    trace = Trace(VIRTUAL["virtual-4"](Build()), seed=0, depth=depth, budget=64, max_seqs=8)
+    for i in range(4):
+        trace.add(asked(str(i), (*STEMS[0][:16], 50 + i), max_tokens=12))
+        trace.step()
+    drain(trace)
+
+
+def run_all(depth: int) -> None:
+    run_common(depth)
+    for seed, (name, tokens, budget, preemption, host, prefix_tokens) in enumerate(RUNS):
+        run_trace(
+            MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=tokens, requests=20, preemption=preemption,
+            host=host, prefix_tokens=prefix_tokens, aborts=0.08,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", ALL)
+def test_the_traces_pass_without_a_bug(depth: int) -> None:
+    run_all(depth)
+
+
+@pytest.mark.parametrize(("name", "depth"), CASES)
+def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
+    PLANTED[name][0](monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        run_all(depth)
+
+
+def no_rules(patch: Patch) -> None:
+    """The driver asserts nothing but that what is read and written is mapped."""
+    only_outputs(patch)
+    patch.setattr("traces.AddressedRunner", type(None))  # mappings aren't compared
+    patch.setattr(FakeDriver, "kernel", lambda driver: nullcontext())
+    hold = FakeDriver.hold
+
+    def released(driver: FakeDriver, address: int, nbytes: int) -> int:
+        token = hold(driver, address, nbytes)
+        driver.let_go(token)
+        return token
+
+    patch.setattr(FakeDriver, "hold", released)
+
+
+@pytest.mark.parametrize(("name", "depth"), [case for case in CASES if case[0] not in RULES])
+def test_the_data_plane_alone_sees_it(name: str, depth: int, monkeypatch: Patch) -> None:
+    """By addresses that fault and tokens that are wrong."""
+    no_rules(monkeypatch)
+    PLANTED[name][0](monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        run_all(depth)
+
+
+@pytest.mark.parametrize("depth", ALL)
+def test_sound_traces_pass_without_rules(depth: int, monkeypatch: Patch) -> None:
+    no_rules(monkeypatch)
+    run_all(depth)

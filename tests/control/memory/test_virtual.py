@@ -1,0 +1,341 @@
+"""What the ledger of virtual memory decides: which slot a sequence gets, which pages lie where, and what is mapped
+before anybody waits for it (vAttention §5.2, §6.1)."""
+
+from __future__ import annotations
+
+import pytest
+from memories import Build, contiguous
+
+from quire.control.memory import virtual
+from quire.control.memory.virtual import VirtualMemory
+from quire.control.request import Sequence
+from quire.vocabulary.plan import Journal, Table
+
+TOKENS = 4  # of a page
+
+
+class Machine:
+    """A memory, and what its journals map. `waited` are the pages that a step had to wait for, `ahead` the others."""
+
+    def __init__(
+        self, pages: int = 32, seqs: int = 4, windows: tuple[int | None, ...] = (None,), layout: str = "layer",
+        page: int = 8 * TOKENS, chunk: int = 64, host: int = 0, **settings: bool,
+    ) -> None:  # fmt: skip
+        build = Build(pages * TOKENS, chunk, seqs, 64, host)
+        self.memory = VirtualMemory(
+            contiguous(build, windows, page, layout), chunk=chunk, **({"caching": False, "ahead": False} | settings)
+        )
+        self.lying: dict[tuple[int, int, int], int] = {}
+        self.waited = self.ahead = 0
+        self.born = 0
+
+    def replay(self) -> None:
+        """A step's journal."""
+        now, ahead = self.memory.take_journal()
+        self.waited += self._map(now)
+        self.ahead += self._map(ahead)
+        self.memory.check()
+
+    def _map(self, journal: Journal) -> int:
+        before = dict(self.lying)
+        for entry in journal:
+            if isinstance(entry, Table):
+                places = ((entry.slot, entry.group, at) for at in range(entry.at, entry.at + len(entry.pages)))
+                self.lying |= {place: page for place, page in zip(places, entry.pages) if page}
+        return sum(before.get(place) != page for place, page in self.lying.items())
+
+    def places(self, slot: int) -> list[int]:
+        """The pages that lie in a slot's first group."""
+        return [page for (at, group, _), page in sorted(self.lying.items()) if (at, group) == (slot, 0)]
+
+    def admit(self, length: int, start: int | None = None) -> tuple[Sequence, int]:
+        """A new sequence, whose prompt is computed at once: it, and the pages that were waited for."""
+        self.born += 1
+        begin = 1000 * self.born if start is None else start
+        seq, before = Sequence(self.born, [begin + i for i in range(length)]), self.waited
+        admitted = self.memory.admit([seq], 64)
+        assert isinstance(admitted, list)
+        seq.computed = seq.planned = admitted[0].reused
+        while seq.planned < length:
+            assert self.step(seq, min(length - seq.planned, self.memory.chunk)) is not None
+        return seq, self.waited - before
+
+    def step(self, seq: Sequence, count: int = 1) -> int | None:
+        """Compute and confirm so many tokens: the pages that were waited for. None: no room."""
+        before = self.waited
+        seq.tokens += range(seq.planned + count - len(seq.tokens))
+        if not self.memory.grow(seq, seq.planned + count):
+            return None
+        self.replay()
+        seq.planned += count
+        seq.computed = seq.planned
+        self.memory.commit(seq)
+        return self.waited - before
+
+    def leave(self, seq: Sequence) -> int:
+        slot = self.memory.slot(seq)
+        self.memory.free(seq)
+        return slot
+
+    def drawn(self) -> list[str]:
+        """As the figure has it, a slot a line: R1 and R2 have a page, "+" one that nobody owns now, "." nothing."""
+        owner = {self.memory.slot(seq): seq for seq in self.owners}
+        lines = []
+        for slot in (1, 2):
+            own = len(self.memory.place(owner[slot]).tables[0]) if slot in owner else 0
+            marks = [f"R{owner[slot].id}" if i < own else "+" for i in range(len(self.places(slot)))]
+            lines.append(" ".join([*marks, *["."] * (4 - len(marks))]))
+        return lines
+
+    owners: tuple[Sequence, ...] = ()
+
+
+def test_figure_7() -> None:
+    """A K cache (or V cache) for two requests: nothing mapped; a page; two and one; R1 ended, and its pages stay; R3
+    gets R1's tensor, which has pages already."""
+    walk = Machine(seqs=2)
+    seen = [walk.drawn()]
+    first, waited = walk.admit(3)
+    walk.owners = (first,)
+    seen.append(walk.drawn())
+    assert (waited, walk.step(first, 3)) == (1, 1)
+    second, waited = walk.admit(4)
+    walk.owners = (first, second)
+    seen.append(walk.drawn())
+    slot = walk.leave(first)
+    walk.owners = (second,)
+    seen.append(walk.drawn())
+    third, more = walk.admit(7)
+    walk.owners = (second, third)
+    seen.append(walk.drawn())
+    assert seen == [
+        [". . . .", ". . . ."],
+        ["R1 . . .", ". . . ."],
+        ["R1 R1 . .", "R2 . . ."],
+        ["+ + . .", "R2 . . ."],
+        ["R3 R3 . .", "R2 . . ."],
+    ]
+    assert (waited, more, walk.memory.slot(third)) == (1, 0, slot)
+
+
+@pytest.mark.parametrize("old", [1, 4, 5, 20, 40])
+@pytest.mark.parametrize("new", [1, 4, 5, 20, 40])
+def test_reclamation_is_deferred(old: int, new: int) -> None:
+    """R2 in R1's place needs as many maps as it has pages more (§6.1.2)."""
+    walk = Machine()
+    first, _ = walk.admit(old)
+    walk.leave(first)
+    _, waited = walk.admit(new)
+    assert waited == max(-(-new // TOKENS) - -(-old // TOKENS), 0)
+
+
+def test_the_free_slot_that_fits_best() -> None:
+    """Where the least must be mapped; of those, where the fewest other pages lie."""
+    walk = Machine(pages=64)
+    seqs = {length: walk.admit(length)[0] for length in (40, 12, 20, 4)}
+    slots = {length: walk.leave(seq) for length, seq in seqs.items()}
+    for length, best in ((19, 20), (9, 12), (33, 40), (4, 4)):
+        seq, waited = walk.admit(length)
+        assert (walk.memory.slot(seq), waited) == (slots[best], 0)
+    assert len(walk.memory.slots) == 0
+
+
+def test_pages_lie_on_where_they_are_until_others_need_them() -> None:
+    """Who needs more takes what came back first, and the last pages of it."""
+    walk = Machine(pages=12, seqs=3)
+    early, late = walk.admit(16)[0], walk.admit(16)[0]
+    slots = walk.leave(early), walk.leave(late)
+    there = [walk.places(slot) for slot in slots]
+    other, waited = walk.admit(32)
+    assert waited == 4
+    assert walk.memory.slot(other) in slots
+    rest = slots[0] if walk.memory.slot(other) == slots[1] else slots[1]
+    assert walk.places(rest) == there[slots.index(rest)]
+    assert walk.admit(16)[1] == 0
+
+
+def test_the_next_slot_is_mapped_before_anybody_comes() -> None:
+    """A prompt no longer than the mean waits for nothing (§6.1.3), in a slot that nobody had."""
+    walk = Machine(pages=100, seqs=8, ahead=True)
+    running, waited = walk.admit(16)
+    assert waited == 4
+    for length in (16, 9, 3):
+        walk.step(running)  # while it computes
+        _, waited = walk.admit(length)
+        assert waited == 0
+        walk.memory.free(walk.admit(16)[0])
+
+
+def test_no_more_than_a_share_is_mapped_for_the_next() -> None:
+    walk = Machine(pages=24, ahead=True)
+    walk.admit(40)
+    usage = walk.memory.account().usage
+    assert (
+        usage.reserved
+        == (24 - 10) // virtual.SHARE_AHEAD * walk.memory.groups[0].page_bytes + walk.memory.groups[0].page_bytes
+    )
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (None, None, 6)])
+@pytest.mark.parametrize("layout", ["layer", "sliced"])
+def test_growth_is_mapped_while_the_step_before_computes(
+    layout: str, windows: tuple[int | None, ...], caching: bool
+) -> None:
+    """Decoding never waits, also where only cached pages are left, or pages that lie in others' places."""
+    walk = Machine(pages=64, windows=windows, layout=layout, ahead=True, caching=caching)
+    for _ in range(12):
+        walk.memory.free(walk.admit(40)[0])
+    assert not caching or len(walk.memory.pages.pools[0].empty) < 10
+    seqs = [walk.admit(5)[0] for _ in range(4)]
+    waits = [walk.step(seq) for _ in range(50) for seq in seqs]
+    assert waits == [0] * 200
+    assert walk.ahead > 30
+
+
+def test_a_chunk_is_mapped_ahead() -> None:
+    walk = Machine(pages=64, chunk=8, ahead=True)
+    seq = Sequence(1, list(range(64)))
+    assert isinstance(walk.memory.admit([seq], 8), list)
+    assert [walk.step(seq, 8) for _ in range(8)] == [2, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_nothing_is_mapped_ahead_where_that_is_off() -> None:
+    walk = Machine()
+    seq, _ = walk.admit(5)
+    assert sum(walk.step(seq) or 0 for _ in range(30)) == 7
+    assert walk.ahead == walk.memory.account().usage.reserved == 0
+
+
+def test_no_sequence_is_given_more_than_it_will_have() -> None:
+    walk = Machine(ahead=True, seqs=1)
+    seq = Sequence(1, list(range(6)))
+    seq.final = 8
+    assert isinstance(walk.memory.admit([seq], 64), list)
+    assert [walk.step(seq, 6), walk.step(seq), walk.step(seq)] == [2, 0, 0]
+    assert walk.ahead == 0
+
+
+def test_pages_that_are_promised_are_reserved() -> None:
+    """In one state each, whatever becomes of who they were for."""
+    walk = Machine(pages=20, ahead=True, seqs=3)
+    size = walk.memory.groups[0].page_bytes
+    seq, _ = walk.admit(8)
+    usage = walk.memory.account().usage
+    assert usage.reserved == (1 + 2) * size  # its next page, and two for the next sequence
+    assert usage.free == (20 - 2 - 3) * size
+    walk.memory.free(seq)
+    walk.replay()
+    usage = walk.memory.account().usage
+    assert usage.reserved == 2 * size
+    assert usage.total == 20 * size
+    assert usage.used == 0
+
+
+def test_two_that_were_promised_a_page_have_one_each() -> None:
+    """A page that lies at the places of both is promised once."""
+    walk = Machine(pages=12, seqs=2, ahead=True)
+    one, two = walk.admit(12)[0], walk.admit(12)[0]
+    walk.memory.free(one)
+    walk.memory.free(two)
+    one, two = walk.admit(4)[0], walk.admit(4)[0]
+    for seq in (one, two):
+        assert walk.memory.grow(seq, 5)
+    walk.replay()
+    tables = [walk.memory.place(seq).tables[0] for seq in (one, two)]
+    assert len({*tables[0], *tables[1]}) == 4
+
+
+def test_a_free_slot_that_still_maps_the_prefix_is_preferred() -> None:
+    walk = Machine(pages=64, caching=True)
+    stem, _ = walk.admit(24, start=7)
+    others = [walk.admit(24)[0] for _ in range(3)]
+    slot = walk.leave(stem)
+    for other in others:
+        walk.memory.free(other)
+    again = walk.admit(22, start=7)
+    assert (walk.memory.slot(again[0]), again[1]) == (slot, 1)  # its tail: the page that lies there is cached too
+    twin = walk.admit(22, start=7)
+    assert walk.memory.slot(twin[0]) != slot
+    assert twin[1] == 6  # the same pages, mapped a second time
+    assert walk.memory.place(again[0]).tables[0][:5] == walk.memory.place(twin[0]).tables[0][:5]
+
+
+def test_sharing_ends_at_the_first_page_that_differs() -> None:
+    walk = Machine(pages=64, caching=True)
+    first, _ = walk.admit(20, start=7)
+    seq = Sequence(9, [*first.tokens[:9], 1, 2, 3, *first.tokens[12:20], 5])
+    assert walk.memory.admit([seq], 64) == [(8, None)]
+    mine, yours = (walk.memory.place(one).tables[0] for one in (seq, first))
+    assert mine[:2] == yours[:2]
+    assert not {*mine[2:]} & {*yours[2:]}
+
+
+def test_a_fork_shares_whole_pages_and_copies_the_tail() -> None:
+    walk = Machine()
+    parent, _ = walk.admit(10)
+    child = parent.fork(50, 1, 0)
+    assert walk.memory.fork(parent, child)
+    walk.replay()
+    assert walk.places(walk.memory.slot(child)) == walk.places(walk.memory.slot(parent))
+    before = walk.waited
+    walk.step(child)
+    assert (walk.waited - before, walk.memory.copies) == (1, 1)
+    assert walk.step(parent) == 0
+    mine, yours = (walk.places(walk.memory.slot(seq)) for seq in (child, parent))
+    assert mine[:2] == yours[:2]
+    assert mine[2] != yours[2]
+
+
+def test_a_token_in_two_pages_is_written_where_both_are_private() -> None:
+    """4 tokens fill 3 pages: a fork after 5 has the third token's page, and half of the fourth's, in common."""
+    walk = Machine(pages=64, windows=(None, None, None), layout="sliced", page=32)
+    group = walk.memory.groups[0]
+    assert (group.run_tokens, group.run_pages) == (4, 3)
+    parent, _ = walk.admit(5)
+    child = parent.fork(50, 1, 0)
+    assert walk.memory.fork(parent, child)
+    for seq in (child, parent):
+        walk.step(seq)
+    mine, yours = (walk.memory.place(seq).tables[0] for seq in (child, parent))
+    assert mine[:3] == yours[:3]
+    assert not {*mine[3:]} & {*yours[3:]}
+
+
+def test_all_or_nothing() -> None:
+    """Shortage changes nothing, whatever lies where; what is promised can be had."""
+    walk = Machine(pages=10, ahead=True, seqs=3)
+    one, _ = walk.admit(16)
+    two, _ = walk.admit(16)
+    assert walk.memory.account().usage.reserved > 0
+    state = str([(list(p.empty), p.refs) for p in walk.memory.pages.pools]), str(walk.memory.lying)
+    assert walk.step(one, 12) is None
+    assert walk.memory.admit([Sequence(9, [1] * 12)], 64) is None
+    assert (str([(list(p.empty), p.refs) for p in walk.memory.pages.pools]), str(walk.memory.lying)) == state
+    assert walk.memory.take_journal()[0] == ()
+    assert walk.step(two, 8) is not None
+    assert walk.memory.account().usage.free == walk.memory.account().usage.reserved == 0
+
+
+def test_a_step_maps_a_bounded_number_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "MOST_AHEAD", 3)
+    monkeypatch.setattr(virtual, "MOST_NEXT", 2)
+    walk = Machine(pages=64, ahead=True, chunk=32)
+    seq = Sequence(1, list(range(64)))
+    assert isinstance(walk.memory.admit([seq], 32), list)
+    assert walk.step(seq, 32) == 8
+    assert walk.ahead == 3 + 2
+    assert walk.step(seq, 32) == 5
+
+
+def test_a_swapped_sequence_comes_back_to_one_slot() -> None:
+    walk = Machine(pages=32, host=32)
+    seq, _ = walk.admit(20)
+    assert walk.memory.swap_out([seq])
+    walk.memory.free(walk.admit(20)[0])
+    before = walk.waited
+    assert walk.memory.swap_in([seq])
+    walk.replay()
+    assert walk.waited - before <= 5
+    assert walk.places(walk.memory.slot(seq)) == list(walk.memory.place(seq).tables[0])
+    assert walk.step(seq) == 1

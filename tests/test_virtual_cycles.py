@@ -1,0 +1,63 @@
+"""Engines over virtual memory that come and go: nothing of one is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.build import build
+from quire.config import EngineConfig
+from quire.vocabulary.params import SamplingParams
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")
+
+
+def cycle() -> int:
+    """Open an engine, serve a few requests, close it: the addresses that it reserved."""
+    config = EngineConfig(
+        model="tiny", memory="virtual", virtual_page_kib=4, kv_tokens=1024, max_num_batched_tokens=64, max_num_seqs=8,
+        max_model_len=256, threads=1,
+    )  # fmt: skip
+    engine = build(config).engine
+    for i in range(3):
+        engine.add(str(i), [5 + i, 6, 7, 8], SamplingParams(n=2, seed=i, max_tokens=4, ignore_eos=True))
+    tokens = 0
+    while engine.unfinished:
+        tokens += sum(len(output.tokens) for output in engine.step())
+    assert tokens == 24
+    store = engine.runner.store
+    reserved = sum(store._room(group) * group.parts for group in store.geometry.groups)
+    del store
+    engine.close()
+    return reserved
+
+
+def state() -> tuple[int, int, int]:
+    """Mappings of pages, open files, and all addresses of this process."""
+    gc.collect()
+    addresses = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return Path("/proc/self/maps").read_text().count("quire-pages"), len(os.listdir("/proc/self/fd")), addresses
+
+
+def run(cycles: int) -> None:
+    for _ in range(3):
+        reserved = cycle()
+    before = state()
+    for _ in range(cycles):
+        cycle()
+    pages, files, addresses = state()
+    assert (pages, files) == (0, before[1])
+    assert addresses - before[2] < cycles * reserved // 10
+
+
+def test_engines_leave_nothing_mapped() -> None:
+    run(20)
+
+
+@pytest.mark.soak
+def test_a_hundred_engines_leave_nothing_mapped() -> None:
+    run(100)
