@@ -55,7 +55,8 @@ def test_every_entry_runs_interpreted(tmp_path: Path) -> None:
     assert {name: set(one["rows"]) for name, one in found.items()} == {
         "figure_3": {"V-F3"}, "figure_4": {"V-F4"}, "figure_5": {"V-F5"}, "figure_9b": {"V-F9b"},
     }  # fmt: skip
-    assert len(found["figure_3"]["data"]) == 4 and len(found["figure_5"]["data"]) == 8
+    assert len(found["figure_3"]["data"]) == 4
+    assert len(found["figure_5"]["data"]) == 8
     ways = {point["way"] for point in found["figure_4"]["data"]}
     assert {"prompt, paged", "prompt, contiguous"} <= ways
     assert "it is for a Hopper GPU" in found["figure_4"]["text"]
@@ -125,5 +126,5 @@ def test_pictures_can_be_made_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_cannot_be_drawn_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(StartupError, match="broken.json is not a document"):
+    with pytest.raises(StartupError, match=r"broken\.json is not a document"):
         main(["--draw", str(tmp_path)])

@@ -125,6 +125,18 @@ ENTRIES = {
         "attention_alone:figure_9b", "vAttention Figure 9b: attention of decode steps of 16K tokens",
         samples=True, gpu=True, timed=True, draw="attention_alone:draw",
     ),
+    "vattention-fig10": Entry(
+        "step_spikes:figure_10", "vAttention Figure 10: decode steps that map pages, ahead and synchronously",
+        samples=True, gpu=True, timed=True, draw="step_spikes:draw",
+    ),
+    "vattention-table3": Entry(
+        "mapping_costs:table_3", "vAttention Table 3: latency of the calls that manage virtual memory", timed=True,
+        draw="mapping_costs:draw_3",
+    ),
+    "vattention-table7": Entry(
+        "mapping_costs:table_7", "vAttention Table 7: bytes a second that can be mapped", timed=True,
+        draw="mapping_costs:draw_7",
+    ),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
     "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
 }  # fmt: skip
