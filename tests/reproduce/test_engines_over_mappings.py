@@ -12,7 +12,7 @@ import pytest
 from quire.bench import contexts, replay
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
-from quire.reproduce import ENTRIES, dummy_engines, main, step_spikes
+from quire.reproduce import ENTRIES, decode_rates, dummy_engines, main, prompt_mapping, step_spikes
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 from quire.vocabulary.plan import Row
 
@@ -88,7 +88,74 @@ def test_verdicts_of_spikes() -> None:
     assert judged(run("sliced", False, 1.6)) == [MEASURED]
 
 
-@pytest.mark.parametrize("name", ["fig10"])
+def test_rates_by_batch(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("CONTEXT_6", 40), ("CONTEXT_9", 90), ("STEPS", 3)):
+        monkeypatch.setattr(decode_rates, name, value)
+    monkeypatch.setattr(decode_rates, "BATCHES_6", dict.fromkeys(dummy_engines.SHAPES, (1, 2, 4)))
+    monkeypatch.setattr(decode_rates, "BATCHES_9", {"yi-6b": (1, 3)})
+    points = drawn("vattention-fig6", tmp_path)["data"]
+    assert [(p["model"], p["batch"]) for p in points] == [(m, b) for m in dummy_engines.SHAPES for b in (4, 2, 1)]
+    token = 2 * 2 * 2 * 16 * 4  # bytes: keys and values, layers, heads, numbers, of four
+    assert all(p["mb_s"] == pytest.approx(p["tokens_s"] * token / 2**20) for p in points)
+    points = drawn("vattention-fig9a", tmp_path)["data"]
+    assert [(p["way"], p["batch"]) for p in points] == [
+        (way, batch) for way in ("paged", "virtual, sliced") for batch in (3, 1)
+    ]  # fmt: skip
+
+
+def test_a_device_that_is_too_small_is_told(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_rates, "STEPS", 3)
+    missing: dict[str, str] = {}
+    paged = {**dummy_engines.PAGED, "kv_tokens": 2**30}
+    assert not list(decode_rates.decoded("yi-6b", paged, (1, 2), 40, missing))
+    assert "out of memory" in missing["yi-6b, paged, batch 2"]
+
+
+def test_verdicts_of_rates() -> None:
+    def six(*rates: float) -> list[str]:
+        points = [{"model": "m", "batch": batch, "tokens_s": rate, "ms": 1.0, "mb_s": rate}
+                  for batch, rate in zip((1, 50, 100), rates)]  # fmt: skip
+        return [result.verdict for result in decode_rates.judged_6(points)]
+
+    assert six(10, 500, 600) == [HOLDS, MEASURED, HOLDS]
+    assert six(10, 500, 700) == [DIFFERS, MEASURED, DIFFERS]
+
+    def nine(virtual: float) -> list[str]:
+        points = [{"model": "yi-6b", "batch": 8, "way": way, "tokens_s": rate}
+                  for way, rate in (("paged", 100.0), ("virtual, sliced", virtual))]  # fmt: skip
+        return [result.verdict for result in decode_rates.judged_9a(points)]
+
+    assert nine(200.0) == [HOLDS, HOLDS]
+    assert nine(98.0) == [HOLDS, DIFFERS], "the paper's gain is gone"
+    assert nine(90.0) == [DIFFERS, DIFFERS]
+
+
+def test_prompts_by_page_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(prompt_mapping, "LENGTH", {"cpu": 600})
+    monkeypatch.setattr(prompt_mapping, "REPEATS", 2)
+    monkeypatch.setattr(prompt_mapping, "CPU_TOKENS", 2**16)
+    monkeypatch.setattr(prompt_mapping, "SMALL", TINY)
+    maps = {point["way"]: point["maps"] for point in drawn("vattention-fig11", tmp_path)["data"]}
+    buffers = 4
+    assert maps == {
+        "paged": 0, **{f"{kib} KB, layer, sync": buffers * -(-600 * 128 // (kib << 10)) for kib in (64, 128, 256, 2048)},
+        "64 KB, layer, all on": 0,
+    }  # fmt: skip
+
+
+def test_verdicts_of_prompts_with_maps() -> None:
+    def judged(model: str, sync: float, on: float) -> list[str]:
+        ms = {"paged": 100.0, "2048 KB, layer, sync": sync, "2048 KB, layer, all on": on}
+        points = [{"model": model, "way": way, "ms": value, "maps": 0, "stalled_ms": 0} for way, value in ms.items()]
+        return [result.verdict for result in prompt_mapping.judged(points)]
+
+    assert judged("yi-6b", 101.0, 99.0) == [HOLDS, HOLDS]
+    assert judged("yi-6b", 110.0, 104.0) == [DIFFERS, DIFFERS]
+    assert judged("small", 110.0, 104.0) == [MEASURED, MEASURED]
+
+
+@pytest.mark.parametrize("name", ["fig6", "fig9a", "fig10"])
 def test_they_need_a_gpu(name: str) -> None:
     assert ENTRIES[f"vattention-{name}"].gpu
     with pytest.raises(StartupError, match="Run it beside a GPU"):

@@ -137,6 +137,18 @@ ENTRIES = {
         "mapping_costs:table_7", "vAttention Table 7: bytes a second that can be mapped", timed=True,
         draw="mapping_costs:draw_7",
     ),
+    "vattention-fig6": Entry(
+        "decode_rates:figure_6", "vAttention Figure 6: decodes of 1K tokens by batch, and the memory they ask for",
+        gpu=True, timed=True, draw="decode_rates:draw_6",
+    ),
+    "vattention-fig9a": Entry(
+        "decode_rates:figure_9a", "vAttention Figure 9a: decodes of 16K tokens over pages and virtual memory",
+        samples=True, gpu=True, timed=True, draw="decode_rates:draw_9a",
+    ),
+    "vattention-fig11": Entry(
+        "prompt_mapping:figure_11", "vAttention Figure 11: a prompt whose pages are mapped first, by page size",
+        timed=True, draw="prompt_mapping:draw",
+    ),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
     "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
 }  # fmt: skip
