@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.bench import contexts, replay
+from quire.bench.kernels import placed
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
-from quire.reproduce import ENTRIES, decode_rates, dummy_engines, main, prompt_mapping, step_spikes
+from quire.reproduce import (
+    ENTRIES,
+    chunk_kernels,
+    decode_rates,
+    dummy_engines,
+    long_prompts,
+    main,
+    prompt_mapping,
+    step_spikes,
+    table_building,
+)  # fmt: skip
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 from quire.vocabulary.plan import Row
 
@@ -139,8 +152,8 @@ def test_prompts_by_page_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     maps = {point["way"]: point["maps"] for point in drawn("vattention-fig11", tmp_path)["data"]}
     buffers = 4
     assert maps == {
-        "paged": 0, **{f"{kib} KB, layer, sync": buffers * -(-600 * 128 // (kib << 10)) for kib in (64, 128, 256, 2048)},
-        "64 KB, layer, all on": 0,
+        **{f"{kib} KB, layer, sync": buffers * -(-600 * 128 // (kib << 10)) for kib in (64, 128, 256, 2048)},
+        "paged": 0, "64 KB, layer, all on": 0,
     }  # fmt: skip
 
 
@@ -153,6 +166,102 @@ def test_verdicts_of_prompts_with_maps() -> None:
     assert judged("yi-6b", 101.0, 99.0) == [HOLDS, HOLDS]
     assert judged("yi-6b", 110.0, 104.0) == [DIFFERS, DIFFERS]
     assert judged("small", 110.0, 104.0) == [MEASURED, MEASURED]
+
+
+def test_first_tokens_of_long_prompts(tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_prompts, "MODELS", ("yi-6b",))
+    monkeypatch.setattr(long_prompts, "THROUGH", {False: (1, 2)})
+    monkeypatch.setattr(long_prompts, "CHUNK", 512)
+    monkeypatch.setattr(long_prompts, "TABLE_6", {"yi-6b": dict.fromkeys((1, 2), (4.0, 1.0, 2.0, 1.0))})
+    content = drawn("vattention-table6", tmp_path)
+    assert [(p["way"], p["k"]) for p in content["data"]] == [("paged", 1), ("paged", 2), ("virtual", 1), ("virtual", 2)]
+    assert all(p["s"] > 0 for p in content["data"])
+    assert [r["paper"] for r in content["results"]] == [None, 2.0, None, 2.0]
+
+
+def test_verdicts_of_long_prompts() -> None:
+    def table_6(paged: float) -> list[str]:
+        points = [{"model": "yi-6b", "k": 16, "way": way, "s": s} for way, s in (("paged", paged), ("virtual", 1.0))]
+        return [result.verdict for result in long_prompts.judged_6(points)]
+
+    assert table_6(1.0) == [MEASURED, HOLDS]
+    assert table_6(0.99) == [MEASURED, DIFFERS]
+
+    def figure_8(contiguous: float) -> list[str]:
+        seconds = {"prompt, paged, 16-token pages": 1.0, "torch cuDNN, contiguous, layer": contiguous}
+        points = [{"model": "m", "length": 2048, "way": way, "seconds": s} for way, s in seconds.items()]
+        return [result.verdict for result in long_prompts.judged_8(points)]
+
+    assert figure_8(0.9) == [HOLDS]
+    assert figure_8(1.0) == [DIFFERS]
+
+
+def test_chunks_between_those_that_were_timed() -> None:
+    size = long_prompts.CHUNK
+    times = {(i * size, size): 1.0 + 3 * i for i in (0, 1, 3, 7)} | {(0, 1024): 0.25}
+    assert long_prompts.whole(times, 8 * size) == pytest.approx(sum(1.0 + 3 * i for i in range(8)))
+    assert long_prompts.whole(times, 1024) == 0.25
+    assert long_prompts.whole(times, size) == 1.0
+
+
+def test_two_calls_of_cudnn_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Any, k: Any, v: Any, bias: None, logs: bool, dropout: float, causal: bool) -> tuple[Any, Any]:
+        scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+        if causal:  # aligned to the first key
+            scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+        return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1, keepdim=True)
+
+    monkeypatch.setattr(chunk_kernels, "_cudnn", lambda: attend)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
+    for start in (0, 7):
+        own = [x[:, :, 7 - start :] for x in (k, v)]
+        seen = torch.ones(5, start + 5).tril(start).bool()
+        expected = torch.nn.functional.scaled_dot_product_attention(q, *own, attn_mask=seen)
+        torch.testing.assert_close(chunk_kernels.cudnn(q, *own, start), expected[0].transpose(0, 1))
+
+
+def test_a_kernel_that_computes_something_else_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = placed(1, 32, 2, 16, 16, 1, torch.float32, 4, on="cpu")
+    q = torch.randn(8, 4, 16)
+
+    def ours(right: torch.Tensor) -> torch.Tensor:
+        return right
+
+    def calls(*_: object) -> dict[str, Any]:
+        answer = chunk_kernels.plain(q, where, 24)
+        return {"a": partial(lambda q, x: x, q, answer), "b": partial(ours, answer + 0.1)}
+
+    monkeypatch.setattr(chunk_kernels, "chunk_calls", calls)
+    missing: dict[str, str] = {}
+    assert chunk_kernels.check(where, 24, missing) == ["a"]
+    assert missing == {"b": "its results are 0.1 from those in fp32"}
+
+
+def test_tables_by_how_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(table_building, "LOADS", {"few": [100] * 3, "unlike": [2000, 20, 20]})
+    monkeypatch.setattr(table_building, "REPEATS", 3)
+    points = drawn("vattention-x2", tmp_path)["data"]
+    assert [p["way"] for p in points] == 2 * list(table_building.WAYS)
+    assert all((p["us"] > 0) == (p["way"] != "none") for p in points)
+    rows = table_building.rows_of([40, 20])
+    assert rows.store.tables[0][1, :3].tolist() == rows.tables[0]
+    lists, arrays = rows.padded_lists(), rows.padded_arrays()
+    assert torch.equal(lists, arrays)  # type: ignore[arg-type]
+    assert lists[1].tolist() == [*rows.tables[1], 0]  # type: ignore[index]
+    before = rows.store.tables[0].clone()
+    rows.deltas()
+    assert torch.equal(rows.store.tables[0], before), "the same pages once more"
+
+
+def test_verdicts_of_tables() -> None:
+    def judged(*shares: float) -> list[str]:
+        points = [{"load": "m", "way": way, "share": share} for way, share in zip(table_building.WAYS, shares)]
+        return [result.verdict for result in table_building.judged(points)]
+
+    assert judged(25.0, 9.0, 0.4, 0.0) == [HOLDS] * 4
+    assert judged(9.0, 11.0, 1.4, 0.0) == [DIFFERS] * 3 + [HOLDS]
 
 
 @pytest.mark.parametrize("name", ["fig6", "fig9a", "fig10"])

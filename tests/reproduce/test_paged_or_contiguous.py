@@ -24,7 +24,7 @@ import gc, json, sys, time, torch
 from quire.bench import replay
 from quire.data.models.configs import named_config
 from quire.data.models import read_spec
-from quire.reproduce import attention_alone as alone, closed_forms, paged_or_contiguous as kernels
+from quire.reproduce import attention_alone as alone, paged_or_contiguous as kernels, long_prompts as prompts
 
 def timed(calls, rounds=1):
     began = time.perf_counter()
@@ -40,7 +40,12 @@ alone.ON, alone.KIB, alone.CONTEXT = "cpu", 4, 70
 alone.MODELS = {"yi-6b": (1, 2)}
 kernels.ON, kernels.HEADS, kernels.KV_HEADS, kernels.DIM, kernels.LAYERS = "cpu", 4, 2, 16, 2
 kernels.BATCHES, kernels.CONTEXTS, kernels.LONG, kernels.MANY, kernels.PROMPTS = (1, 2), (33, 64), 70, (1, 2), (1, 2)
-done = {f.__name__: f() for f in (kernels.figure_3, kernels.figure_4, kernels.figure_5, alone.figure_9b)}
+prompts.spec_of = alone.spec_of
+prompts.ON, prompts.KIB, prompts.CHUNK, prompts.LENGTHS, prompts.TIMED = "cpu", 4, 32, (16, 32, 64, 150), (0, 1, 3)
+prompts.MODELS, prompts.DTYPE = ("yi-6b",), "float32"  # the interpreter has no other that it computes right
+torch.manual_seed(0)
+figures = kernels.figure_3, kernels.figure_4, kernels.figure_5, alone.figure_9b, prompts.figure_8
+done = {figure.__name__: figure() for figure in figures}
 print(json.dumps({name: {"data": one.data, "text": one.text, "rows": [r.row for r in one.results]}
                   for name, one in done.items()}))
 """
@@ -54,6 +59,7 @@ def test_every_entry_runs_interpreted(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert {name: set(one["rows"]) for name, one in found.items()} == {
         "figure_3": {"V-F3"}, "figure_4": {"V-F4"}, "figure_5": {"V-F5"}, "figure_9b": {"V-F9b"},
+        "figure_8": {"V-F8"},
     }  # fmt: skip
     assert len(found["figure_3"]["data"]) == 4
     assert len(found["figure_5"]["data"]) == 8
@@ -63,13 +69,23 @@ def test_every_entry_runs_interpreted(tmp_path: Path) -> None:
     assert {point["way"] for point in found["figure_9b"]["data"]} == {
         "paged, 16", *(f"{by}virtual, {layout}" for by in ("", "torch, ") for layout in ("layer", "sliced")),
     }  # fmt: skip
-    for name, entry in (("figure_3", "fig3"), ("figure_4", "fig4"), ("figure_5", "fig5"), ("figure_9b", "fig9b")):
+    assert {point["way"] for point in found["figure_8"]["data"]} == {
+        "prompt, paged, 16-token pages", "prompt, contiguous, sliced", "prompt, contiguous, layer",
+    }  # fmt: skip
+    assert "left out: torch flash, contiguous" in found["figure_8"]["text"], "it is a GPU's"
+    for name, entry in (
+        ("figure_8", "fig8"),
+        ("figure_3", "fig3"),
+        ("figure_4", "fig4"),
+        ("figure_5", "fig5"),
+        ("figure_9b", "fig9b"),
+    ):
         content = {"name": f"vattention-{entry}", "results": [], "data": found[name]["data"]}
         (tmp_path / f"{entry}.json").write_text(json.dumps(content))
     (tmp_path / "other.json").write_text(json.dumps({"name": "x1", "results": []}))  # has no data to draw
     assert main(["--draw", str(tmp_path)]) == 0
     drawn = sorted(path.stem for path in tmp_path.glob("*.png"))
-    assert drawn == ["fig3", "fig4", "fig5", "fig9b"]
+    assert drawn == ["fig3", "fig4", "fig5", "fig8", "fig9b"]
 
 
 def test_verdicts_of_decodes() -> None:
@@ -109,7 +125,7 @@ def test_verdicts_of_attention_alone() -> None:
     assert judged(1.0, 1.1, 1.1) == [DIFFERS] * 3
 
 
-@pytest.mark.parametrize("name", ["fig3", "fig4", "fig5", "fig9b"])
+@pytest.mark.parametrize("name", ["fig3", "fig4", "fig5", "fig8", "fig9b", "table6"])
 def test_they_need_a_gpu(name: str) -> None:
     assert ENTRIES[f"vattention-{name}"].gpu
     with pytest.raises(StartupError, match="Run it beside a GPU"):

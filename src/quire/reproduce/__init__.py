@@ -149,6 +149,18 @@ ENTRIES = {
         "prompt_mapping:figure_11", "vAttention Figure 11: a prompt whose pages are mapped first, by page size",
         timed=True, draw="prompt_mapping:draw",
     ),
+    "vattention-fig8": Entry(
+        "long_prompts:figure_8", "vAttention Figure 8: attention of prompts of up to 192K tokens, in chunks", gpu=True,
+        timed=True, draw="long_prompts:draw_8",
+    ),
+    "vattention-table6": Entry(
+        "long_prompts:table_6", "vAttention Table 6: seconds to the first token of long prompts", samples=True,
+        gpu=True, timed=True, draw="long_prompts:draw_6",
+    ),
+    "vattention-x2": Entry(
+        "table_building:table_building", "vAttention §3.3.2: building page tables, as a share of a decode step",
+        timed=True, draw="table_building:draw",
+    ),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
     "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
 }  # fmt: skip

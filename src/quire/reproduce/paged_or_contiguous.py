@@ -18,6 +18,7 @@ from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
     from quire.bench.kernels import Placed
     from quire.bench.replay import Call
@@ -173,8 +174,9 @@ def _prompt_points(batch: int, context: int, missing: dict[str, str]) -> Iterato
         torch.cuda.empty_cache()
 
 
-def prompt_calls(where: Placed, missing: dict[str, str]) -> dict[str, Call]:
-    """Whole prompts through our kernels, as many as take this memory; `missing` is told of the others."""
+def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tensor | None = None) -> dict[str, Call]:
+    """Prompts through our kernels, as many as take this memory: of each sequence the tokens from `start` on, whose
+    queries q [tokens of all, heads, dim] are. `missing` is told of the other kernels."""
     import numpy as np
     import torch
 
@@ -183,7 +185,12 @@ def prompt_calls(where: Placed, missing: dict[str, str]) -> dict[str, Call]:
 
     cache, device = where.caches[0], where.slots.device
     batch, context, group = len(where.slots), int(where.lengths[0]), cache.heads // cache.kv_heads
-    kernels = {"prompt": (prompt.prompt, prompt.tile_queries(cache.heads, cache.kv_heads, cache.head_dim, 2))}
+    kernels = {
+        "prompt": (
+            prompt.prompt,
+            prompt.tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize),
+        )
+    }
     side = "contiguous" if cache.contiguous else "paged"
     if hopper(device):
         from quire.data.kernels.triton import prompt_hopper
@@ -194,12 +201,14 @@ def prompt_calls(where: Placed, missing: dict[str, str]) -> dict[str, Call]:
             missing[f"prompt_hopper, {side}"] = "the kernel doesn't take it"
     else:
         missing["prompt_hopper"] = "it is for a Hopper GPU"
-    lengths = np.full(batch, context)
+    count = context - start
+    lengths, starts = np.full(batch, count), np.full(batch, start)
     slots = where.slots.cpu().numpy()
-    q = torch.randn(batch * context, cache.heads, cache.head_dim, dtype=cache.dtype, device=device)
+    if q is None:
+        q = torch.randn(batch * count, cache.heads, cache.head_dim, dtype=cache.dtype, device=device)
     out, calls = torch.empty_like(q), dict[str, Any]()
     for name, (kernel, queries) in kernels.items():
-        tiles = prompt.make_tiles(slots, np.zeros(batch, dtype=np.int64), lengths, np.arange(batch) * context, queries)
+        tiles = prompt.make_tiles(slots, starts, lengths, np.arange(batch) * count, queries)
         calls[f"{name}, {side}"] = partial(kernel, q, cache, where.tables, torch.from_numpy(tiles).to(device), out)
     return calls
 
