@@ -32,6 +32,7 @@ LONG |= {
     "fig17",
     *(name for name in ENTRIES if name.startswith("fig12")),
 }  # test_serving
+LONG |= {"vattention-table3", "vattention-table7", "vattention-fig11", "vattention-x2"}  # they have tests of their own
 LONG |= {"vattention-table1", "vattention-table2", "vattention-table8"}  # test_contiguous_sizes, test_paging_issues
 LONG |= {"vattention-fig12", "vattention-table4"}  # test_kernel_switch, test_reqids
 

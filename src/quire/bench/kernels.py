@@ -57,10 +57,11 @@ def placed(
     dtype: torch.dtype,
     heads: int,
     contiguous: bool = False,
+    on: str = "cuda",
 ) -> Placed:
     """`batch` sequences of `context` random tokens in all layers, for `heads` query heads: in pages in random order, or
     each in one run of tokens, a head's tokens one after another."""
-    device = torch.device("cuda")
+    device = torch.device(on)
     page = context if contiguous else page
     count = -(-context // page)
     rows = torch.empty(batch * count + 1, layers, 2, kv_heads, page, dim, dtype=dtype, device=device).normal_()
@@ -150,11 +151,11 @@ def decodes() -> Iterator[Case]:
 
 def decode_calls(where: Placed) -> list[Call]:
     """A decode step's attention in each layer."""
-    from quire.data.kernels.triton.attention import choose_splits, decode, decode_scratch
+    from quire.data.kernels.triton.attention import choose_splits, decode, decode_scratch, multiprocessors
 
     batch, cache, heads = len(where.slots), where.caches[0], where.caches[0].heads
     device, dtype = where.slots.device, cache.dtype
-    splits = choose_splits(batch, cache.kv_heads, torch.cuda.get_device_properties(device).multi_processor_count)
+    splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
     scratch = decode_scratch(batch, heads, cache.kv_heads, cache.head_dim, splits, device)
     q, out = (torch.randn(batch, heads, cache.head_dim, dtype=dtype, device=device) for _ in range(2))
     return [

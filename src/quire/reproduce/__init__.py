@@ -1,15 +1,17 @@
 """`quire reproduce NAME`: a figure, a table or a claim of the papers, their number beside ours, as JSON and a picture.
 
-An entry of ENTRIES is a function and a line; it needs no arguments and says whether the claim holds.
+An entry of ENTRIES is a function and a line; it needs no arguments and says whether the claim holds. Where there is no
+matplotlib --no-pictures leaves documents alone, and --draw makes the pictures of those elsewhere.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.bench.document import document, table, write
 from quire.cli.parser import Parser
@@ -21,7 +23,8 @@ class Entry(NamedTuple):
     """`function` is "module:name" below quire.reproduce; it is loaded when it runs. If it `samples`, it takes how much
     to run: False, or with --full True. `gpu`: it is nothing without one. `timed`: its numbers are times of this
     machine; others, which --simulated runs, are the same anywhere: closed forms, counts, simulations, and fig15 and c5,
-    which run the bundled model. `part_of`: --all runs that entry instead."""
+    which run the bundled model. `part_of`: --all runs that entry instead. `draw`, like `function`, makes the picture
+    of a document's data."""
 
     function: str
     about: str
@@ -29,11 +32,18 @@ class Entry(NamedTuple):
     gpu: bool = False
     timed: bool = False
     part_of: str | None = None
+    draw: str | None = None
 
     def run(self, full: bool = False) -> Reproduction:
-        module, _, name = self.function.partition(":")
-        function: Callable[..., Reproduction] = getattr(import_module(f"quire.reproduce.{module}"), name)
-        return function(full) if self.samples else function()
+        function = _named(self.function)
+        done: Reproduction = function(full) if self.samples else function()
+        return done
+
+
+def _named(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"quire.reproduce.{module}"), name)
+    return found
 
 
 PANELS = {
@@ -102,6 +112,58 @@ ENTRIES = {
     "vattention-x1": Entry(
         "contiguous_sizes:token_and_addresses", "vAttention §4, §5.1.1: KV of a token, addresses of a memory"
     ),
+    "vattention-fig3": Entry(
+        "paged_or_contiguous:figure_3", "vAttention Figure 3: what paging adds to decode attention", gpu=True,
+        timed=True, draw="paged_or_contiguous:draw_3",
+    ),
+    "vattention-fig4": Entry(
+        "paged_or_contiguous:figure_4", "vAttention Figure 4: what paging adds to prompt attention", samples=True,
+        gpu=True, timed=True, draw="paged_or_contiguous:draw_4",
+    ),
+    "vattention-fig5": Entry(
+        "paged_or_contiguous:figure_5", "vAttention Figure 5: decode attention by page size", gpu=True, timed=True,
+        draw="paged_or_contiguous:draw_5",
+    ),
+    "vattention-fig9b": Entry(
+        "attention_alone:figure_9b", "vAttention Figure 9b: attention of decode steps of 16K tokens",
+        samples=True, gpu=True, timed=True, draw="attention_alone:draw",
+    ),
+    "vattention-fig10": Entry(
+        "step_spikes:figure_10", "vAttention Figure 10: decode steps that map pages, ahead and synchronously",
+        samples=True, gpu=True, timed=True, draw="step_spikes:draw",
+    ),
+    "vattention-table3": Entry(
+        "mapping_costs:table_3", "vAttention Table 3: latency of the calls that manage virtual memory", timed=True,
+        draw="mapping_costs:draw_3",
+    ),
+    "vattention-table7": Entry(
+        "mapping_costs:table_7", "vAttention Table 7: bytes a second that can be mapped", timed=True,
+        draw="mapping_costs:draw_7",
+    ),
+    "vattention-fig6": Entry(
+        "decode_rates:figure_6", "vAttention Figure 6: decodes of 1K tokens by batch, and the memory they ask for",
+        gpu=True, timed=True, draw="decode_rates:draw_6",
+    ),
+    "vattention-fig9a": Entry(
+        "decode_rates:figure_9a", "vAttention Figure 9a: decodes of 16K tokens over pages and virtual memory",
+        samples=True, gpu=True, timed=True, draw="decode_rates:draw_9a",
+    ),
+    "vattention-fig11": Entry(
+        "prompt_mapping:figure_11", "vAttention Figure 11: a prompt whose pages are mapped first, by page size",
+        timed=True, draw="prompt_mapping:draw",
+    ),
+    "vattention-fig8": Entry(
+        "long_prompts:figure_8", "vAttention Figure 8: attention of prompts of up to 192K tokens, in chunks", gpu=True,
+        timed=True, draw="long_prompts:draw_8",
+    ),
+    "vattention-table6": Entry(
+        "long_prompts:table_6", "vAttention Table 6: seconds to the first token of long prompts", samples=True,
+        gpu=True, timed=True, draw="long_prompts:draw_6",
+    ),
+    "vattention-x2": Entry(
+        "table_building:table_building", "vAttention §3.3.2: building page tables, as a share of a decode step",
+        timed=True, draw="table_building:draw",
+    ),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
     "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
 }  # fmt: skip
@@ -116,6 +178,8 @@ def main(args: list[str]) -> int:
     parser.add_argument("--simulated", action="store_true", help="with --all: only what times nothing and needs no GPU")
     parser.add_argument("--full", action="store_true", help="larger samples, where a result is an average")
     parser.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png there")
+    parser.add_argument("--no-pictures", action="store_true", help="with --out: NAME.json only, without matplotlib")
+    parser.add_argument("--draw", metavar="DIR", help="draw NAME.png of each NAME.json there that has all it needs")
     parser.add_argument("--report", metavar="FILE", help="write what the documents in --from say, as Markdown")
     parser.add_argument("--from", dest="folder", metavar="DIR", help="what was --out before")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -128,14 +192,17 @@ def main(args: list[str]) -> int:
     for name in names:
         if name not in ENTRIES:
             raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
-    if given.list or not (names or given.report):
+    if given.list or not (names or given.report or given.draw):
         print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
         return 0
-    if given.out and names:
+    if (given.out and names and not given.no_pictures) or given.draw:
         from quire.reproduce.plots import figure
 
         figure(1, 1)  # without matplotlib refused now, not behind the first entry
-    done = [reproduce(name, args, Path(given.out) if given.out else None, given.full) for name in names]
+    out = Path(given.out) if given.out else None
+    done = [reproduce(name, args, out, given.full, pictures=not given.no_pictures) for name in names]
+    if given.draw:
+        draw(Path(given.draw))
     if given.report:
         from quire.reproduce.report import write_report
 
@@ -157,8 +224,25 @@ def _all(simulated: bool) -> list[str]:
     return [name for name in names if name not in left_out]
 
 
-def reproduce(name: str, args: list[str], out: Path | None, full: bool = False) -> Reproduction:
-    """Run one entry, print it, and write NAME.json and NAME.png into `out`."""
+def draw(folder: Path) -> None:
+    """Make the pictures of the documents in `folder` whose data their entries can draw."""
+    from quire.reproduce.plots import save
+
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+            entry = ENTRIES.get(content["name"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StartupError(
+                f"{path} is not a document of quire reproduce: {error}", "Give another --draw"
+            ) from error
+        if entry is not None and entry.draw and content.get("data") is not None:
+            save(_named(entry.draw)(content["data"]), path.with_suffix(".png"))
+            print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
+
+
+def reproduce(name: str, args: list[str], out: Path | None, full: bool = False, pictures: bool = True) -> Reproduction:
+    """Run one entry, print it, and write NAME.json and, with `pictures`, NAME.png into `out`."""
     done = ENTRIES[name].run(full)
     rows = [
         (r.row, r.what, "-" if r.paper is None else r.paper, r.ours, r.unit, r.verdict, r.real_or_simulated)
@@ -176,8 +260,9 @@ def reproduce(name: str, args: list[str], out: Path | None, full: bool = False) 
         if done.data is not None:
             content["data"] = done.data
         write(out / f"{name}.json", content)
-        from quire.reproduce.plots import save
+        print(f"wrote {out / name}.json", file=sys.stderr)
+        if pictures:
+            from quire.reproduce.plots import save
 
-        save(done.draw(), out / f"{name}.png")
-        print(f"wrote {out / name}.json and .png", file=sys.stderr)
+            save(done.draw(), out / f"{name}.png")
     return done

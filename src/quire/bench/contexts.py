@@ -1,0 +1,84 @@
+"""Decode steps of long contexts without computing these: prompts are planned, given memory and mapped as ever, but of a
+step's tokens of a prompt only the last is computed, over whatever its pages hold. For timings of dummy weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from quire.control.engine import Engine
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Row, StepPlan, StepResult
+
+TOKEN = 10  # of which all prompts are
+WARM = 6  # steps that aren't timed: kernels are compiled and graphs captured in them
+
+
+class Skipping:
+    """A runner that takes prompts as computed, in place of the engine's own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.runner: Any = engine.runner
+        engine.runner = self  # type: ignore[assignment]
+
+    def submit(self, plan: StepPlan) -> Any:
+        return self.runner.submit(plan._replace(rows=tuple(map(last_token, plan.rows))))
+
+    def collect(self, ticket: Any) -> StepResult:
+        result: StepResult = self.runner.collect(ticket)
+        return result
+
+    def close(self) -> None:
+        self.runner.close()
+
+    @property
+    def store(self) -> Any:
+        return self.runner.store
+
+
+def last_token(row: Row) -> Row:
+    """The row with its last token alone."""
+    skipped = len(row.tokens) - 1
+    return row._replace(tokens=row.tokens[skipped:], start=row.start + skipped, score=())
+
+
+def skipping(engine: Engine) -> None:
+    """Prompts are taken as computed from now on, over random keys and values."""
+    if not isinstance(engine.runner, Skipping):
+        engine.runner.store.buffer.normal_()  # type: ignore[attr-defined]
+        Skipping(engine)
+
+
+def start(engine: Engine, lengths: Sequence[int], name: str = "row") -> None:
+    """Sequences of these lengths, which decode until `stop`. Their prompts are behind them on return."""
+    limit = engine.limits.max_len
+    for i, length in enumerate(lengths):
+        params = SamplingParams(temperature=0, max_tokens=limit - length, ignore_eos=True, detokenize=False)
+        engine.add(f"{name}-{i}", [TOKEN] * length, params)
+    running = engine.scheduler.running
+    while any(request.id.startswith(name) for request in engine.scheduler.waiting) or any(
+        one.live[0].computed < one.live[0].prompt_len for one in running
+    ):
+        engine.step()
+
+
+def stop(engine: Engine, names: Sequence[str] | None = None) -> None:
+    """End these requests (None: all), and the steps in flight with them."""
+    for name in list(engine.requests) if names is None else names:
+        engine.abort(name)
+    while engine.unfinished if names is None else any(name in engine.requests for name in names):
+        engine.step()
+
+
+def step_seconds(engine: Engine, steps: int, warm: int = WARM) -> list[float]:
+    """What each of so many steps took, by the host's clock; with several in flight, from the end of the one before."""
+    for _ in range(warm):
+        engine.step()
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    return seconds

@@ -1,0 +1,54 @@
+"""Sequences in the memory `virtual`, laid out for kernels alone: pages in random order, mapped by the runner's own
+store. It knows no scheduler.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from quire.bench.kernels import Placed
+from quire.config import EngineConfig
+from quire.control.memory.layout import Size
+from quire.control.memory.virtual import virtual_geometry
+from quire.data.runner.virtual.opening import open_store
+from quire.vocabulary.plan import Table
+from quire.vocabulary.specs import ModelSpec
+
+Found = TypeVar("Found")
+
+
+def on_mapped(
+    spec: ModelSpec, batch: int, context: int, layout: str, work: Callable[[Placed], Found], on: str = "cuda",
+    kib: int = 2048, dtype: torch.dtype = torch.bfloat16,
+) -> Found:  # fmt: skip
+    """What `work` finds, given `batch` sequences of `context` random tokens in all of the model's layers, each
+    contiguous in addresses: `layout` says which layers share a buffer, and `kib` how many KiB a page of the device has.
+    `work` keeps none of these tensors, whose memory is closed then: DriverError."""
+    config = EngineConfig(
+        memory="virtual", virtual_layout=layout, virtual_page_kib=kib, max_num_seqs=batch, swap_gib=0.0
+    )  # fmt: skip
+    one = virtual_geometry(config, spec, Size(2**16 + 2 * context, context, dtype.itemsize)).groups[0]
+    tokens = one.table_width * one.run_tokens // one.run_pages + one.run_tokens  # of a sequence, in whole pages
+    geometry = virtual_geometry(config, spec, Size(batch * tokens, context, dtype.itemsize))
+    device = torch.device(on) if on == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    store = open_store(geometry, spec, dtype, device, False, views=True)
+    try:
+        store.buffer.normal_()
+        ids, width = list(geometry.groups[0].ids), geometry.groups[0].table_width
+        assert len(ids) >= batch * width, f"{len(ids)} pages for {batch} sequences of {width}"
+        random.Random(0).shuffle(ids)
+        store.replay(tuple(Table(i + 1, 0, 0, tuple(ids[i * width : (i + 1) * width])) for i in range(batch)))
+        slots, lengths = torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
+        return work(Placed(list(store.caches), store.tables[0], slots, lengths))
+    except RuntimeError as error:
+        traceback.clear_frames(error.__traceback__)  # which have tensors
+        raise
+    finally:
+        gc.collect()
+        store.close()

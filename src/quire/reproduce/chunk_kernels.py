@@ -1,0 +1,107 @@
+"""Attention of a chunk of a prompt by every kernel that a memory allows: ours, and torch's own, which know contiguous
+keys and values only and run over virtual memory as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from quire.reproduce.paged_or_contiguous import prompt_calls
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.bench.kernels import Placed
+
+APART = 0.02  # of a result, at most, from one in fp32
+
+
+def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str, Callable[[], Tensor]]:
+    """By kernel, the attention of the first sequence's tokens from `start` on: [tokens, heads, dim]. Left out, and
+    `missing` told, is what can't compute it, or computes something else."""
+    import torch
+
+    cache, end = where.caches[0], int(where.lengths[0])
+    one = where._replace(slots=where.slots[:1], lengths=where.lengths[:1])
+    q = torch.randn(end - start, cache.heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
+    calls = dict(prompt_calls(one, missing, start, q))
+    if cache.contiguous:
+        slot = int(where.tables[int(one.slots[0]), 0])
+        k, v = (x[slot : slot + 1, :, :end] for x in (cache.keys, cache.values))
+        query = q.transpose(0, 1)[None]
+        calls["torch flash, contiguous"] = partial(flash, query, k, v)
+        calls["torch cuDNN, contiguous"] = partial(cudnn, query, k, v, start)
+    return calls
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention, whose causal mask is aligned to the last key: q [1, heads, n, dim] -> [n, heads, dim]."""
+    import torch
+
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    return out[0].transpose(0, 1)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """cuDNN's, whose causal mask torch aligns to the first key: what is before the chunk and the chunk itself are two
+    calls, whose results are joined by their sums of exponentials."""
+    import torch
+
+    attend = _cudnn()
+    own, logs, *_ = attend(q, k[:, :, start:], v[:, :, start:], None, start > 0, 0.0, True)
+    if start == 0:
+        return own[0].transpose(0, 1)
+    before, logs_before, *_ = attend(q, k[:, :, :start], v[:, :, :start], None, True, 0.0, False)
+    share = torch.sigmoid(logs.reshape(*q.shape[:3], 1) - logs_before.reshape(*q.shape[:3], 1))
+    return torch.lerp(before.float(), own.float(), share).to(q.dtype)[0].transpose(0, 1)
+
+
+def _cudnn() -> Any:
+    """(q, k, v, no bias, whether sums are wanted, no dropout, causal) -> result, logarithms of sums, ..."""
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_cudnn_attention
+
+
+def check(where: Placed, start: int, missing: dict[str, str]) -> list[str]:
+    """The kernels that compute what a plain product in fp32 does."""
+    import torch
+
+    torch.manual_seed(0)
+    right = []
+    calls = chunk_calls(where, start, missing)
+    expected = None
+    for name, call in calls.items():
+        try:
+            found = call().float()
+        except RuntimeError as error:
+            missing[name] = str(error).splitlines()[0][:120]
+            continue
+        if expected is None:
+            query = next(iter(calls.values())).args[0]  # type: ignore[attr-defined]  # our kernels' first argument
+            expected = plain(query, where, start)
+        apart = float((found - expected).abs().max())
+        if apart <= APART * max(float(expected.abs().max()), 1.0):
+            right.append(name)
+        else:
+            missing[name] = f"its results are {apart:.3g} from those in fp32"
+    return right
+
+
+def plain(q: Tensor, where: Placed, start: int) -> Tensor:
+    """The attention of q [n, heads, dim], tokens from `start` on, in fp32."""
+    import torch
+
+    cache, end = where.caches[0], int(where.lengths[0])
+    named = where.tables[int(where.slots[0])]
+    keys, values = (
+        x[named].transpose(0, 1).reshape(cache.kv_heads, -1, cache.head_dim)[:, :end].float()
+        for x in (cache.keys, cache.values)
+    )
+    group = cache.heads // cache.kv_heads
+    scores = torch.einsum("nhd,hkd->hnk", q.float(), keys.repeat_interleave(group, 0)) * cache.scale
+    later = torch.arange(end, device=q.device) > torch.arange(start, end, device=q.device)[:, None]
+    weights = torch.softmax(scores.masked_fill_(later, float("-inf")), -1)
+    return torch.einsum("hnk,hkd->nhd", weights, values.repeat_interleave(group, 0))

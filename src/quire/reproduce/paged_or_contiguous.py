@@ -1,0 +1,266 @@
+"""vAttention Figures 3, 4 and 5: one kernel source over pages and over contiguous keys and values, for decodes and for
+prompts, and over pages of several sizes. Yi-6B's heads, one layer, on a GPU.
+
+The paper compared FlashAttention's (3), FlashInfer's (4) and vLLM's (5) kernels, on an A100. Here both sides of a pair
+are ours; torch's own kernels for contiguous memory are beside them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.document import table
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from quire.bench.kernels import Placed
+    from quire.bench.replay import Call
+
+HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 128, 32  # Yi-6B's
+PAGE = 16
+BATCHES, CONTEXTS = (1, 4, 8, 16, 32), (2048, 4096, 8192, 16384, 32768)
+MOST_DECODE = 12  # % that paging adds to a decode, in the paper; MOST_PROMPT: to a prompt
+MOST_PROMPT = 14
+PAGES, LONG, MANY = (16, 32, 64, 128), 16384, (1, 2, 4, 8, 16)  # Figure 5
+SLOWER = {32: (1.0, 1.16), 64: (1.91, 3.31), 128: (1.91, 3.31)}  # than pages of 16: which of two isn't told
+PROMPTS = (1, 2, 4, 8, 16)  # at once, Figure 4
+MOST_TOKENS = 2**17  # of a point of Figure 4, unless --full
+ON = "cuda"
+
+Points = Sequence[dict[str, Any]]
+
+
+# Figures 3 and 5: decodes
+
+
+def decode_us(batch: int, context: int, page: int, contiguous: bool = False) -> float:
+    """Microseconds of one layer's decode attention."""
+    import torch
+
+    from quire.bench.kernels import decode_calls, placed
+    from quire.bench.replay import inputs, replayed
+
+    several = min(inputs(2 * batch * KV_HEADS * context * DIM * 2), LAYERS)
+    where = placed(batch, context, KV_HEADS, DIM, page, several, torch.bfloat16, HEADS, contiguous, ON)
+    return 1e6 * replayed(decode_calls(where), 2)
+
+
+def figure_3() -> Reproduction:
+    """Decodes over pages of 16 tokens beside contiguous ones. StartupError on a CPU."""
+    from quire.bench.replay import need_gpu
+
+    need_gpu("quire reproduce vattention-fig3")
+    points = []
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            paged, contiguous = (decode_us(batch, context, PAGE, way) for way in (False, True))
+            points.append({"batch": batch, "context": context, "paged": paged, "contiguous": contiguous,
+                           "overhead": 100 * (paged / contiguous - 1)})  # fmt: skip
+    rows = [
+        (p["batch"], p["context"], f"{p['paged']:.1f}", f"{p['contiguous']:.1f}", f"{p['overhead']:+.1f}")
+        for p in points
+    ]
+    head = ("batch", "context", "paged us", "contiguous us", "paging adds %")
+    return Reproduction(judged_3(points), table(head, rows), partial(draw_3, points), points)
+
+
+def judged_3(points: Points) -> list[Result]:
+    """Up to 12 %, whatever the batch; and less where the KV cache is large."""
+    most = {batch: max(p["overhead"] for p in points if p["batch"] == batch) for batch in BATCHES}
+    results = [
+        Result("V-F3", f"batch {batch}: paging adds to a decode's attention, at most of all contexts",
+               f"up to {MOST_DECODE}", round(found, 1), "%", HOLDS if found <= MOST_DECODE else DIFFERS)
+        for batch, found in most.items()
+    ]  # fmt: skip
+    first, last = points[0]["overhead"], points[-1]["overhead"]
+    falls = HOLDS if last <= first else DIFFERS
+    what = "paging adds less to the most and longest contexts than to one of 2K, by"
+    return [*results, Result("V-F3", what, "more than 0", round(first - last, 1), "points of %", falls)]
+
+
+def draw_3(data: Points) -> Figure:
+    from quire.reproduce.plots import lines
+
+    points = [{**p, "panel": "Yi-6B, one layer, pages of 16", "line": f"batch {p['batch']}"} for p in data]
+    return lines(
+        points, "context", "overhead", "line", "panel", "vAttention Figure 3: what paging adds to decodes",
+        ("context, tokens", "% over the contiguous twin"), logarithmic=False,
+    )  # fmt: skip
+
+
+def figure_5() -> Reproduction:
+    """Decodes of 16K tokens by page size. StartupError on a CPU."""
+    from quire.bench.replay import need_gpu
+
+    need_gpu("quire reproduce vattention-fig5")
+    points = [
+        {"batch": batch, "page": page, "us": decode_us(batch, LONG, page)} for batch in MANY for page in PAGES
+    ]  # fmt: skip
+    by = {(p["batch"], p["page"]): p["us"] for p in points}
+    rows = [(batch, *(f"{by[batch, page]:.1f}" for page in PAGES)) for batch in MANY]
+    text = table(("batch", *(f"pages of {page}, us" for page in PAGES)), rows)
+    return Reproduction(judged_5(points), text, partial(draw_5, points), points)
+
+
+def judged_5(points: Points) -> list[Result]:
+    """That large pages are slow, as vLLM's kernel had it: that ours differs says that it lacks the fault."""
+    by = {(p["batch"], p["page"]): p["us"] for p in points}
+    results = []
+    for page, (low, high) in SLOWER.items():
+        ratio = round(max(by[batch, page] / by[batch, PAGE] for batch in MANY), 2)
+        holds = ratio <= high if page == 32 else ratio >= low
+        what = f"pages of {page} tokens / pages of {PAGE}, the most of all batches"
+        results.append(Result("V-F5", what, f"{low:g}-{high:g}", ratio, "times", HOLDS if holds else DIFFERS))
+    return results
+
+
+def draw_5(data: Points) -> Figure:
+    from quire.reproduce.plots import lines
+
+    points = [{**p, "panel": "Yi-6B, 16K tokens, one layer", "line": f"pages of {p['page']}"} for p in data]
+    return lines(
+        points, "batch", "us", "line", "panel", "vAttention Figure 5: decodes by page size", ("batch", "us")
+    )  # fmt: skip
+
+
+# Figure 4: prompts
+
+
+def figure_4(full: bool = False) -> Reproduction:
+    """Whole prompts by every kernel that there is, over pages of 16 tokens and contiguous. StartupError on a CPU."""
+    from quire.bench.replay import need_gpu
+
+    need_gpu("quire reproduce vattention-fig4")
+    points: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    for batch in PROMPTS:
+        for context in CONTEXTS:
+            if full or batch * context <= MOST_TOKENS:
+                points += _prompt_points(batch, context, missing)
+    if not find_spec("flashinfer"):
+        missing["FlashInfer, paged and ragged"] = "it is not installed"
+    ways = list(dict.fromkeys(p["way"] for p in points))
+    by = {(p["batch"], p["context"], p["way"]): p["us"] for p in points}
+    sizes = dict.fromkeys((p["batch"], p["context"]) for p in points)
+    rows = [(*at, *(f"{by[*at, way]:.0f}" if (*at, way) in by else "-" for way in ways)) for at in sizes]
+    said = "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())
+    text = table(("batch", "context", *(f"{way}, us" for way in ways)), rows) + said
+    return Reproduction(judged_4(points), text, partial(draw_4, points), points)
+
+
+def _prompt_points(batch: int, context: int, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from quire.bench.kernels import placed
+    from quire.bench.replay import replayed
+
+    for contiguous in (False, True):
+        where = placed(batch, context, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS, contiguous, ON)
+        ways = {**prompt_calls(where, missing), **(torch_calls(where) if contiguous else {})}
+        for way, call in ways.items():
+            try:
+                yield {"batch": batch, "context": context, "way": way, "us": 1e6 * replayed([call])}
+            except RuntimeError as error:
+                missing[way] = str(error).splitlines()[0][:120]
+        del ways, where
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tensor | None = None) -> dict[str, Call]:
+    """Prompts through our kernels, as many as take this memory: of each sequence the tokens from `start` on, whose
+    queries q [tokens of all, heads, dim] are. `missing` is told of the other kernels."""
+    import numpy as np
+    import torch
+
+    from quire.data.kernels.triton import prompt
+    from quire.data.kernels.triton.launch import hopper
+
+    cache, device = where.caches[0], where.slots.device
+    batch, context, group = len(where.slots), int(where.lengths[0]), cache.heads // cache.kv_heads
+    kernels = {
+        "prompt": (
+            prompt.prompt,
+            prompt.tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize),
+        )
+    }
+    side = "contiguous" if cache.contiguous else "paged"
+    if hopper(device):
+        from quire.data.kernels.triton import prompt_hopper
+
+        if prompt_hopper.takes(cache):
+            kernels["prompt_hopper"] = prompt_hopper.prompt, prompt_hopper.tile_queries(group)
+        else:
+            missing[f"prompt_hopper, {side}"] = "the kernel doesn't take it"
+    else:
+        missing["prompt_hopper"] = "it is for a Hopper GPU"
+    count = context - start
+    lengths, starts = np.full(batch, count), np.full(batch, start)
+    slots = where.slots.cpu().numpy()
+    if q is None:
+        q = torch.randn(batch * count, cache.heads, cache.head_dim, dtype=cache.dtype, device=device)
+    out, calls = torch.empty_like(q), dict[str, Any]()
+    for name, (kernel, queries) in kernels.items():
+        tiles = prompt.make_tiles(slots, starts, lengths, np.arange(batch) * count, queries)
+        calls[f"{name}, {side}"] = partial(kernel, q, cache, where.tables, torch.from_numpy(tiles).to(device), out)
+    return calls
+
+
+def torch_calls(where: Placed) -> dict[str, Call]:
+    """The same by torch's own kernels, which know nothing of pages, over the same memory."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    cache, slots = where.caches[0], len(where.slots)
+    context, grouped = int(where.lengths[0]), cache.heads > cache.kv_heads
+    q = torch.randn(slots, cache.heads, context, cache.head_dim, dtype=cache.dtype, device=where.slots.device)
+    keys, values = (x[1 : slots + 1, :, :context] for x in (cache.keys, cache.values))
+
+    def attend(backend: SDPBackend) -> None:
+        with sdpa_kernel(backend):
+            scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=grouped)
+
+    names = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
+    return {f"{name}, contiguous": partial(attend, backend) for name, backend in names.items()}
+
+
+def judged_4(points: Points) -> list[Result]:
+    """Each kernel beside its twin; then the best paged one beside the best that there is over contiguous memory."""
+    by = {(p["batch"], p["context"], p["way"]): p["us"] for p in points}
+    sizes = list(dict.fromkeys((p["batch"], p["context"]) for p in points))
+    results = []
+    for kernel in ("prompt", "prompt_hopper"):
+        over = [100 * (by[*at, f"{kernel}, paged"] / by[*at, f"{kernel}, contiguous"] - 1) for at in sizes
+                if (*at, f"{kernel}, paged") in by and (*at, f"{kernel}, contiguous") in by]  # fmt: skip
+        if over:
+            what = f"{kernel}: paging adds to a prompt's attention, at most of all prompts"
+            verdict = HOLDS if max(over) <= MOST_PROMPT else DIFFERS
+            results.append(Result("V-F4", what, f"up to {MOST_PROMPT}", round(max(over), 1), "%", verdict))
+    best = [{side: min(us for (*where, way), us in by.items() if tuple(where) == at and way.endswith(side))
+             for side in ("paged", "contiguous")} for at in sizes]  # fmt: skip
+    over = [100 * (one["paged"] / one["contiguous"] - 1) for one in best]
+    what = "the best paged kernel takes longer than the best contiguous one, at most of all prompts"
+    verdict = HOLDS if 0 <= max(over) <= MOST_PROMPT else DIFFERS
+    return [*results, Result("V-F4", what, f"up to {MOST_PROMPT}", round(max(over), 1), "%", verdict)]
+
+
+def draw_4(data: Points) -> Figure:
+    """TFLOP/s of each kernel: half of all pairs of tokens, two products of each."""
+    from quire.reproduce.plots import lines
+
+    points = [
+        {**p, "rate": 2 * HEADS * DIM * p["batch"] * p["context"] ** 2 / p["us"] / 1e6, "panel": f"batch {p['batch']}"}
+        for p in data
+    ]
+    return lines(
+        points, "context", "rate", "way", "panel", "vAttention Figure 4: attention of prompts, Yi-6B",
+        ("tokens of a prompt", "TFLOP/s"), logarithmic=False,
+    )  # fmt: skip
