@@ -23,6 +23,7 @@ MAX_PAGE_SIZE = 1024
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
 MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
+CPU_SLOTS = 48  # ... of --memory virtual on a CPU: Linux bounds a process's mappings, and each place of a slot is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +33,9 @@ class EngineConfig:
     `memory` is how the KV memory is managed: in pages; contiguous in virtual addresses under which pages are mapped
     (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED), which share nothing, preempt nobody, and
     hence ignore the settings of prefix caching and preemption. Of "virtual", `virtual_page_kib` is the size of a page
-    of the device (None: 2 MiB on a GPU; on a CPU from 64 KiB on, as many as there may be mappings for), and
-    `virtual_layout` which layers share a buffer (control.memory.buffers); `map_ahead` says whether what the next step
-    needs is mapped while one computes.
+    of the device, and `virtual_layout` which layers share a buffer (control.memory.buffers); None: 2048 and "sliced" on
+    a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead` says whether what the next step needs is mapped while
+    one computes.
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
     "one" gives layers of unlike kinds pages of one size, padded, out of one pool; "own" pages as large as their tokens
     are, and a share of the memory for each size.
@@ -67,7 +68,7 @@ class EngineConfig:
     table_scope: str = "model"
     page_sizes: str = "one"
     virtual_page_kib: int | None = None
-    virtual_layout: str = "sliced"
+    virtual_layout: str | None = None
     map_ahead: str = "inline"
     kv_tokens: int | None = None
     kv_gib: float | None = None
@@ -157,14 +158,18 @@ class EngineConfig:
             raise StartupError(cause, f"It may set: {', '.join(GENERATION)}")
 
     def sized(self, device: str) -> EngineConfig:
-        """The same with `max_num_seqs`, `max_num_batched_tokens` and, of a GPU, `virtual_page_kib` filled in for "cpu"
-        or "cuda"."""
+        """The same with `max_num_seqs`, `max_num_batched_tokens` and, of a GPU, `virtual_page_kib` and
+        `virtual_layout` filled in for "cpu" or "cuda"."""
         seqs, tokens = MOST[device]
+        if self.memory == "virtual" and device == "cpu":
+            seqs = CPU_SLOTS
+        virtual = (2048, "sliced") if device == "cuda" else (None, None)
         return replace(
             self,
             max_num_seqs=seqs if self.max_num_seqs is None else self.max_num_seqs,
             max_num_batched_tokens=tokens if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
-            virtual_page_kib=2048 if self.virtual_page_kib is None and device == "cuda" else self.virtual_page_kib,
+            virtual_page_kib=virtual[0] if self.virtual_page_kib is None else self.virtual_page_kib,
+            virtual_layout=virtual[1] if self.virtual_layout is None else self.virtual_layout,
         )
 
     @classmethod

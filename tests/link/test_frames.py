@@ -68,7 +68,7 @@ from quire.link.pulse import Health
 from quire.vocabulary.columns import MOST_BYTES, WireError
 from quire.vocabulary.method import Method
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Top
+from quire.vocabulary.plan import Mapped, Top
 
 unsigned = st.integers(0, 2**32 - 1)
 small = st.integers(0, 2**31 - 1)
@@ -93,7 +93,7 @@ def some_facts() -> Facts:
     stats.steps, stats.rows, stats.prompt_tokens, stats.generated_tokens, stats.computed_tokens = 5, 4, 3, 2, 1
     stats.step_seconds, stats.finished = 0.25, {"stop": 3}
     account = Account(Usage(1, 2, 3, 4, 5, 6), Sharing(*range(12)))
-    return Facts(account, stats, {"swap": 1, "recompute": 0}, 1.5)
+    return Facts(account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25))
 
 
 def facts_equal(one: Facts | None, other: Facts | None) -> bool:

@@ -33,6 +33,7 @@ LONG |= {
     *(name for name in ENTRIES if name.startswith("fig12")),
 }  # test_serving
 LONG |= {"vattention-table1", "vattention-table2", "vattention-table8"}  # test_contiguous_sizes, test_paging_issues
+LONG |= {"vattention-fig12", "vattention-table4"}  # test_kernel_switch, test_reqids
 
 
 def reproduced(name: str, folder: Path) -> dict[str, Any]:

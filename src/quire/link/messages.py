@@ -15,6 +15,7 @@ from quire.control.memory import Account
 from quire.control.outcomes import Output, Stats
 from quire.link.cache import cache_facts
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Mapped
 
 MOST_NUMBER = 2**32 - 1  # of a request or a question
 MOST_REQUESTS = 1 << 16  # of one message
@@ -117,6 +118,7 @@ class Facts(NamedTuple):
     stats: Stats
     preempted: Mapping[str, int]  # requests, by the way it was done
     seconds: float = 0.0  # of processor time, of the engine's thread, or of its process where it has one
+    mapped: Mapped = Mapped()
 
 
 class Stepped(NamedTuple):
@@ -160,7 +162,8 @@ def queues_of(engine: Engine) -> Queues:
 def facts_of(engine: Engine, seconds: float = 0.0) -> Facts:
     """As they are now; asked on the engine's thread."""
     scheduler = engine.scheduler
-    return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds)
+    mapped = getattr(engine.runner, "mapped", None) or Mapped()
+    return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds, mapped)
 
 
 def described(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> Ready:

@@ -25,6 +25,7 @@ from quire.vocabulary.columns import (
     write_runs,
     write_tops,
 )
+from quire.vocabulary.plan import Mapped
 
 # now; waiting, running, swapped, deferred; computed; numbers of progress, outputs, those with more; bytes of facts
 HEAD = struct.Struct("<d4IIIIII")
@@ -89,7 +90,7 @@ def said_facts(facts: Facts) -> dict[str, Any]:
     return {
         "usage": facts.account.usage, "sharing": facts.account.sharing, "preempted": dict(facts.preempted),
         "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
-        "idle_seconds": stats.idle_seconds, "seconds": facts.seconds,
+        "idle_seconds": stats.idle_seconds, "seconds": facts.seconds, "mapped": facts.mapped,
     }  # fmt: skip
 
 
@@ -178,7 +179,10 @@ def read_facts(said: dict[str, Any]) -> Facts:
         stats.finished = {str(why): _count(many) for why, many in said["finished"].items()}
         usage, sharing = Usage(*map(_count, said["usage"])), Sharing(*map(_count, said["sharing"]))
         preempted = {str(way): _count(many) for way, many in said["preempted"].items()}
-        return Facts(Account(usage, sharing), stats, preempted, float(said["seconds"]))
+        *counts, stalled = said["mapped"]
+        there, maps, unmaps, ahead = map(_count, counts)
+        mapped = Mapped(there, maps, unmaps, ahead, float(stalled))
+        return Facts(Account(usage, sharing), stats, preempted, float(said["seconds"]), mapped)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WireError("facts", f"{type(error).__name__} {error}"[:200]) from error
 

@@ -96,6 +96,9 @@ ENTRIES = {
     "vattention-table2": Entry("paging_issues:table_2", "vAttention Table 2: systems, and what managing memory takes"),
     "vattention-table5": Entry("contiguous_sizes:table_5", "vAttention Table 5: the models"),
     "vattention-table8": Entry("contiguous_sizes:table_8", "vAttention Table 8: tokens of a page, waste of a request"),
+    "vattention-fig7": Entry("reqids:figure_7", "vAttention Figure 7: pages of two requests, (a) to (e)"),
+    "vattention-fig12": Entry("kernel_switch:figure_12", "vAttention Figure 12: lines that replacing a kernel takes"),
+    "vattention-table4": Entry("reqids:table_4", "vAttention Table 4: the interface to a serving framework"),
     "vattention-x1": Entry(
         "contiguous_sizes:token_and_addresses", "vAttention §4, §5.1.1: KV of a token, addresses of a memory"
     ),

@@ -161,6 +161,18 @@ class Sampled(NamedTuple):
     error: str = ""
 
 
+class Mapped(NamedTuple):
+    """What a runner of virtual memory did since its start: `bytes` lie in sequences' places now, a page that lies in
+    several counted in each; pages mapped and unmapped, those of each buffer counted; of these `ahead` while a step
+    computed; and the seconds that steps waited for the others."""
+
+    bytes: int = 0
+    maps: int = 0
+    unmaps: int = 0
+    ahead: int = 0
+    seconds: float = 0.0
+
+
 class StepResult(NamedTuple):
     """One Sampled a row, in plan order, the step's duration, and how long the device was idle before it though the step
     before was not collected yet: it waited for the host."""

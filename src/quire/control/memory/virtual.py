@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.control.memory.answers import Usage
@@ -40,8 +40,19 @@ MOST_NEXT = 256
 SHARE_AHEAD = 4
 """At most a fourth of the empty pages is mapped for the next sequence (§6.2.2), which nobody may need."""
 
+
+class Cut(NamedTuple):
+    """Which layers share a buffer (see `buffers_of`), and the KiB of a page of it."""
+
+    layout: str
+    kib: int
+
+
+LAYOUTS = ("layer", "sliced:4", "sliced")
 LARGER, SMALLER = (64, 128, 256, 512, 1024, 2048), (32, 16, 8, 4)
-"""KiB of a CPU's pages, where nothing is said."""
+"""What is tried on a CPU where nothing is said, in this order."""
+
+FEWEST = 32  # pages of a group, where there is a choice
 
 MOST_MAPPINGS = 32_000
 """Of a process: half of what Linux allows where nobody changed it."""
@@ -225,38 +236,44 @@ class VirtualMemory(PagedMemory):
                 assert self.lying[group][slot][at] == page, f"page {page} was mapped ahead at a place that has another"
 
 
-def buffers_for(config: EngineConfig, spec: ModelSpec, itemsize: int, kib: int) -> list[tuple[list[int], Buffers]]:
-    """The layers of each group, and their buffers, in pages of `kib` KiB."""
+def buffers_for(spec: ModelSpec, itemsize: int, cut: Cut) -> list[tuple[list[int], Buffers]]:
+    """The layers of each group, and their buffers."""
     kept = [layer.kept for layer in spec.layers]
     found = []
     for kind in dict.fromkeys(kept):
         layers = [i for i, other in enumerate(kept) if other == kind]
         size = spec.layers[layers[0]].token_bytes(itemsize) // 2
-        found.append((layers, buffers_of(len(layers), size, kib * 1024, config.virtual_layout)))
+        found.append((layers, buffers_of(len(layers), size, cut.kib * 1024, cut.layout)))
     return found
 
 
-def page_kib(config: EngineConfig, spec: ModelSpec, size: Size) -> int:
-    """The size of a page in KiB. Where the config doesn't say it: 64; more where that may come to more mappings than
-    Linux allows by half; less where not twice the pages of one sequence are there."""
-    if config.virtual_page_kib is not None:
-        return config.virtual_page_kib
-    for kib in LARGER:
-        if mappings(config, spec, size, kib) <= MOST_MAPPINGS:
-            break
-    for smaller in (kib, *SMALLER) if kib == LARGER[0] else (kib,):
-        cut = buffers_for(config, spec, size.itemsize, smaller)
-        if all(_count(buffers, size) >= 2 * buffers.pages(size.max_len) for _, buffers in cut):
-            return smaller
-    return kib if kib > LARGER[0] else SMALLER[-1]
+def cut_of(config: EngineConfig, spec: ModelSpec, size: Size) -> Cut:
+    """How memory is cut. What the config doesn't say is chosen for a CPU: buffers of few layers, whose tokens lie close
+    together, and small pages, as long as there may be mappings for all; smaller pages where there would be too few."""
+    layouts = LAYOUTS if config.virtual_layout is None else (config.virtual_layout,)
+    pages = LARGER if config.virtual_page_kib is None else (config.virtual_page_kib,)
+    tried = [Cut(layout, kib) for layout in layouts for kib in pages]
+    small = [Cut(layout, kib) for kib in SMALLER if len(pages) > 1 for layout in layouts]
+    for cuts, sequences, fewest in ((tried, 2, FEWEST), (small, 1, FEWEST // 2), (tried + small, 1, 1)):
+        for cut in cuts:
+            if _suits(config, spec, size, cut, sequences, fewest):
+                return cut
+    return (tried + small)[-1]
 
 
-def mappings(config: EngineConfig, spec: ModelSpec, size: Size, kib: int) -> int:
+def _suits(config: EngineConfig, spec: ModelSpec, size: Size, cut: Cut, sequences: int, fewest: int) -> bool:
+    """Whether there are pages for so many of the longest sequences, `fewest` at least, and mappings for all."""
+    groups = [buffers for _, buffers in buffers_for(spec, size.itemsize, cut)]
+    enough = all(_count(one, size) >= max(sequences * one.pages(size.max_len), fewest) for one in groups)
+    return enough and mappings(config, spec, size, cut) <= MOST_MAPPINGS
+
+
+def mappings(config: EngineConfig, spec: ModelSpec, size: Size, cut: Cut) -> int:
     """The most mappings of a process, if no two pages happen to lie behind one another, where each place of each slot
     has a page, and the gap behind the last."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
-    cut = buffers_for(config, spec, size.itemsize, kib)
-    return (config.max_num_seqs + 1) * sum(buffers.parts * (buffers.pages(size.max_len) + 1) for _, buffers in cut)
+    groups = buffers_for(spec, size.itemsize, cut)
+    return (config.max_num_seqs + 1) * sum(one.parts * (one.pages(size.max_len) + 1) for _, one in groups)
 
 
 def _count(buffers: Buffers, size: Size) -> int:
@@ -268,8 +285,8 @@ def virtual_geometry(config: EngineConfig, spec: ModelSpec, size: Size) -> Geome
     """The pages for `size.tokens` tokens in every layer, of each group a page in every one of its buffers. StartupError
     if one sequence of `size.max_len` tokens finds no room."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
-    kib = page_kib(config, spec, size)
-    cut = buffers_for(config, spec, size.itemsize, kib)
+    kib = cut_of(config, spec, size).kib
+    cut = buffers_for(spec, size.itemsize, cut_of(config, spec, size))
     counts: dict[int, int] = {}
     for _, buffers in sorted(cut, key=lambda one: one[1].page_bytes):
         counts[buffers.page_bytes] = counts.get(buffers.page_bytes, 0) + _count(buffers, size)

@@ -19,14 +19,15 @@ from quire.vocabulary.specs import Layout
 @dataclass(slots=True)
 class Span:
     """Queries [queries, queries + count) of the step, of a sequence whose first of them is at `position`: they see
-    keys [first, end) of `slot`. `hidden` [count, end - first] is true where one may not look (None: nowhere)."""
+    keys [first, end) of `slot`. `seen` [group * count, end - first] is true where one may look, for each of the query
+    heads that share a key head (None: everywhere)."""
 
     slot: int
     queries: int
     count: int
     first: int
     end: int
-    hidden: Tensor | None
+    seen: Tensor | None
 
 
 @dataclass(slots=True)
@@ -64,12 +65,28 @@ class ContiguousBackend:
         """Write k and v [T, kv_heads, dim] to their places, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
         if cache.writes:
             write_pages(cache.keys, cache.values, k, v, plan.slots, plan.positions)
-        out = torch.empty_like(q)
+        count, heads, dim = q.shape
+        kv, shared = cache.kv_heads, heads // cache.kv_heads
+        # A key head serves its group of query heads as one operand.
+        queries, out = q.view(count, kv, shared, dim), torch.empty_like(q)
+        found = out.view(count, kv, shared, dim)
         for span in plan.spans:
-            keys, values = (x[span.slot, :, span.first : span.end] for x in (cache.keys, cache.values))
-            part = q[span.queries : span.queries + span.count]
-            out[span.queries : span.queries + span.count] = _attend(part, keys, values, span.hidden, cache)
+            keys, values = (_seen(x, span) for x in (cache.keys, cache.values))
+            if span.count == 1:
+                found[span.queries] = _attend(queries[span.queries, None], keys, values, None, cache)[0]
+                continue
+            part = slice(span.queries, span.queries + span.count)
+            query = queries[part].permute(1, 2, 0, 3).reshape(1, kv, shared * span.count, dim)
+            answers = _attend(query, keys, values, span.seen, cache)
+            found[part] = answers.view(kv, shared, span.count, dim).permute(2, 0, 1, 3)
         return out
+
+
+def _seen(x: Tensor, span: Span) -> Tensor:
+    """The span's keys or values [1, kv_heads, K, dim], of all slots' [slots, kv_heads, tokens, dim]."""
+    first, head, token, one = x.stride()
+    shape = 1, x.shape[1], span.end - span.first, x.shape[3]
+    return x.as_strided(shape, (first, head, token, one), x.storage_offset() + span.slot * first + span.first * token)
 
 
 def _most(end: int, cache: LayerCache) -> int:
@@ -80,29 +97,24 @@ def _most(end: int, cache: LayerCache) -> int:
 def _span(slot: int, queries: int, position: int, count: int, cache: LayerCache) -> Span:
     end = position + count
     first = 0 if cache.window is None else max(position - cache.window + 1, 0)
-    hidden = None
+    seen = None
     if count > 1:
         keys = torch.arange(first, end, device=cache.device)
         at = torch.arange(position, end, device=cache.device)[:, None]
-        hidden = keys > at
+        seen = keys <= at
         if cache.window is not None:
-            hidden |= keys <= at - cache.window
-    return Span(slot, queries, count, first, end, hidden)
+            seen &= keys > at - cache.window
+        seen = seen.repeat(cache.heads // cache.kv_heads, 1)
+    return Span(slot, queries, count, first, end, seen)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, cache: LayerCache) -> Tensor:
-    """q [Q, heads, dim], keys and values [kv_heads, K, dim], hidden [Q, K] -> [Q, heads, dim]."""
-    count, heads, dim = q.shape
-    kv, shared = cache.kv_heads, heads // cache.kv_heads
-    query = q.view(count, kv, shared, dim).permute(1, 2, 0, 3).reshape(kv, shared * count, dim)
-    if cache.device.type != "cpu" and cache.softcap is None:
-        mask = None if hidden is None else ~hidden.repeat(shared, 1)
-        out = F.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask, scale=cache.scale)
-        return out.view(kv, shared, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
-    scores = torch.bmm(query * cache.scale, keys.transpose(1, 2))
-    if cache.softcap is not None:
-        scores.div_(cache.softcap).tanh_().mul_(cache.softcap)
-    if hidden is not None:
-        scores.view(kv, shared, count, -1).masked_fill_(hidden, -torch.inf)
-    out = torch.bmm(torch.softmax(scores, -1), values)
-    return out.view(kv, shared, count, dim).permute(2, 0, 1, 3).reshape(count, heads, dim)
+def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, cache: LayerCache) -> Tensor:
+    """query [1, kv_heads, Q, dim], keys and values [1, kv_heads, K, dim], seen [Q, K] -> [1, kv_heads, Q, dim]: by
+    torch's fused kernel, which takes strides as they are and knows no caps."""
+    if cache.softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=cache.scale)
+    scores = (query * cache.scale) @ keys.transpose(2, 3)
+    scores.div_(cache.softcap).tanh_().mul_(cache.softcap)
+    if seen is not None:
+        scores.masked_fill_(~seen, -torch.inf)
+    return torch.softmax(scores, -1) @ values

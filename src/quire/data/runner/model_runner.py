@@ -30,7 +30,7 @@ from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.errors import StartupError
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Mapped, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
@@ -232,6 +232,11 @@ class ModelRunner:
                 sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
             samples.append(sample)
         return StepResult(tuple(samples), self._seconds(ticket), self.idle.collected(ticket.span))
+
+    @property
+    def mapped(self) -> Mapped | None:
+        """What was mapped, where memory is virtual."""
+        return getattr(self.store, "mapped", None)
 
     def _seconds(self, ticket: Ticket) -> float:
         began, self.collected = max(ticket.began, self.collected), time.perf_counter()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,18 +22,8 @@ from quire.data.kernels.batch import LayerCache
 from quire.data.runner.store import Store
 from quire.data.runner.virtual.driver import Driver, Run, map_all
 from quire.errors import StartupError
-from quire.vocabulary.plan import Table
+from quire.vocabulary.plan import Journal, Mapped, Table
 from quire.vocabulary.specs import Geometry, Group, ModelSpec
-
-
-class Mapped(NamedTuple):
-    """Pages mapped and unmapped since the start, each part of a page counted: before a step's rows were enqueued, with
-    the seconds that they waited, and behind them."""
-
-    maps: int
-    unmaps: int
-    ahead: int
-    seconds: float
 
 
 class VirtualStore(Store):
@@ -151,7 +140,7 @@ class VirtualStore(Store):
         self.maps += parts
         self.lying[g][slot, at] = page
 
-    def replay_ahead(self, journal: tuple[Table, ...]) -> None:
+    def replay_ahead(self, journal: Journal) -> None:
         """Replay what was sent ahead of need: its maps delay nobody."""
         maps, seconds = self.maps, self.seconds
         self.replay(journal)
@@ -160,7 +149,8 @@ class VirtualStore(Store):
 
     @property
     def mapped(self) -> Mapped:
-        return Mapped(self.maps, self.unmaps, self.ahead, self.seconds)
+        """What was mapped since the start; the scratch slot isn't counted."""
+        return Mapped((self.maps - self.unmaps) * self.driver.page, self.maps, self.unmaps, self.ahead, self.seconds)
 
     def close(self) -> None:
         """Give the pages back. Whoever still has tensors over them is named."""

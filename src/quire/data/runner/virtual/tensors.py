@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from quire.data.runner.virtual.driver import DriverError
 
@@ -38,20 +39,28 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
-    """DLPack's DLManagedTensor. `deleter` is called once the last tensor over it is gone; none is called if NULL."""
+    """DLPack's DLManagedTensor. `deleter` would be called once the last tensor over it is gone; it is NULL."""
 
     _fields_ = (("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
+class _Made(NamedTuple):
+    """A tensor, while any view of it lives, and what torch reads when the last one goes."""
+
+    name: str
+    storage: StorageWeakRef
+    struct: _DLManagedTensor
+    sizes: Any
+
+
 class Tensors:
-    """The tensors over one driver's addresses, and which of them live; whatever views the last one of."""
+    """The tensors over one driver's addresses, and which of them live; whatever views the last one of. torch calls
+    nothing of ours when it lets go of one: that may be in the midst of an exception, where Python can't run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._live: dict[int, tuple[str, _DLManagedTensor, Any]] = {}  # address of the struct -> what it needs
-        live = self._live
-        self._gone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda at: live.pop(at, None))
-        atexit.register(self.disarm)  # which keeps the callback as long as a tensor may call it
+        self._made: list[_Made] = []
+        atexit.register(self.disarm)
 
     def over(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor whose first element is at `address`; strides in elements, none negative."""
@@ -66,35 +75,31 @@ class Tensors:
         inner.code, inner.bits = _numbers(dtype)
         inner.shape = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
         inner.strides = ctypes.cast(ctypes.byref(sizes, 8 * len(shape)), ctypes.POINTER(ctypes.c_int64))
-        struct.deleter = ctypes.cast(self._gone, ctypes.c_void_p)
-        at = ctypes.addressof(struct)
-        self._live[at] = (f"{str(dtype).removeprefix('torch.')}{list(shape)}", struct, sizes)
-        try:
-            made: torch.Tensor = torch.utils.dlpack.from_dlpack(_capsule(at))
-        except BaseException:
-            self._live.pop(at, None)
-            raise
+        made: torch.Tensor = torch.utils.dlpack.from_dlpack(_capsule(ctypes.addressof(struct)))
+        name = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        self._made = [one for one in self._made if not one.storage.expired()]
+        self._made.append(_Made(name, StorageWeakRef(made.untyped_storage()), struct, sizes))
         return made.view(dtype)
 
     @property
     def live(self) -> list[str]:
         """Type and shape of each tensor that lives, in the order made."""
-        return [name for name, _, _ in self._live.values()]
+        return [one.name for one in self._made if not one.storage.expired()]
 
     def check_none(self) -> None:
         """DriverError if a tensor lives, whose memory must not go."""
-        if self._live:
-            first, more = ", ".join(self.live[:SHOWN]), len(self._live) - SHOWN
+        if live := self.live:
+            first, more = ", ".join(live[:SHOWN]), len(live) - SHOWN
             raise DriverError("close", f"tensors live over these addresses: {first}{f' and {more} more' * (more > 0)}")
 
     def disarm(self) -> None:
-        """Tensors that live on are no longer our business: at the interpreter's end no callback of ours may run."""
+        """Tensors that live on are no longer our business, but for what torch reads when it lets go of them, however
+        late that is."""
         atexit.unregister(self.disarm)
-        for _, struct, sizes in self._live.values():
-            struct.deleter = None
-            for kept in (struct, sizes):  # they are read until torch lets go of the tensor, however late
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        self._live.clear()
+        for one in self._made:
+            if not one.storage.expired():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.struct))
+        self._made.clear()
 
 
 def _numbers(dtype: torch.dtype) -> tuple[int, int]:

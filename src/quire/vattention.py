@@ -1,0 +1,353 @@
+"""The interface that vAttention gives a serving framework (Table 4), by its names: `init`, `alloc_reqid`, `free_reqid`
+and `step`, over any driver of virtual memory. It knows pages and lengths; no engine, scheduler or model.
+
+Pages are counted by the ledger that the engine has too. The reqIds' own rules are here, and differ from the engine's
+memory `virtual` in one thing: there an empty page may stay mapped where its last owner was, since a plan says what may
+still be read. Here nobody says that, so a page lies under one reqId, and is unmapped before another gets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.control.memory.buffers import MOST_LAYERS, Buffers, buffers_of
+from quire.control.memory.pages import Ledger
+from quire.data.runner.virtual import Driver, DriverError, Run, map_all, open_driver
+from quire.errors import InputError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+FAILED = -1
+LOW_WATER = 10  # a tenth of all pages is kept unmapped, as far as inactive reqIds have pages to give (§6.2.2)
+SMOOTHING = 16  # requests that the mean of the first pages looks back on, about
+LIMITS = {"N": MOST_LAYERS, "B": 2**16, "L": 2**31, "H": 2**16, "D": 2**16, "P": 8, "page_size": 2**31, "pages": 2**31}
+DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?", re.ASCII)
+DTYPES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}  # by P, where none is given
+
+
+class Counts(NamedTuple):
+    """Pages, each counted once for all the tensors that it is a part of. `free` ones are mapped nowhere, `cached` ones
+    under inactive reqIds, `active` ones under others. Since the start so many were mapped `in_step`, `ahead` of one,
+    and unmapped to be used elsewhere (`reclaimed`); `failures` of `step`; `seconds` that it took."""
+
+    free: int
+    cached: int
+    active: int
+    in_step: int
+    ahead: int
+    reclaimed: int
+    failures: int
+    seconds: float
+
+
+def init(
+    N: int, B: int, L: int, H: int, D: int, P: int, page_size: int, *, pages: int, layout: str = "layer",
+    device: str = "cpu", dtype: torch.dtype | None = None, background: bool = False, driver: Driver | None = None,
+) -> VAttention:  # fmt: skip
+    """vAttention for a worker with `N` layers, at most `B` requests of at most `L` tokens, and `H` KV heads of `D`
+    numbers of `P` bytes. Every buffer gets `pages` pages of `page_size` bytes, made now and mapped by `step`. `layout`
+    says which layers share a buffer: "layer" is the paper's, "sliced" puts all into one, "sliced:4" four.
+
+    With `background` a thread maps ahead of need while an iteration runs (§6.2.1); else whoever calls `map_ahead` does.
+    `driver` is used in place of the device's, and closed with it. InputError for sizes that can't be; StartupError for
+    a layout or page size that can't be had here, or too few addresses or too little memory."""
+    given = {"N": N, "B": B, "L": L, "H": H, "D": D, "P": P, "page_size": page_size, "pages": pages}
+    for name, value in given.items():
+        if not isinstance(value, int) or not 1 <= value <= LIMITS[name]:
+            raise InputError(f"{name} is {shown(value)}; it must be from 1 to {LIMITS[name]:,}", name)
+    if not DEVICE.fullmatch(device):
+        raise InputError(f"device is {shown(device)}; it must be 'cpu', 'cuda' or 'cuda:N'", "device")
+    if P not in DTYPES or (dtype is not None and dtype.itemsize != P):
+        of = "any type of numbers" if dtype is None else f"{shown(dtype)}, a number of which has {dtype.itemsize}"
+        raise InputError(f"P is {P} bytes, not those of {of}", "P")
+    if driver is not None and driver.page != page_size:
+        raise InputError(f"page_size is {page_size}; the driver's pages have {driver.page:,} bytes", "page_size")
+    if page_size % P:
+        raise InputError(f"page_size is {page_size}; it must be a multiple of P, {P} bytes", "page_size")
+    buffers = buffers_of(N, H * D * P, page_size, layout)
+    if driver is None:
+        if device == "cpu":
+            from quire.data.runner.virtual.memfd import check_regions
+
+            check_regions(2 * buffers.parts * min(pages, B * (buffers.pages(L) + 1)))
+        driver = open_driver(device, page_size)
+    try:
+        return VAttention(buffers, (B, L, H, D), P, pages, driver, dtype, background)
+    except BaseException:
+        driver.close()
+        raise
+
+
+class VAttention:
+    """Virtual tensors and their reqIds, 0 to B - 1. `tensors` are each layer's keys and its values, [B, L, H, D]; what
+    may be touched are the rows of a reqId before the length that `step` was last given (none over a driver without
+    bytes). Call it from one thread."""
+
+    def __init__(
+        self, buffers: Buffers, shape: tuple[int, int, int, int], itemsize: int, pages: int, driver: Driver,
+        dtype: torch.dtype | None, background: bool,
+    ) -> None:  # fmt: skip
+        self.buffers, self.shape, self.itemsize, self.pages = buffers, shape, itemsize, pages
+        self.driver, self.dtype = driver, dtype
+        reqids, self.longest = shape[:2]
+        self.rooms = [driver.reserve(buffers.buffer_bytes(reqids, self.longest)) for _ in range(buffers.parts)]
+        driver.create(pages * buffers.parts)
+        once = driver.reserve(pages * buffers.parts * buffers.page)
+        driver.map(once, 0, pages * buffers.parts)  # so that none is zeroed, or first touched, in a step
+        driver.unmap(once, pages * buffers.parts)
+        self.ledger = Ledger([range(1, pages + 1)])
+        self.mapped: list[list[int]] = [[] for _ in range(reqids)]  # the pages under each reqId, from its first token
+        self.lengths = [0] * reqids
+        self.inactive = dict.fromkeys(range(reqids))  # the longest unused first
+        self.new: set[int] = set()  # given out, and not stepped with a token since
+        self.first_pages = 0.0  # mean pages that requests came in with
+        self.in_step = self.ahead = self.reclaimed = self.failures = 0
+        self.seconds = 0.0
+        self.tensors = self._views()
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, "quire-map-ahead", self._enter) if background else None
+        self._job: Future[None] | None = None
+
+    # Table 4
+
+    def alloc_reqid(self, length: int = 0) -> int:
+        """An inactive reqId, active from now on; -1 if all are. Where it is known that the request will have `length`
+        tokens, the reqId with the fewest pages that suffice, else the most; not known, as for a mean one."""
+        self._settle()
+        if not isinstance(length, int) or not 0 <= length <= self.longest:
+            raise InputError(f"a length of {shown(length)} tokens; it must be from 0 to L = {self.longest:,}", "length")
+        if not self.inactive:
+            return FAILED
+        reqid = self._choose(self.buffers.pages(length) if length else self._expected())
+        del self.inactive[reqid]
+        self.new.add(reqid)
+        return reqid
+
+    def free_reqid(self, reqid: int) -> None:
+        """The reqId is inactive; its pages stay for the next one (§6.2.2)."""
+        self._settle()
+        if not isinstance(reqid, int) or not 0 <= reqid < self.shape[0]:
+            raise InputError(f"no reqId is {shown(reqid)}; they are 0 to {self.shape[0] - 1}", "reqid")
+        if reqid in self.inactive:
+            raise InputError(f"reqId {reqid} is not active", "reqid")
+        self.lengths[reqid] = 0
+        self.inactive[reqid] = None
+
+    def step(self, seq_lens: Sequence[int]) -> int:
+        """0: pages for so many tokens of each reqId are mapped. -1: there aren't enough, even if no other was, and
+        nothing has changed: free a reqId and try again. DriverError if the system refuses a map: none of this step is
+        mapped then, and only lengths that became less have changed."""
+        began = time.perf_counter()
+        self._settle()
+        self._check_lengths(seq_lens)
+        needs = {reqid: self.buffers.pages(seq_lens[reqid]) for reqid in range(len(seq_lens))}
+        if sum(needs.values()) > self.pages:
+            self.failures += 1
+            return FAILED
+        wants = [(reqid, need - len(self.mapped[reqid])) for reqid, need in needs.items()]
+        self.lengths = list(map(min, self.lengths, seq_lens))
+        self.in_step += self._provide([(reqid, count) for reqid, count in wants if count > 0], seq_lens)
+        self.lengths = list(seq_lens)
+        for reqid in [reqid for reqid in self.new if seq_lens[reqid]]:
+            self.new.remove(reqid)
+            weight = SMOOTHING if self.first_pages else 1
+            self.first_pages += (needs[reqid] - self.first_pages) / weight
+        if self._thread is not None:
+            self._job = self._thread.submit(self._map_ahead)
+        self.seconds += time.perf_counter() - began
+        return 0
+
+    # Beside it
+
+    def map_ahead(self) -> None:
+        """Map what the next step will need if every request gets one token more, and what a mean request will under the
+        reqId that is next; for when an iteration has been launched. With `background` a thread has been told to."""
+        self._settle()
+        self._map_ahead()
+
+    def counts(self) -> Counts:
+        """What is mapped now, and what was done so far."""
+        self._settle()
+        cached = sum(len(self.mapped[reqid]) for reqid in self.inactive)
+        active = self.ledger.used[0] - cached
+        totals = self.in_step, self.ahead, self.reclaimed, self.failures, self.seconds
+        return Counts(self._free(), cached, active, *totals)
+
+    def close(self) -> None:
+        """Give all back; again does nothing. DriverError, which names them, while tensors made from these live, and
+        nothing has changed."""
+        if self._closed:
+            return
+        with contextlib.suppress(DriverError):
+            self._settle()
+        self.tensors = ()
+        try:
+            self.driver.close()
+        except DriverError:
+            self.tensors = self._views()
+            raise
+        self._closed = True
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def check(self) -> None:
+        """Assert that every page is free or under one reqId, and that those with tokens have the pages for them."""
+        self._settle()
+        named: dict[int, int] = {}
+        for page in (page for pages in self.mapped for page in pages):
+            named[page] = named.get(page, 0) + 1
+        assert all(count == 1 for count in named.values()), "a page is under two reqIds"
+        self.ledger.check([named])
+        for reqid, length in enumerate(self.lengths):
+            assert not (length and reqid in self.inactive), f"reqId {reqid} is inactive and has {length} tokens"
+            assert len(self.mapped[reqid]) >= self.buffers.pages(length), f"reqId {reqid} has too few pages"
+
+    # Pages
+
+    def _map_ahead(self) -> None:
+        wants = []
+        for reqid, length in enumerate(self.lengths):
+            if length and self.buffers.pages(min(length + 1, self.longest)) > len(self.mapped[reqid]):
+                wants.append((reqid, 1))
+        if self._free() < len(wants) + self._low():
+            self._reclaim(len(wants) + self._low(), self._cached())
+        self.ahead += self._map(wants[: self._free()])
+        if self.inactive:
+            reqid = self._choose(self._expected())
+            count = min(self._expected() - len(self.mapped[reqid]), self._free() - self._low())
+            if count > 0:
+                self.ahead += self._map([(reqid, count)])
+
+    def _provide(self, wants: list[tuple[int, int]], lengths: Sequence[int]) -> int:
+        """Map pages that are there, if what isn't needed for `lengths` is taken away as well. Returns how many."""
+        count = sum(count for _, count in wants)
+        if self._free() < count + self._low():
+            self._reclaim(count + self._low(), self._cached())
+        if self._free() < count:
+            spare = [(reqid, self.buffers.pages(length)) for reqid, length in enumerate(lengths)]
+            self._reclaim(count, sorted(spare, key=lambda one: one[0] not in self.inactive))
+        return self._map(wants)
+
+    def _map(self, wants: list[tuple[int, int]]) -> int:
+        """Map so many free pages behind those of each reqId, or none if a call fails. Returns how many."""
+        fresh, runs = [], list[Run]()
+        for reqid, count in wants:
+            pages = [self.ledger.take(0) for _ in range(count)]
+            fresh.append((reqid, pages))
+            runs += self._runs(reqid, pages)
+        try:
+            map_all(self.driver, runs)
+        except BaseException:
+            self.ledger.release(0, [page for _, pages in fresh for page in pages])
+            raise
+        for reqid, pages in fresh:
+            self.mapped[reqid] += pages
+        return sum(count for _, count in wants)
+
+    def _runs(self, reqid: int, pages: list[int]) -> Iterator[Run]:
+        """Where these come to lie, in every buffer; those in a row at once. A buffer's own pages have consecutive
+        numbers."""
+        starts = [i for i, page in enumerate(pages) if i == 0 or page != pages[i - 1] + 1]
+        for part in range(len(self.rooms)):
+            for start, end in zip(starts, [*starts[1:], len(pages)]):
+                address = self._place(part, reqid, len(self.mapped[reqid]) + start)
+                yield Run(address, part * self.pages + pages[start] - 1, end - start)
+
+    def _place(self, part: int, reqid: int, at: int) -> int:
+        return self.rooms[part] + reqid * self.buffers.slot_bytes(self.longest) + at * self.buffers.page
+
+    def _reclaim(self, wanted: int, spare: list[tuple[int, int]]) -> None:
+        """Unmap pages until `wanted` are free, or each of these reqIds keeps only so many. Nothing that was enqueued
+        can read them any more: it is waited for."""
+        fenced = False
+        for reqid, keep in spare:
+            while self._free() < wanted and len(self.mapped[reqid]) > keep:
+                if not fenced:
+                    self.driver.fence()
+                    fenced = True
+                self._unmap_last(reqid)
+
+    def _cached(self) -> list[tuple[int, int]]:
+        """Inactive reqIds with the pages that they keep; the next one those of a mean request."""
+        if not self.inactive:
+            return []
+        following = self._choose(self._expected())
+        return [(reqid, self._expected() if reqid == following else 0) for reqid in self.inactive]
+
+    def _unmap_last(self, reqid: int) -> None:
+        """Free the last page of a reqId, or leave it if a call fails."""
+        page, at = self.mapped[reqid][-1], len(self.mapped[reqid]) - 1
+        done: list[Run] = []
+        try:
+            for part in range(len(self.rooms)):
+                address = self._place(part, reqid, at)
+                self.driver.unmap(address)
+                done.append(Run(address, part * self.pages + page - 1))
+        except BaseException:
+            map_all(self.driver, done)
+            raise
+        self.mapped[reqid].pop()
+        self.ledger.release(0, (page,))
+        self.reclaimed += 1
+
+    def _choose(self, need: int) -> int:
+        """Of the inactive reqIds the one with the fewest pages that suffice, else the one with the most."""
+        enough = [reqid for reqid in self.inactive if len(self.mapped[reqid]) >= need]
+        if enough:
+            return min(enough, key=lambda reqid: (len(self.mapped[reqid]), reqid))
+        return min(self.inactive, key=lambda reqid: (-len(self.mapped[reqid]), reqid))
+
+    def _expected(self) -> int:
+        return max(round(self.first_pages), 1) if self.first_pages else 1
+
+    def _free(self) -> int:
+        return len(self.ledger.pools[0].empty)
+
+    def _low(self) -> int:
+        return self.pages // LOW_WATER
+
+    # The rest
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        if len(lengths) != self.shape[0]:
+            raise InputError(f"{len(lengths)} lengths; there must be one for each of B = {self.shape[0]}", "seq_lens")
+        for reqid, length in enumerate(lengths):
+            if not isinstance(length, int) or not 0 <= length <= self.longest:
+                cause = f"a length of {shown(length)} tokens for reqId {reqid}; it must be from 0 to L"
+                raise InputError(f"{cause} = {self.longest:,}", "seq_lens")
+            if length and reqid in self.inactive:
+                raise InputError(f"a length of {length} tokens for reqId {reqid}, which is not active", "seq_lens")
+
+    def _views(self) -> tuple[torch.Tensor, ...]:
+        if self.driver.device is None:
+            return ()
+        import torch
+
+        buffers, item = self.buffers, self.itemsize
+        dtype = self.dtype or getattr(torch, DTYPES[item])
+        strides = buffers.slot_bytes(self.longest) // item, buffers.stride // item, self.shape[3], 1
+        places = [buffers.place(layer, values) for layer in range(buffers.layers) for values in (False, True)]
+        return tuple(self.driver.tensor(self.rooms[part] + at, self.shape, strides, dtype) for part, at in places)
+
+    def _settle(self) -> None:
+        """What is mapped ahead is mapped; its error, if it had one, is raised here, once."""
+        if self._closed:
+            raise InputError("this vAttention is closed")
+        job = self._job
+        if job is not None:
+            wait([job])
+            self._job = None
+            job.result()
+
+    def _enter(self) -> None:
+        """In the thread: use the device whose memory it is."""
+        if self.driver.device is not None and self.driver.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.driver.device)
