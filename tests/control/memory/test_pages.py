@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.control.memory.pages import SCRATCH, WATERMARK, Ledger
+from quire.control.memory.pages import SCRATCH, WATERMARK, Ledger, Queue
 
 
 def ledger(total: int, groups: int = 1, order: list[int] | None = None) -> Ledger:
@@ -185,3 +185,32 @@ def test_check_finds_what_is_broken(harm: object, message: str) -> None:
     harm(pages)
     with pytest.raises(AssertionError, match=message):
         pages.check([{1: 1}])
+
+
+def test_a_queue_gives_out_promised_pages_last() -> None:
+    queue = Queue([4, 3, 2, 1])  # as a stack: the last one first
+    queue.promise(1, (0, 1, 0))
+    queue.promise(3, (0, 1, 1))
+    queue.append(5)
+    assert (list(queue), len(queue)) == ([2, 4, 5, 1, 3], 5)
+    queue.put_first(3)
+    queue.promise(4, (0, 2, 0))
+    queue.release(1)
+    assert [queue.pop() for _ in range(5)] == [3, 2, 5, 1, 4]
+    assert len(queue) == 0
+
+
+def test_room_is_made_among_cached_pages() -> None:
+    """The one that was used longest ago; none, where none is cached."""
+    ledger = Ledger([range(1, 4)], stack=Queue)
+    pages = [ledger.take(0) for _ in range(3)]
+    for page in pages[:2]:
+        ledger.publish(0, page, bytes([page]))
+        ledger.release(0, [page])
+    ledger.make_room(0)
+    assert list(ledger.of[0].empty) == pages[:1]
+    assert ledger.find(0, bytes([pages[0]])) is None
+    ledger.make_room(0)
+    ledger.make_room(0)
+    assert (list(ledger.of[0].empty), ledger.evictions) == (pages[:2], 2)
+    ledger.check([{pages[2]: 1}])
