@@ -230,12 +230,12 @@ def test_a_kernel_that_computes_something_else_is_left_out(monkeypatch: pytest.M
 
     def calls(*_: object) -> dict[str, Any]:
         answer = chunk_kernels.plain(q, where, 24)
-        return {"a": partial(lambda q, x: x, q, answer), "b": partial(ours, answer + 0.1)}
+        return {"a": partial(lambda q, x: x, q, answer), "b": partial(ours, answer + 0.5)}
 
     monkeypatch.setattr(chunk_kernels, "chunk_calls", calls)
     missing: dict[str, str] = {}
     assert chunk_kernels.check(where, 24, missing) == ["a"]
-    assert missing == {"b": "its results are 0.1 from those in fp32"}
+    assert missing == {"b": "its results are 0.5 from those in fp32"}
 
 
 def test_tables_by_how_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from quire.bench.kernels import Placed
+    from quire.bench.replay import Call
+    from quire.data.kernels.batch import LayerCache
 
 CONTEXT = 16384
 MODELS = {"yi-6b": (1, 8, 32), "llama3-8b": (1, 8, 32), "yi-34b": (1, 8, 16)}  # batches, and with --full
@@ -63,11 +65,11 @@ def measured_of(model: str, full: bool, missing: dict[str, str]) -> list[dict[st
         where = placed(
             batches[-1], CONTEXT, kept.kv_heads, kept.head_dim, page, layers, torch.bfloat16, spec.heads, on=ON
         )
-        points += _points(where, batches, f"paged, {page}", False)
+        points += _points(where, batches, f"paged, {page}")
         del where
         _let_go()
     for layout in LAYOUTS:
-        work = partial(_points, batches=batches, way=f"virtual, {layout}", beside=True)
+        work = partial(_points, batches=batches, way=f"virtual, {layout}", missing=missing)
         try:
             points += on_mapped(spec, batches[-1], CONTEXT, layout, work, ON, KIB)
         except RuntimeError as error:
@@ -76,11 +78,10 @@ def measured_of(model: str, full: bool, missing: dict[str, str]) -> list[dict[st
     return [{"model": model, **point} for point in points]
 
 
-def _points(where: Placed, batches: Sequence[int], way: str, beside: bool) -> list[dict[str, Any]]:
-    """Our kernel, and `beside` it torch's own, for the first sequences."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
+def _points(
+    where: Placed, batches: Sequence[int], way: str, missing: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Our kernel, for the first sequences; and torch's own, if there is a place to tell why one is `missing`."""
     from quire.bench.kernels import decode_calls
     from quire.bench.replay import replayed
 
@@ -88,16 +89,34 @@ def _points(where: Placed, batches: Sequence[int], way: str, beside: bool) -> li
     for batch in batches:
         some = where._replace(slots=where.slots[:batch], lengths=where.lengths[:batch])
         points.append({"batch": batch, "way": way, "ms": 1e3 * layers * replayed(decode_calls(some))})
-        if beside:
-            cache = where.caches[0]
-            q = torch.randn(batch, cache.heads, 1, cache.head_dim, dtype=cache.dtype, device=cache.device)
-            attend = partial(scaled_dot_product_attention, q, enable_gqa=cache.heads > cache.kv_heads)
-            calls = [
-                partial(attend, one.keys[1 : batch + 1, :, :CONTEXT], one.values[1 : batch + 1, :, :CONTEXT])
-                for one in where.caches
-            ]
-            points.append({"batch": batch, "way": f"torch, {way}", "ms": 1e3 * layers * replayed(calls)})
+        if missing is None:
+            continue
+        try:
+            points.append({"batch": batch, "way": f"torch, {way}", "ms": 1e3 * layers * replayed(_torch_calls(some))})
+        except RuntimeError as error:
+            missing[f"torch, {way}, batch {batch}"] = str(error).splitlines()[0][:120]
     return points
+
+
+def _torch_calls(where: Placed) -> list[Call]:
+    """A decode step's attention in each layer by torch's own fused kernels, over the sequences as they lie."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    cache, batch = where.caches[0], len(where.slots)
+    q = torch.randn(batch, cache.heads, 1, cache.head_dim, dtype=cache.dtype, device=cache.device)
+
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]  # else gigabytes of scores may be written
+    if cache.device.type == "cpu":
+        fused.append(SDPBackend.MATH)
+
+    def attend(one: LayerCache) -> None:
+        k, v = (x[1 : batch + 1, :, :CONTEXT] for x in (one.keys, one.values))
+        with sdpa_kernel(fused):
+            scaled_dot_product_attention(q, k, v, enable_gqa=cache.heads > cache.kv_heads)
+
+    return [partial(attend, one) for one in where.caches]
 
 
 def _let_go() -> None:

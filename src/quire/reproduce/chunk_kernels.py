@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from quire.bench.kernels import Placed
 
-APART = 0.02  # of a result, at most, from one in fp32
+APART = 0.05  # of the largest result: what another may be from one in fp32, at most
 
 
 def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str, Callable[[], Tensor]]:
@@ -83,7 +83,7 @@ def check(where: Placed, start: int, missing: dict[str, str]) -> list[str]:
             query = next(iter(calls.values())).args[0]  # type: ignore[attr-defined]  # our kernels' first argument
             expected = plain(query, where, start)
         apart = float((found - expected).abs().max())
-        if apart <= APART * max(float(expected.abs().max()), 1.0):
+        if apart <= APART * float(expected.abs().max()):
             right.append(name)
         else:
             missing[name] = f"its results are {apart:.3g} from those in fp32"

@@ -37,7 +37,7 @@ def lines(
     `panel`. `labels` are the axes'."""
     values = list(dict.fromkeys(point[panel] for point in points))
     names = list(dict.fromkeys(point[line] for point in points))
-    fig = figure(4.2 * len(values) + 1, 4)
+    fig = figure(4.2 * len(values) + 3, 4)
     for axes, value in zip(fig.subplots(1, len(values), squeeze=False).flat, values):
         ticks: set[float] = set()
         for i, name in enumerate(names):
@@ -49,7 +49,9 @@ def lines(
         axes.set_xscale("log", base=2)
         if logarithmic:
             axes.set_yscale("log")
-        axes.set_xticks(sorted(ticks), [f"{at // 1024}K" if at >= 1024 else f"{at:g}" for at in sorted(ticks)])
+        axes.set_xticks(
+            sorted(ticks), [f"{at // 1024}K" if at >= 1024 else f"{at:g}" for at in sorted(ticks)], fontsize=8
+        )
         axes.set_xlabel(labels[0])
         axes.set_ylabel(labels[1])
         axes.set_title(str(value), fontsize=10)

@@ -156,7 +156,7 @@ def draw(data: Points) -> Figure:
     from quire.reproduce.plots import COLOURS, figure
 
     models = list(dict.fromkeys(p["model"] for p in data))
-    fig = figure(4 * len(models) + 1, 4)
+    fig = figure(4 * len(models) + 3, 4)
     for axes, model in zip(fig.subplots(1, len(models), squeeze=False).flat, models):
         mine = [p for p in compared(data) if p["model"] == model]
         colours = [COLOURS[1 if "sync" in p["way"] else 2 if "all on" in p["way"] else 0] for p in mine]

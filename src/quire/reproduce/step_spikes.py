@@ -124,10 +124,11 @@ def draw(data: Runs) -> Figure:
     panels = list(dict.fromkeys((run["layout"], run["depth"]) for run in data))
     fig = figure(5.5 * len(panels) / 2, 6)
     for axes, (layout, depth) in zip(fig.subplots(2, -(-len(panels) // 2), squeeze=False).flat, panels):
-        for run in (run for run in data if (run["layout"], run["depth"]) == (layout, depth)):
+        mine = [run for run in data if (run["layout"], run["depth"]) == (layout, depth)]
+        for run in mine:
             label, colour = ("map-ahead", COLOURS[0]) if run["ahead"] else ("synchronous", COLOURS[1])
             axes.plot(run["ms"], color=colour, label=label, linewidth=1)
-        axes.set_ylim(0)
+        axes.set_ylim(0, 1.25 * max(max(run["ms"]) for run in mine))
         axes.set_title(f"{layout}, {depth} in flight", fontsize=10)
         axes.set_xlabel("step")
         axes.set_ylabel("ms")

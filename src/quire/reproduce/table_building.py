@@ -128,7 +128,10 @@ def judged(points: Points) -> list[Result]:
     results = []
     for way, (share, load) in most.items():
         good = share >= LEAST if way == "padded lists" else share <= (FIXED if way == "padded arrays" else MOST)
-        what = f"tables as {way}: the most of a decode step ({load})"
+        rule = (
+            f"at least {LEAST}" if way == "padded lists" else f"at most {FIXED if way == 'padded arrays' else MOST:g}"
+        )
+        what = f"tables as {way}: the most of a decode step ({load}; {rule})"
         results.append(Result("V-X2", what, paper[way], round(share, 2), "%", HOLDS if good else DIFFERS))
     return results
 
