@@ -38,7 +38,7 @@ class Noting:
 def prompts() -> Prompts:
     found = echo_service.prompts()
     found.tokenizer = Noting()  # type: ignore[assignment]
-    found.max_len = 200_000 // CHARS_PER_TOKEN
+    found.limits = found.limits._replace(max_len=200_000 // CHARS_PER_TOKEN)
     return found
 
 
@@ -49,7 +49,6 @@ def noted(prompts: Prompts) -> Noting:
 
 @pytest.mark.parametrize("long", ["x" * 200_001, [1] * 6250])
 def test_a_prompt_that_is_too_long_is_found_before_others_are_read(prompts: Prompts, long: Any) -> None:
-    prompts.limits = prompts.limits._replace(max_len=prompts.max_len)
     with pytest.raises(PromptTooLong):
         asyncio.run(prompts.read(["a" * 5000] * 5 + [long]))
     assert noted(prompts).read == []
@@ -62,7 +61,6 @@ def test_the_longest_text_is_read_first(prompts: Prompts) -> None:
     assert [len(prompt.ids) for prompt in found] == [2, 9, 1, 4]
     assert [prompt.text is None for prompt in found] == [False, False, True, False]
     noted(prompts).read.clear()
-    prompts.max_len = 9
     prompts.limits = prompts.limits._replace(max_len=9)
     prompts._check_characters = lambda count: None  # type: ignore[method-assign]
     with pytest.raises(PromptTooLong, match="9 tokens"):
@@ -127,8 +125,7 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
     for wrong in (5, None, {"role": "user"}, [5], ["a"]):
         with pytest.raises(InputError):
             asyncio.run(prompts.converse(wrong, variables={}))  # type: ignore[arg-type]
-    prompts.max_len = 10_000  # the texts beside them are longer than the model
-    prompts.limits = prompts.limits._replace(max_len=10_000)
+    prompts.limits = prompts.limits._replace(max_len=10_000)  # the texts beside them are longer than the model
     prompts.written = written  # type: ignore[method-assign]
     asyncio.run(all_of_them())
     assert threads == [threads[0]] * 4

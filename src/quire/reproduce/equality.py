@@ -35,7 +35,8 @@ TIE = 1e-5  # log-probabilities so close are the same, and rounding chooses
 
 
 class Way(NamedTuple):
-    """One configuration of the engine; `depth` is how many steps may be in flight."""
+    """One configuration of the engine; `depth` is how many steps may be in flight. Virtual memory has pages of 4, 16
+    and 64 KiB where others have 1, 16 and 64 tokens, and in little memory what it chooses itself."""
 
     memory: str = "paged"
     page: int = 16
@@ -46,7 +47,9 @@ class Way(NamedTuple):
     depth: int = 1
 
     def config(self) -> EngineConfig:
+        plenty = self.memory == "virtual" and self.tokens == PLENTY
         return EngineConfig(
+            virtual_page_kib=max(self.page, 4) if plenty else None,
             memory=self.memory, page_size=self.page, max_num_seqs=self.batch, max_num_batched_tokens=self.chunk,
             kv_tokens=self.tokens, max_model_len=MOST_LEN, preemption=self.preemption, depth=self.depth,
             swap_gib=0.1, dtype="float32", device="cpu", threads=1, enable_prefix_caching=False,

@@ -11,6 +11,7 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Callable
+from inspect import signature
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
@@ -70,7 +71,8 @@ def varlen_attn(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
     sizes = len(query), len(keys)
     starts = [torch.tensor([0, size], dtype=torch.int32, device=query.device) for size in sizes]
-    return varlen_attn(query, keys, values, *starts, *sizes, window_size=(-1, 0), enable_gqa=True)
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}  # older: unasked
+    return varlen_attn(query, keys, values, *starts, *sizes, window_size=(-1, 0), **grouped)
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

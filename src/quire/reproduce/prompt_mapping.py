@@ -1,8 +1,8 @@
 """vAttention Figure 11: a prompt of 16K tokens whose pages are mapped first, and one that finds pages mapped. Three
 models with dummy weights on a GPU, in pages of 2 MB; on a CPU a small shape, in the pages that a GPU doesn't have.
 
-Where pages are mapped first, each prompt gets a place where nothing lies: those before it are still there. With
-everything on it gets the place of one that ended.
+Prompts come one after another. Where pages are mapped first, each gets a place where nothing lies: what the one before
+left there is unmapped. With everything on it gets the place of the one before, as it is.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list
     """Medians of some prompts."""
     from quire.bench import contexts
 
-    length, again = LENGTH[device], way.endswith("all on")
+    length = LENGTH[device]
     budget = length + 2 * (REPEATS + 1)  # a whole prompt a step, beside those that decode
     small = {"threads": 1, "device": "cpu", "kv_tokens": CPU_TOKENS}
     more = {"max_num_batched_tokens": budget, **settings, **(small if device == "cpu" else {})}
@@ -92,9 +92,10 @@ def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list
         engine.depth = 1
         for i in range(REPEATS + 1):
             seen.append(_prompt(engine, f"row-{i}", length))
-            if again:
-                contexts.stop(engine)
-        contexts.stop(engine)
+            contexts.stop(engine)
+            if way.endswith("sync"):
+                for slot in engine.scheduler.memory.forget():  # type: ignore[attr-defined]
+                    engine.runner.store.clear(slot)  # type: ignore[attr-defined]
         del engine
     del made
     seconds, maps, stalled = zip(*seen[1:])  # kernels are compiled in the first one

@@ -30,6 +30,7 @@ from quire.data.kernels.triton import (
     norm,
     prompt,
     prompt_hopper,
+    quick,
     rope_write,
     sampling,
 )
@@ -87,6 +88,7 @@ def watch() -> list[tuple[str, int, int, int]]:
         return kernel
 
     JITFunction.run = compiled  # type: ignore[method-assign]
+    quick.Quick.__getitem__ = lambda self, grid: self.kernel[grid]  # type: ignore[method-assign]
     return seen
 
 

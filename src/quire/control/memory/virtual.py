@@ -178,6 +178,13 @@ class VirtualMemory(PagedMemory):
                     if page:
                         lying[at] = page
 
+    def forget(self) -> list[int]:
+        """Count on nothing that lies in free slots: these are they. For measurements of sequences that find nothing."""
+        for lying in self.lying:
+            for slot in self.slots:
+                lying[slot].clear()
+        return list(self.slots)
+
     def _map_ahead(self, seq: Sequence, resident: Resident, end: int) -> Iterable[Table]:
         """Entries for pages that it will need to have `end` tokens, unless it is gone."""
         if self.residents.get(seq.id) is not resident:

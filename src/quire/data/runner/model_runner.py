@@ -252,3 +252,6 @@ class ModelRunner:
                 delattr(self, name)
         if store is not None:
             store.close()
+        del store
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # another engine may follow

@@ -140,6 +140,15 @@ class VirtualStore(Store):
         self.maps += parts
         self.lying[g][slot, at] = page
 
+    def clear(self, slot: int) -> None:
+        """Nothing lies in a slot's places any more. Nobody may use it, nor count on what lay there."""
+        for g, lying in enumerate(self.lying):
+            for at in np.flatnonzero(lying[slot]).tolist():
+                for run in self._runs(g, slot, at, 0):
+                    self.driver.unmap(run.address)
+                    self.unmaps += 1
+            lying[slot] = 0
+
     def replay_ahead(self, journal: Journal) -> None:
         """Replay what was sent ahead of need: its maps delay nobody."""
         maps, seconds = self.maps, self.seconds
