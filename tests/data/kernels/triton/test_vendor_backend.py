@@ -162,3 +162,16 @@ def test_sizes_that_the_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch, st
     monkeypatch.setattr(vendor, "fits", lambda name, cache: False)
     with pytest.raises(StartupError, match=r"--attention is cudnn, .* heads of 16 numbers of (16|32) bits"):
         VendorBackend("cudnn").check(store.caches[0])
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_what_the_benchmark_times(contiguous: bool) -> None:
+    """A prompt in chunks by every kernel, one answer."""
+    from quire.bench.kernels import chunked, placed
+
+    where = placed(2, 50, KV_HEADS, DIM, 16, 1, DTYPE, HEADS, contiguous, str(DEVICE))
+    found = {name: torch.cat(call()) for name, call in chunked(where, 20).items()}
+    ours = "prompt contiguous" if contiguous else "prompt paged"
+    assert [*found] == [ours, *(VENDORS if CUDA else ("flash", "cudnn")) * contiguous]
+    for name in [*found][1:]:
+        torch.testing.assert_close(found[name], found[ours], atol=0.02 if CUDA else 1e-5, rtol=0.02 if CUDA else 1e-5)
