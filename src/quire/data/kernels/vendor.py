@@ -20,7 +20,7 @@ LONG = 4096
 seventh faster at 4,096, and FlashAttention-2 is never; below, steps are small enough to be replayed as graphs."""
 
 LEAST = 64
-"""Queries, at least: they are made for tiles of 64 or 128, and cuDNN's is built anew for each number of them."""
+"""Queries, at least: they are made for tiles of 64 or 128, and for cuDNN's torch plans anew for each number of them."""
 
 MOST_DIM = {"flash": 256, "cudnn": 128, "varlen": 256}
 """Numbers of a head, at most; by multiples of 8."""

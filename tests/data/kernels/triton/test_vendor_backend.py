@@ -4,17 +4,20 @@ where it belongs."""
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_models import a_model, a_runner
+from small_models import SMALL, a_model, a_runner
 from test_paged_attention import assert_close, dense, random
 
+from quire import build
 from quire.config import VENDORS, EngineConfig
 from quire.control.memory.layout import Size
 from quire.control.memory.virtual import virtual_geometry
@@ -22,10 +25,12 @@ from quire.data.kernels import vendor
 from quire.data.kernels.triton.vendor_backend import VendorBackend
 from quire.data.layers.rope import Rope
 from quire.data.layers.rotary import Rotary, queries_keys_values
+from quire.data.models.configs import named_config
 from quire.data.runner.inputs import build_batch
 from quire.data.runner.virtual.opening import open_store
 from quire.data.runner.virtual.store import VirtualStore
 from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
@@ -175,3 +180,39 @@ def test_what_the_benchmark_times(contiguous: bool) -> None:
     assert [*found] == [ours, *(VENDORS if CUDA else ("flash", "cudnn")) * contiguous]
     for name in [*found][1:]:
         torch.testing.assert_close(found[name], found[ours], atol=0.02 if CUDA else 1e-5, rtol=0.02 if CUDA else 1e-5)
+
+
+@pytest.mark.skipif(CUDA, reason="tests/gpu/test_vendor.py has it")
+def test_an_engine_with_chunks_and_a_shared_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are those of torch's plain attention, and long chunks went through the kernel."""
+    calls, kernel = set(), vendor.KERNELS["cudnn"]
+
+    def counted(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float) -> torch.Tensor:
+        calls.add((len(q), start))
+        return kernel(q, keys, values, start, scale)
+
+    monkeypatch.setitem(vendor.KERNELS, "cudnn", counted)
+    monkeypatch.setattr(vendor, "LONG", 24)
+    monkeypatch.setattr(vendor, "LEAST", 8)
+    (tmp_path / "config.json").write_text(json.dumps({**named_config("llama-125m"), **SMALL["llama-125m"]}))
+    answers = []
+    for attention in ("contiguous", "cudnn"):
+        monkeypatch.setattr(build, "_attention", lambda config, spec, device, chosen=attention: chosen)
+        config = EngineConfig(
+            model=str(tmp_path), dummy_weights=True, skip_tokenizer_init=True, dtype="float32", device="cpu",
+            memory="virtual", virtual_page_kib=4, virtual_layout="sliced", kv_tokens=1024, max_num_seqs=6,
+            max_num_batched_tokens=20, swap_gib=0.0, cuda_graphs=False,
+        )  # fmt: skip
+        engine = build.build(config).engine
+        for i, length in enumerate((50, 7, 58)):
+            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+            engine.add(str(i), [(5 * j + (j > 40) * i) % 60 for j in range(length)], params)
+        found: dict[str, list[int]] = {}
+        while engine.unfinished:
+            for output in engine.step():
+                found.setdefault(output.request, []).extend(output.tokens)
+        gc.collect()
+        engine.close()
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert any(count >= 8 and start >= 20 for count, start in calls)
