@@ -63,10 +63,11 @@ def store(request: pytest.FixtureRequest) -> Iterator[VirtualStore]:
     config = EngineConfig(
         memory="virtual", virtual_layout=request.param, virtual_page_kib=kib, max_num_seqs=6, swap_gib=0.0
     )
-    geometry = virtual_geometry(config, spec, Size(6 * 2**14 if CUDA else 6 * 256, MOST, DTYPE.itemsize))
+    geometry = virtual_geometry(config, spec, Size(2**18 if CUDA else 6 * 256, MOST, DTYPE.itemsize))
     made = open_store(geometry, spec, DTYPE, DEVICE, False, views=True)
     made.buffer.fill_(torch.nan)
     ids, width = list(geometry.groups[0].ids), geometry.groups[0].table_width
+    assert len(ids) >= 6 * width, "a page for each place"
     made.replay(tuple(Table(i + 1, 0, 0, tuple(ids[i::6][:width])) for i in range(6)))
     yield made
     gc.collect()  # what the interpreter keeps in circles
