@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.budget import MemoryPlan, plan_memory
-from quire.config import EngineConfig
+from quire.config import VENDORS, EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
 from quire.control.edge import Limits
@@ -151,14 +151,15 @@ def _runner(
     model.prepare(max_len, config.deterministic)
     attention = _attention(config, source.spec, device)
     return ModelRunner(
-        model, source.spec, dtype, device, attention, eos_ids, graphs=config.cuda_graphs and attention == "triton",
+        model, source.spec, dtype, device, attention, eos_ids,
+        graphs=config.cuda_graphs and attention in ("triton", *VENDORS),
         deterministic=config.deterministic, debug=config.debug,
     )  # fmt: skip
 
 
 def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str:
     """The name of the attention backend. StartupError for one that the device can't run."""
-    chosen = config.attention
+    chosen, ours = config.attention, ("triton", *VENDORS)
     if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
         raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
     heads = {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers}
@@ -166,14 +167,14 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
     if chosen == "auto":
         plain = "contiguous" if config.memory == "virtual" else "sdpa"
         chosen = "triton" if device.type == "cuda" and fits else plain
-    if chosen == "triton" and not fits:
+    if chosen in ours and not fits:
         raise StartupError(
-            "--attention is triton, and the model has heads that it doesn't take: (query heads a key head, size) "
-            + ", ".join(map(str, sorted(heads))),
-            f"It takes {MOST_GROUP} query heads a key head and even sizes up to {MOST_HEAD_DIM}; use --attention sdpa",
+            f"--attention is {chosen}, and the model has heads that Triton's kernels don't take: (query heads a key "
+            "head, size) " + ", ".join(map(str, sorted(heads))),
+            f"They take {MOST_GROUP} query heads a key head and even sizes up to {MOST_HEAD_DIM}; use --attention sdpa",
         )
-    if chosen == "triton" and device.type == "cpu":
-        raise StartupError("--attention is triton, which needs a GPU", "Use --attention sdpa")
+    if chosen in ours and device.type == "cpu":
+        raise StartupError(f"--attention is {chosen}, which needs a GPU", "Use --attention auto")
     if config.deterministic and chosen != "triton" and device.type != "cpu":
         raise StartupError(f"--deterministic is given, and the attention is {chosen}", "It needs --attention triton")
     return chosen

@@ -10,7 +10,8 @@ from quire.errors import StartupError
 RESERVED = ("orca-oracle", "orca-pow2", "orca-max", "ft")
 MEMORIES = ("paged", "virtual", *RESERVED)
 PREEMPTIONS = ("recompute", "swap", "auto")
-ATTENTIONS = ("auto", "reference", "sdpa", "contiguous", "triton")
+VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of pages, beside Triton's
+ATTENTIONS = ("auto", "reference", "sdpa", "contiguous", "triton", *VENDORS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.bench.document import short, table
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
+from quire.config import VENDORS
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.host_pool import HostPool
 from quire.errors import StartupError
@@ -35,6 +36,7 @@ MATRICES = {
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
 PROMPTS = (512, 2048, 4096, 8192, 32768)
 CHUNKS = ((512, 7680), (2048, 30720))  # tokens, and those before them
+CHUNKED, CHUNK = 32768, 8192  # tokens of a prompt, and of a step
 TOKENS = (1, 32, 256, 8192)
 
 
@@ -168,23 +170,87 @@ def decode_calls(where: Placed) -> list[Call]:
 
 def prompts() -> Iterator[Case]:
     """Causal attention over pages, of whole prompts and of chunks: by the kernel for every GPU, and by Hopper's own."""
+    for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
+        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
+        q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
+        for name, attend, queries in _ours(where.caches[0]):
+            call = partial(attend, q, where.caches[0], where.tables, _tiles(where, start, length, queries), out)
+            case = f"1 x {length}" + (f" after {start}" if start else "")
+            yield Case(name, case, [call], _causal(start + length) - _causal(start), "compute")
+
+
+def _ours(cache: LayerCache) -> Iterator[tuple[str, Any, int]]:
+    """Our kernels for prompts in this cache, and the queries of their tiles."""
     from quire.data.kernels.triton import prompt
     from quire.data.kernels.triton.launch import hopper
 
-    ways: list[tuple[str, Any, int]] = [("prompt paged", prompt.prompt, prompt.tile_queries(HEADS, KV_HEADS, DIM, 2))]
-    if hopper(torch.device("cuda")):
+    side, shape = "contiguous" if cache.contiguous else "paged", (cache.heads, cache.kv_heads, cache.head_dim)
+    yield f"prompt {side}", prompt.prompt, prompt.tile_queries(*shape, cache.dtype.itemsize)
+    if hopper(cache.device):
         from quire.data.kernels.triton import prompt_hopper
 
-        ways.append(("prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(HEADS // KV_HEADS)))
-    for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
-        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
-        slots, starts, lengths, offsets = (np.array([number], dtype=np.int64) for number in (1, start, length, 0))
-        q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
-        for name, attend, queries in ways:
-            tiles = torch.from_numpy(prompt.make_tiles(slots, starts, lengths, offsets, queries)).cuda()
-            call = partial(attend, q, where.caches[0], where.tables, tiles, out)
-            case = f"1 x {length}" + (f" after {start}" if start else "")
-            yield Case(name, case, [call], _causal(start + length) - _causal(start), "compute")
+        if prompt_hopper.takes(cache):
+            yield "prompt Hopper", prompt_hopper.prompt, prompt_hopper.tile_queries(shape[0] // shape[1])
+
+
+def _tiles(where: Placed, start: int, length: int, queries: int) -> Tensor:
+    """Those of `length` tokens of the first sequence, from `start` on."""
+    from quire.data.kernels.triton.prompt import make_tiles
+
+    row = (np.array([number], dtype=np.int64) for number in (int(where.slots[0]), start, length, 0))
+    return torch.from_numpy(make_tiles(*row, queries)).to(where.slots.device)
+
+
+def chunks() -> Iterator[Case]:
+    """Causal attention of a long prompt in chunks: over pages, and over contiguous tokens that lie as those of virtual
+    memory do, where each of torch's kernels runs beside ours."""
+    case, dtype = f"1 x {CHUNKED} by {CHUNK}", torch.bfloat16
+    for layout, layers in (("", 0), (", layer", 1), (f", sliced:{DEPTH}", DEPTH)):
+        if layers:
+            keys, values = (_random(1, CHUNKED, layers, KV_HEADS, DIM)[:, :, 0].transpose(1, 2) for _ in range(2))
+            zero, one = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.ones(1, dtype=torch.int64).cuda()
+            cache = LayerCache(keys, values, HEADS, DIM**-0.5, contiguous=True)
+            where = Placed([cache], zero, one, one * CHUNKED)
+        else:
+            where = placed(1, CHUNKED, KV_HEADS, DIM, PAGE, 1, dtype, HEADS)
+        for name, call in chunked(where, CHUNK).items():
+            yield Case(name + layout, case, [call], _causal(CHUNKED), "compute")
+
+
+def chunked(where: Placed, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
+    """By kernel, the attention of all of the first sequence's tokens in chunks: outputs [tokens, heads, dim]. On a
+    device that a kernel doesn't run on it isn't there."""
+    from quire.data.kernels.triton.vendor_backend import VendorBackend
+
+    cache, end = where.caches[0], int(where.lengths[0])
+    q = torch.randn(end, cache.heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
+    parts = [(start, q[start : start + chunk]) for start in range(0, end, chunk)]
+    calls: dict[str, list[Callable[[], Tensor]]] = {}
+    for name, attend, queries in _ours(cache):
+        calls[name] = [
+            partial(attend, some, cache, where.tables, _tiles(where, start, len(some), queries), torch.empty_like(some))
+            for start, some in parts
+        ]
+    slot = int(where.tables[int(where.slots[0]), 0])
+    for name in VENDORS if cache.contiguous else ():
+        backend = VendorBackend(name)
+        try:
+            backend.check(cache)
+        except StartupError as error:
+            print(error, file=sys.stderr)
+            continue
+        calls[name] = [
+            partial(
+                backend.kernel, some, *(x[slot, :, : start + len(some)] for x in (cache.keys, cache.values)), start,
+                cache.scale,
+            )
+            for start, some in parts
+        ]  # fmt: skip
+    return {name: partial(_each, some) for name, some in calls.items()}
+
+
+def _each(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    return [call() for call in calls]
 
 
 def _causal(length: int) -> int:
@@ -267,8 +333,8 @@ def sampling() -> Iterator[Case]:
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
-    "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "prompts": prompts, "small": small,
-    "linears": linears, "sampling": sampling,
+    "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "prompts": prompts, "chunks": chunks,
+    "small": small, "linears": linears, "sampling": sampling,
 }  # fmt: skip
 
 

@@ -46,11 +46,15 @@ class Model(Protocol):
 
 
 def _backend(name: str, deterministic: bool) -> Any:
+    if name in BACKENDS:
+        return BACKENDS[name]()
     if name == "triton":
         from quire.data.kernels.triton.backend import TritonBackend
 
         return TritonBackend(deterministic=deterministic)
-    return BACKENDS[name]()
+    from quire.data.kernels.triton.vendor_backend import VendorBackend
+
+    return VendorBackend(name)
 
 
 class Ticket(NamedTuple):

@@ -88,7 +88,7 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     slots = runner.store.geometry.slots - 1
     if runner.graphs is not None:
         yield partial(runner.graphs.rehearse, 1)
-    if runner.attention == "triton" and not runner.deterministic:
+    if runner.backend.rotates and not runner.deterministic:  # of Triton's kernels
         from quire.data.kernels.triton.attention import representatives
 
         store = runner.store

@@ -85,8 +85,10 @@ def install() -> None:
         return convert(argument)
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bounds.tensors.clear()
-        return launch(self, *args, **kwargs)
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            bounds.tensors.clear()  # nobody's memory is kept from going
 
     interpreter._interpreter = Checked(interpreter._interpreter, bounds)
     interpreter._implicit_cvt = noted

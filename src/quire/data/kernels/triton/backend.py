@@ -4,7 +4,7 @@ launches are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -41,7 +41,7 @@ class Launches:
     """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T];
     their queries, or only those at `asked`, are rows of one query (`slots`, `lengths`, and `rows`, their places among
     the queries; None: in order), or are in `tiles` for `kernel`. `scratch` is where split contexts meet; `pdl`: kernels
-    start early."""
+    start early. `lent` are rows that another kernel computes: slot, first query, queries, position of the first."""
 
     tables: Tensor
     token_slots: Tensor
@@ -55,6 +55,7 @@ class Launches:
     asked: Tensor | None = None
     scratch: SplitScratch | None = None
     pdl: bool = False
+    lent: Sequence[tuple[int, int, int, int]] = ()
 
 
 class Singles(NamedTuple):
@@ -94,12 +95,14 @@ class TritonBackend:
     def check(self, cache: LayerCache) -> None:
         """StartupError for a cache that it can't read: there is none."""
 
-    def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> Launches:
+    def plan(
+        self, batch: Batch, cache: LayerCache, asked: Batch | None = None, without: np.ndarray | None = None
+    ) -> Launches:
         """Once a step and kind of layers, on the host; one upload. Keys and values are of `batch`, queries of `asked`
-        if given."""
+        if given, but for the rows of several tokens that are true in `without` [R]."""
         of, group = asked or batch, cache.group
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
-        one, many = np.flatnonzero(single), np.flatnonzero(~single)
+        one, many = np.flatnonzero(single), np.flatnonzero(~single if without is None else ~(single | without))
         contexts = of.contexts(group)
         parts = [of.slots[one], contexts[one], of.offsets[one]]
         kernel, queries = self._kernel(cache, of.lengths[many], contexts[many])
@@ -178,8 +181,13 @@ class TritonBackend:
     def is_long(self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray) -> bool:
         """Whether prompts of `lengths` tokens, which see up to `contexts`, are for another than the usual kernel: most
         of the work must be in long ones, as short ones take longer there."""
-        roles, work = self._roles(cache), lengths * contexts
-        return roles is not None and bool((work * contexts).sum() >= roles.LONG * max(int(work.sum()), 1))
+        long, work = self._long(cache), lengths * contexts
+        return long is not None and bool((work * contexts).sum() >= long * max(int(work.sum()), 1))
+
+    def _long(self, cache: LayerCache) -> int | None:
+        """Tokens of a context from which on that kernel is the better one; None if there is no other."""
+        roles = self._roles(cache)
+        return None if roles is None else int(roles.LONG)
 
     def _kernel(
         self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray
