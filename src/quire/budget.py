@@ -33,7 +33,7 @@ class MemoryPlan(NamedTuple):
     kv_bytes: int
     kv_tokens: int
     token_bytes: int
-    page_tokens: int
+    page_tokens: int  # 0: pages are of bytes
     max_len: int
     clipped: str
     max_seqs: int
@@ -48,7 +48,7 @@ class MemoryPlan(NamedTuple):
             ("weights", _size(self.weights)),
             ("activations", f"{_size(self.activations)} at most"),
             ("KV cache", f"{_size(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
-                         f"in pages of {self.page_tokens}"),
+                         + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
             ("left over", _size(left) if left >= 0 else f"-{_size(-left)}: this does not fit"),
             ("longest", f"{self.max_len:,} tokens a sequence{self.clipped}"),
             ("at once", f"{at_full:,.1f} sequences of that length, {self.max_seqs:,} sequences at most"),
@@ -103,7 +103,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
         max_len, clipped = tokens, f" (the model allows {wanted_len:,}; a larger --kv-gib would too)"
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, tokens * token_bytes, tokens,
-        token_bytes, config.page_size, max_len, clipped, config.max_num_seqs,
+        token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
     )  # fmt: skip
 
 

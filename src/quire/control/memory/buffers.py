@@ -88,10 +88,11 @@ class Buffers:
 
 
 def buffers_of(layers: int, layer_bytes: int, page: int, layout: str) -> Buffers:
-    """`layout` is "layer" (a buffer for each), "sliced" (one for all) or "sliced:8" (for so many, or for all if there
-    are fewer). StartupError for another one."""
+    """`layout` is "layer" (a buffer for each), "sliced" (one for all) or "sliced:8" (for so many at most: of 12 layers
+    two buffers of six). StartupError for another one."""
     assert min(layers, layer_bytes, page) > 0, f"{layers} layers of {layer_bytes} bytes in pages of {page}"
-    return Buffers(layers, layer_bytes, min(_width(layout, layers), layers), page)
+    buffers = -(-layers // _width(layout, layers))
+    return Buffers(layers, layer_bytes, -(-layers // buffers), page)
 
 
 def _width(layout: str, layers: int) -> int:

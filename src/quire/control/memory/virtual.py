@@ -284,8 +284,9 @@ def mappings(config: EngineConfig, spec: ModelSpec, size: Size, cut: Cut) -> int
 
 
 def _count(buffers: Buffers, size: Size) -> int:
-    """Pages for `size.tokens` tokens."""
-    return size.tokens * buffers.stride // buffers.page
+    """Pages in the bytes of `size.tokens` tokens; one more where these are to be one sequence."""
+    more = buffers.page_bytes - 1 if size.tokens <= size.max_len else 0
+    return (size.tokens * buffers.token_bytes + more) // buffers.page_bytes
 
 
 def virtual_geometry(config: EngineConfig, spec: ModelSpec, size: Size) -> Geometry:
