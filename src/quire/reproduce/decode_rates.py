@@ -7,7 +7,6 @@ The paper ran Llama-3-8B and Yi-34B on two A100s, Yi-6B on one; here each runs o
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
 from quire.errors import StartupError
-from quire.reproduce.dummy_engines import PAGED, SHAPES, dummy, virtual
+from quire.reproduce.dummy_engines import PAGED, SHAPES, dummy, release, virtual
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def decoded(
     except StartupError as error:
         missing[f"{model}, {settings['memory']}, batch {max(batches)}"] = str(error)[:160]
     finally:
-        gc.collect()
+        release()
 
 
 # Figure 6

@@ -4,6 +4,7 @@ entries that run whole steps have in common.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -35,3 +36,12 @@ def dummy(model: str | Mapping[str, Any], length: int, seqs: int, **settings: An
 def virtual(layout: str, ahead: bool = True) -> dict[str, Any]:
     """The settings of virtual memory."""
     return {"memory": "virtual", "virtual_layout": layout, "map_ahead": "inline" if ahead else "off"}
+
+
+def release() -> None:
+    """Give back what engines that are gone held of the device, so that the next one finds it free."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -7,7 +7,6 @@ left there is unmapped. With everything on it gets the place of the one before, 
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.document import table
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
-from quire.reproduce.dummy_engines import PAGED, SHAPES, dummy, virtual
+from quire.reproduce.dummy_engines import PAGED, SHAPES, dummy, release, virtual
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction, Result
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def figure_11() -> Reproduction:
                 points += _run(model, way, settings, device)
             except StartupError as error:
                 missing[f"{model}, {way}"] = str(error)[:160]
-            gc.collect()
+            release()
     rows = [
         (p["model"], p["way"], f"{p['ms']:.1f}", f"{p['ratio']:.3f}", p["base"], p["maps"], f"{p['stalled_ms']:.2f}")
         for p in compared(points)
