@@ -71,8 +71,12 @@ def varlen_attn(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
     sizes = len(query), len(keys)
     starts = [torch.tensor([0, size], dtype=torch.int32, device=query.device) for size in sizes]
-    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}  # older: unasked
-    return varlen_attn(query, keys, values, *starts, *sizes, window_size=(-1, 0), **grouped)
+    return varlen_attn(query, keys, values, *starts, *sizes, window_size=(-1, 0), **_grouped(varlen_attn))
+
+
+def _grouped(call: Callable[..., Tensor]) -> dict[str, bool]:
+    """Older versions of torch take grouped heads unasked."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(call).parameters else {}
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -183,7 +183,7 @@ def test_what_the_benchmark_times(contiguous: bool) -> None:
         torch.testing.assert_close(found[name], found[ours], atol=0.02 if CUDA else 1e-5, rtol=0.02 if CUDA else 1e-5)
 
 
-@pytest.mark.skipif(CUDA, reason="tests/gpu/test_vendor.py has it")
+@pytest.mark.skipif(CUDA, reason="tests/gpu/test_vendor_gpu.py has it")
 def test_an_engine_with_chunks_and_a_shared_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are those of torch's plain attention, and long chunks went through the kernel."""
     calls, kernel = set(), vendor.KERNELS["cudnn"]
