@@ -56,7 +56,7 @@ def test_tokens_equal_transformers(oracle, family: str, layout: str, budget: int
 
 
 @pytest.mark.parametrize("page", [4, 64, 256, 2048])
-@pytest.mark.parametrize("ahead", ["inline", "off"])
+@pytest.mark.parametrize("ahead", ["inline", "thread", "off"])
 def test_pages_of_every_size(oracle, page: int, ahead: str) -> None:  # noqa: F811
     model = oracle("llama")
     tokens = {4: 512, 64: 4096, 256: 16384, 2048: 131072}[page]

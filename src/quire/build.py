@@ -153,7 +153,7 @@ def _runner(
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
         graphs=config.cuda_graphs and attention in ("triton", *VENDORS),
-        deterministic=config.deterministic, debug=config.debug,
+        deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("one", "own")
-AHEAD = ("inline", "off")
+AHEAD = ("inline", "thread", "off")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
@@ -36,7 +36,7 @@ class EngineConfig:
     hence ignore the settings of prefix caching and preemption. Of "virtual", `virtual_page_kib` is the size of a page
     of the device, and `virtual_layout` which layers share a buffer (control.memory.buffers); None: 2048 and "sliced" on
     a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead` says whether what the next step needs is mapped while
-    one computes.
+    one computes, by whoever launched it or by a thread.
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
     "one" gives layers of unlike kinds pages of one size, padded, out of one pool; "own" pages as large as their tokens
     are, and a share of the memory for each size.

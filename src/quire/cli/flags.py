@@ -65,8 +65,8 @@ ENGINE = (
          metavar="N"),
     Flag("virtual_layout", str, "buffers of --memory virtual: layer (one a layer), sliced (one for all), or sliced:N",
          metavar="HOW"),
-    Flag("map_ahead", str, "when --memory virtual maps what the next step needs: while one computes, or in its way",
-         AHEAD),
+    Flag("map_ahead", str, "when --memory virtual maps what the next step needs: while one computes, the same in a "
+         "thread, or in its way", AHEAD),
     Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
     Flag("page_sizes", str, "pages of one size for layers of all kinds, padded, or of their own sizes", PAGE_SIZES),
     Flag("attention", str, "the attention backend", ATTENTIONS),

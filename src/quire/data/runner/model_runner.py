@@ -82,10 +82,12 @@ class ModelRunner:
         graphs: bool = False,
         deterministic: bool = False,
         debug: bool = False,
+        background: bool = False,
     ) -> None:
+        """`background`: a thread maps ahead of need, where memory is virtual."""
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _backend(attention, deterministic)
-        self.replays, self.deterministic, self.debug = graphs, deterministic, debug
+        self.replays, self.deterministic, self.debug, self.background = graphs, deterministic, debug, background
         self.depth = 1 if device.type == "cpu" else 2
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
@@ -117,7 +119,15 @@ class ModelRunner:
             return Store(geometry, self.spec, self.dtype, self.device, self.debug)
         from quire.data.runner.virtual.opening import open_store
 
-        return open_store(geometry, self.spec, self.dtype, self.device, self.debug, views=self.backend.views)
+        return open_store(
+            geometry,
+            self.spec,
+            self.dtype,
+            self.device,
+            self.debug,
+            views=self.backend.views,
+            background=self.background,
+        )
 
     def _prepare_graphs(self, largest: int) -> None:
         """For up to `largest` rows that sample. Nothing is captured yet."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -28,13 +29,16 @@ from quire.vocabulary.specs import Geometry, Group, ModelSpec
 
 class VirtualStore(Store):
     """See Store; over `driver`. With `views` `caches` are contiguous and `tables` say that a slot's only page is the
-    slot; else they are pages of whole tokens and their tables, over the same memory, for kernels that read these."""
+    slot; else they are pages of whole tokens and their tables, over the same memory, for kernels that read these.
+    With `background` a thread maps what is sent ahead of need (§6.1.1)."""
 
     def __init__(
         self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, driver: Driver,
-        debug: bool = False, *, views: bool = True,
+        debug: bool = False, *, views: bool = True, background: bool = False,
     ) -> None:  # fmt: skip
         self.driver, self.contiguous = driver, views
+        self.thread = ThreadPoolExecutor(1, "quire-maps") if background and views else None
+        self.job: Future[None] | None = None  # what the thread maps
         self.dtype = dtype
         for group in geometry.groups:
             assert group.page_bytes == group.parts * driver.page, "a page is one of the device's in every buffer"
@@ -149,12 +153,32 @@ class VirtualStore(Store):
                     self.unmaps += 1
             lying[slot] = 0
 
+    def replay(self, journal: Journal) -> None:
+        self._wait()
+        super().replay(journal)
+
     def replay_ahead(self, journal: Journal) -> None:
         """Replay what was sent ahead of need: its maps delay nobody."""
+        self._wait()
+        if self.thread is None:
+            self._ahead(journal)
+        else:
+            self.job = self.thread.submit(self._ahead, journal)
+
+    def _ahead(self, journal: Journal) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # what CUDA knows of a thread
         maps, seconds = self.maps, self.seconds
-        self.replay(journal)
+        super().replay(journal)
         self.ahead += self.maps - maps
         self.seconds = seconds
+
+    def _wait(self) -> None:
+        """Until the thread is done; the seconds count as those of mapping in a step's way. What it met is raised."""
+        if self.job is not None:
+            began, job, self.job = time.perf_counter(), self.job, None
+            job.result()
+            self.seconds += time.perf_counter() - began
 
     @property
     def mapped(self) -> Mapped:
@@ -163,6 +187,8 @@ class VirtualStore(Store):
 
     def close(self) -> None:
         """Give the pages back. Whoever still has tensors over them is named."""
+        if self.thread is not None:
+            self.thread.shutdown()
         for name in ("caches", "views", "sized", "pool", "buffer"):
             if hasattr(self, name):
                 delattr(self, name)
