@@ -164,6 +164,10 @@ ENTRIES = {
         "table_building:table_building", "vAttention §3.3.2: building page tables, as a share of a decode step",
         timed=True, draw="table_building:draw",
     ),
+    "vattention-views": Entry(
+        "mapped_views:views", "vAttention §5.2: torch's attention over mapped pages, on a CPU", timed=True,
+        draw="mapped_views:draw",
+    ),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
     "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
 }  # fmt: skip
