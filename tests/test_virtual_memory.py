@@ -23,12 +23,16 @@ from test_equality import (
     run_all,
 )
 
+from quire.budget import plan_memory
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory import Size
 from quire.control.memory.virtual import VirtualMemory
 from quire.data.models import read_spec
 from quire.errors import StartupError
+from quire.link.host import Host
+from quire.link.messages import Died
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 LAYOUTS = ("layer", "sliced")
 
@@ -149,6 +153,7 @@ def test_a_small_memory_gets_small_pages(oracle) -> None:  # noqa: F811
         ({"virtual_layout": "sideways"}, r"'sideways' is no layout of virtual memory"),
         ({"virtual_page_kib": 3}, r"--virtual-page-kib is 3"),
         ({"virtual_page_kib": 6}, r"6,?144"),
+        ({"page_sizes": "own"}, r"--page-sizes is own, and --memory is virtual"),
         ({"virtual_page_kib": 2048}, r"--memory virtual has 0 bytes of pages"),
         ({"map_ahead": "never"}, r"--map-ahead is 'never'"),
         ({"max_num_seqs": 60000}, r"mappings, more than half of vm.max_map_count"),
@@ -158,3 +163,39 @@ def test_what_cannot_be_is_refused_at_start(oracle, settings: dict[str, object],
     with pytest.raises(StartupError, match=message) as raised:
         virtual(oracle("llama"), **settings)
     assert raised.value.remedy
+
+
+def test_an_engine_that_dies_says_why_and_gives_its_pages_back(oracle, monkeypatch) -> None:  # noqa: F811
+    """Frames of the failure hold tensors over the pages."""
+    engine = virtual(oracle("llama"), debug=False)
+    store = engine.runner.store
+    monkeypatch.setattr(type(engine.runner.backend), "attend", lambda *_: 1 // 0)
+    told: list[object] = []
+    host = Host(engine, lambda front, message: told.append(message), 60.0)
+    host.fronts = [0]
+    engine.add("one", [1, 2, 3], params_of("greedy"))
+    driver = store.driver
+    del store
+    ended = host.run()
+    assert isinstance(ended, ZeroDivisionError)
+    assert isinstance(told[-1], Died)
+    assert told[-1].error is ended
+    assert driver.physical() == 0
+
+
+def test_a_start_that_fails_says_why(oracle, monkeypatch) -> None:  # noqa: F811
+    def full(*_: object) -> None:
+        raise StartupError("no memory for swapped pages", "Use a smaller --swap-gib")
+
+    monkeypatch.setattr("quire.data.runner.store.HostPool", full)
+    with pytest.raises(StartupError, match="no memory for swapped pages"):
+        virtual(oracle("llama"))
+
+
+def test_groups_of_unlike_layers_get_all_that_was_planned() -> None:
+    """Nothing is padded to another group's size here."""
+    spec = ModelSpec("two kinds", (LayerSpec(2, 64), LayerSpec(16, 64, window=512)), 100, 4096, 64, 16, 64, 1000)
+    config = EngineConfig(memory="virtual", kv_gib=0.25, max_num_seqs=8, max_num_batched_tokens=64).sized("cpu")
+    plan = plan_memory(config, spec, "two kinds", "float32", 4, "cpu")
+    memory = VirtualMemory.build(config, spec, Size(plan.kv_tokens, plan.max_len, 4))
+    assert 0.97 * 2**28 <= memory.geometry.bytes <= 2**28

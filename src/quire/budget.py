@@ -67,6 +67,8 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
         activations += replay_bytes(config, spec, itemsize)
     pages = sum(sheet.page_bytes for sheet in page_layout(config, spec, itemsize))
     token_bytes = -(-pages // config.page_size)  # what pads smaller groups' pages is taken too
+    if config.memory == "virtual":
+        token_bytes = spec.token_bytes(itemsize)
     usable = free if device == "cpu" else int(total * config.gpu_memory_utilization) - (total - free)
     room = usable - weights - activations
     wanted_len = config.max_model_len or spec.max_len

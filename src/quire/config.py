@@ -138,9 +138,10 @@ class EngineConfig:
                 f"--prefix-tokens is given, and --memory is {self.memory}, which shares no prefixes",
                 "Use --memory paged",
             )
-        if self.memory in RESERVED and self.page_sizes != "one":
+        if self.memory != "paged" and self.page_sizes != "one":
+            whose = "each buffer's" if self.memory == "virtual" else "one size for all"
             raise StartupError(
-                f"--page-sizes is {self.page_sizes}, and --memory is {self.memory}, whose pages have one size",
+                f"--page-sizes is {self.page_sizes}, and --memory is {self.memory}, whose pages are {whose}",
                 "Use --memory paged",
             )
         if self.memory == "virtual" and self.table_scope != "model":

@@ -93,7 +93,7 @@ def some_facts() -> Facts:
     stats.steps, stats.rows, stats.prompt_tokens, stats.generated_tokens, stats.computed_tokens = 5, 4, 3, 2, 1
     stats.step_seconds, stats.finished = 0.25, {"stop": 3}
     account = Account(Usage(1, 2, 3, 4, 5, 6), Sharing(*range(12)))
-    return Facts(account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25))
+    return Facts(account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25, 0.5))
 
 
 def facts_equal(one: Facts | None, other: Facts | None) -> bool:

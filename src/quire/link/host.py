@@ -6,8 +6,10 @@ the thread sleeps on a condition when there is nothing to do.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +37,8 @@ from quire.link.messages import (
 )
 from quire.link.pulse import Health, Pulse
 from quire.vocabulary.columns import MOST_ROWS
+
+log = logging.getLogger("quire")
 
 FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
 FIRST = 0  # the number of the first front
@@ -126,8 +130,22 @@ class Host:
             for front in self.fronts:
                 self._tell(front, Died(error if died and error is not None else EngineDead("the engine was closed")))
         finally:
-            self.engine.close()
+            self._end(error)
         return error if died else None
+
+    def _end(self, error: BaseException | None) -> None:
+        """Close the engine. After a failure its frames would hold on to what is released, and a second one is only
+        logged: the first is what there is to say."""
+        chain = error
+        while chain is not None:
+            traceback.clear_frames(chain.__traceback__)
+            chain = chain.__cause__ or chain.__context__
+        try:
+            self.engine.close()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("the engine could not be closed")
 
     def _turn(self) -> bool:
         """One turn: messages, then a step. False when it is time to end."""

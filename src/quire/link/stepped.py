@@ -179,9 +179,9 @@ def read_facts(said: dict[str, Any]) -> Facts:
         stats.finished = {str(why): _count(many) for why, many in said["finished"].items()}
         usage, sharing = Usage(*map(_count, said["usage"])), Sharing(*map(_count, said["sharing"]))
         preempted = {str(way): _count(many) for way, many in said["preempted"].items()}
-        *counts, stalled = said["mapped"]
+        *counts, stalled, meanwhile = said["mapped"]
         there, maps, unmaps, ahead = map(_count, counts)
-        mapped = Mapped(there, maps, unmaps, ahead, float(stalled))
+        mapped = Mapped(there, maps, unmaps, ahead, float(stalled), float(meanwhile))
         return Facts(Account(usage, sharing), stats, preempted, float(said["seconds"]), mapped)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WireError("facts", f"{type(error).__name__} {error}"[:200]) from error

@@ -258,6 +258,7 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
         ("kv_unmaps", "Pages unmapped", facts.mapped.unmaps),
         ("kv_maps_ahead", "Pages mapped while a step computed", facts.mapped.ahead),
         ("kv_map_stall_seconds", "Seconds that steps waited for pages to be mapped", facts.mapped.seconds),
+        ("kv_map_ahead_seconds", "Seconds of mapping behind a step's launch", facts.mapped.meanwhile),
         ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
         ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
         ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),

@@ -164,13 +164,14 @@ class Sampled(NamedTuple):
 class Mapped(NamedTuple):
     """What a runner of virtual memory did since its start: `bytes` lie in sequences' places now, a page that lies in
     several counted in each; pages mapped and unmapped, those of each buffer counted; of these `ahead` while a step
-    computed; and the seconds that steps waited for the others."""
+    computed, in `meanwhile` seconds of whoever launched it; and the seconds that steps waited for the others."""
 
     bytes: int = 0
     maps: int = 0
     unmaps: int = 0
     ahead: int = 0
     seconds: float = 0.0
+    meanwhile: float = 0.0
 
 
 class StepResult(NamedTuple):

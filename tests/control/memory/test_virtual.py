@@ -261,6 +261,17 @@ def test_a_free_slot_that_still_maps_the_prefix_is_preferred() -> None:
     assert walk.memory.place(again[0]).tables[0][:5] == walk.memory.place(twin[0]).tables[0][:5]
 
 
+def test_what_is_mapped_for_the_next_sequence_leaves_prefixes_where_they_lie() -> None:
+    walk = Machine(pages=64, caching=True, ahead=True)
+    stem, _ = walk.admit(24, start=7)
+    slot = walk.leave(stem)
+    assert walk.memory.slots[-1] == slot, "it would be given out next"
+    for _ in range(3):
+        walk.replay()
+    again = walk.admit(22, start=7)
+    assert (walk.memory.slot(again[0]), again[1]) == (slot, 1)  # its tail
+
+
 def test_sharing_ends_at_the_first_page_that_differs() -> None:
     walk = Machine(pages=64, caching=True)
     first, _ = walk.admit(20, start=7)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from operator import eq
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
@@ -105,19 +106,19 @@ class VirtualMemory(PagedMemory):
         sequence to find."""
         price = spare = 0
         for g, table in enumerate(tables):
-            lying = self.lying[g][slot]
-            count = max(len(table), self.groups[g].pages(length))
-            if lying and self._serves(g, lying[0], table, 0):
-                there = sum(self._serves(g, page, table, i) for i, page in enumerate(lying[:count]))
-            else:
-                there = 0  # what isn't there at the beginning isn't behind it: that is given away first
+            lying, named = self.lying[g][slot], len(table)
+            count, first = max(named, self.groups[g].pages(length)), lying[:named]
+            there = named if first == table else sum(map(eq, first, table))
+            # What isn't there at the beginning isn't behind it: that is given away first.
+            if named < len(lying) and (there == named or not named) and self._is_empty(g, lying[named]):
+                there += sum(self._is_empty(g, page) for page in lying[named:count])
             price += count - there
             spare += max(len(lying) - count, 0)
         return price, spare
 
-    def _serves(self, group: int, page: int, table: list[int], at: int) -> bool:
-        """Whether the page that lies at a place will do there."""
-        return page == table[at] if at < len(table) else page > 0 and self.pages.is_empty(group, page)
+    def _is_empty(self, group: int, page: int) -> bool:
+        """Whether the page that lies at a place can be had there."""
+        return page > 0 and self.pages.is_empty(group, page)
 
     def pick(self, group: int, slot: int, at: int) -> int:
         page = self._there((group, slot, at))
@@ -203,8 +204,10 @@ class VirtualMemory(PagedMemory):
         slot, entries = self.slots[-1], list[Table]()
         for g, group in enumerate(self.groups):
             spare = len(self.queues[g]) * (SHARE_AHEAD - 1) // SHARE_AHEAD
+            lying = self.lying[g][slot]
             for at in range(min(round(self.prompts), group.table_width, MOST_NEXT)):
-                entries += self._promise(g, slot, at, spare)
+                if at >= len(lying) or not lying[at] or self.pages.is_empty(g, lying[at]):  # no prefix to be found
+                    entries += self._promise(g, slot, at, spare)
         return entries
 
     def _promise(self, group: int, slot: int, at: int, spare: int) -> list[Table]:
@@ -265,7 +268,7 @@ def cut_of(config: EngineConfig, spec: ModelSpec, size: Size) -> Cut:
         for cut in cuts:
             if _suits(config, spec, size, cut, sequences, fewest):
                 return cut
-    return (tried + small)[-1]
+    return min(tried + small, key=lambda cut: mappings(config, spec, size, cut))
 
 
 def _suits(config: EngineConfig, spec: ModelSpec, size: Size, cut: Cut, sequences: int, fewest: int) -> bool:
@@ -284,9 +287,9 @@ def mappings(config: EngineConfig, spec: ModelSpec, size: Size, cut: Cut) -> int
 
 
 def _count(buffers: Buffers, size: Size) -> int:
-    """Pages in the bytes of `size.tokens` tokens; one more where these are to be one sequence."""
-    more = buffers.page_bytes - 1 if size.tokens <= size.max_len else 0
-    return (size.tokens * buffers.token_bytes + more) // buffers.page_bytes
+    """Pages in the bytes of `size.tokens` tokens; enough for one sequence where these are to be one."""
+    least = buffers.pages(size.max_len) if size.tokens <= size.max_len else 0
+    return max(size.tokens * buffers.token_bytes // buffers.page_bytes, least)
 
 
 def virtual_geometry(config: EngineConfig, spec: ModelSpec, size: Size) -> Geometry:
@@ -299,6 +302,9 @@ def virtual_geometry(config: EngineConfig, spec: ModelSpec, size: Size) -> Geome
     for _, buffers in sorted(cut, key=lambda one: one[1].page_bytes):
         counts[buffers.page_bytes] = counts.get(buffers.page_bytes, 0) + _count(buffers, size)
     largest = max(counts)
+    needs = sum(buffers.pages(size.max_len) for _, buffers in cut if buffers.page_bytes == largest)
+    if counts[largest] > needs:
+        counts[largest] -= 1  # the scratch page is of the memory too
     needed = sum(buffers.pages(size.max_len) * buffers.page_bytes for _, buffers in cut)
     there = sum(page_bytes * count for page_bytes, count in counts.items())
     if any(not count for count in counts.values()) or there < needed:

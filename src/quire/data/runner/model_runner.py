@@ -250,7 +250,7 @@ class ModelRunner:
     @property
     def mapped(self) -> Mapped | None:
         """What was mapped, where memory is virtual."""
-        return getattr(self.store, "mapped", None)
+        return getattr(getattr(self, "store", None), "mapped", None)
 
     def _seconds(self, ticket: Ticket) -> float:
         began, self.collected = max(ticket.began, self.collected), time.perf_counter()
@@ -261,11 +261,11 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         store = getattr(self, "store", None)
-        for name in ("graphs", "mixed", "store", "sampler", "last"):
+        for name in ("graphs", "mixed", "sampler", "last"):
             if hasattr(self, name):
                 delattr(self, name)
         if store is not None:
             store.close()
-        del store
+            del self.store, store
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # another engine may follow

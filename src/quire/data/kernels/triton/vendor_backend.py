@@ -36,6 +36,8 @@ class VendorBackend(TritonBackend):
             )
         try:
             self._try(cache)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ImportError, AttributeError, TypeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise StartupError(

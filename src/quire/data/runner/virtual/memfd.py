@@ -162,7 +162,11 @@ def check_regions(worst: int, limit: int | None = None) -> None:
         limit = int(MAX_REGIONS.read_text())
     if worst > limit // 2:
         cause = f"The memory 'virtual' can come to {worst:,} mappings, more than half of vm.max_map_count = {limit:,}"
-        raise StartupError(cause, f"Set vm.max_map_count to {2 * worst:,} with sysctl, or use larger pages")
+        raise StartupError(
+            cause,
+            "Use a smaller --max-num-seqs or --max-model-len or a larger --virtual-page-kib, or set vm.max_map_count "
+            f"to {2 * worst:,} with sysctl",
+        )
 
 
 def _libc() -> ctypes.CDLL:

@@ -65,7 +65,7 @@ class VirtualStore(Store):
                 for run in self._runs(g, 0, at, 0):
                     driver.map(*run)
         self.maps = self.unmaps = self.ahead = 0
-        self.seconds = 0.0
+        self.seconds = self.meanwhile = 0.0
         return driver.tensor(everything, (numbers,), (1,), dtype)
 
     def _room(self, group: Group) -> int:
@@ -171,6 +171,8 @@ class VirtualStore(Store):
         maps, seconds = self.maps, self.seconds
         super().replay(journal)
         self.ahead += self.maps - maps
+        if self.thread is None:
+            self.meanwhile += self.seconds - seconds
         self.seconds = seconds
 
     def _wait(self) -> None:
@@ -183,7 +185,8 @@ class VirtualStore(Store):
     @property
     def mapped(self) -> Mapped:
         """What was mapped since the start; the scratch slot isn't counted."""
-        return Mapped((self.maps - self.unmaps) * self.driver.page, self.maps, self.unmaps, self.ahead, self.seconds)
+        there = (self.maps - self.unmaps) * self.driver.page
+        return Mapped(there, self.maps, self.unmaps, self.ahead, self.seconds, self.meanwhile)
 
     def close(self) -> None:
         """Give the pages back. Whoever still has tensors over them is named."""
