@@ -123,6 +123,10 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     attention = (
         MAX_SCORES * (2 * itemsize + 1) + 5 * min(gathered, config.max_num_seqs * spec.max_len * kv) * itemsize // 2
     )
+    if config.attention == "cudnn":  # two answers for a chunk, and both in float32
+        attention += (
+            2 * config.max_num_batched_tokens * spec.heads * max(s.head_dim for s in spec.layers) * (itemsize + 4)
+        )
     rotary = min(config.max_model_len or spec.max_len, spec.max_len) * head_dim * 4
     return int(step + logits + attention + rotary)
 
