@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_virtual import serve
+from test_virtual_gpu import serve
 from torch import Tensor
 
 from quire.bench.kernels import Placed
