@@ -38,6 +38,12 @@ FAMILIES = {
     ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128),
 }  # fmt: skip
+MORE = {
+    "qwen2": lambda: transformers.Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    ),
+}  # fmt: skip
 LENGTHS = (1, 5, 16, 23, 37, 40)
 NEW = 20
 TIE = 1e-5
@@ -55,7 +61,7 @@ class Oracle:
     def __init__(self, family: str, folder: Path, compared: Compared) -> None:
         self.compared = compared
         torch.manual_seed(0)
-        config = FAMILIES[family]()
+        config = (FAMILIES | MORE)[family]()
         config.eos_token_id = config.bos_token_id = config.pad_token_id = None
         self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in self.model.parameters():

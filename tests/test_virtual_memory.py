@@ -10,6 +10,7 @@ from test_equality import (
     FAMILIES,
     GROUPS,
     KINDS,
+    MORE,
     SOME,
     Oracle,
     answers_of,
@@ -48,7 +49,7 @@ def emptied(engine: Engine) -> bool:
     return usage.used == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | MORE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_tokens_equal_transformers(oracle, family: str, layout: str, budget: int) -> None:  # noqa: F811
