@@ -3,6 +3,7 @@ the pressure, or what is shared; over pages that the operating system really map
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 
 import pytest
@@ -200,3 +201,14 @@ def test_groups_of_unlike_layers_get_all_that_was_planned() -> None:
     plan = plan_memory(config, spec, "two kinds", "float32", 4, "cpu")
     memory = VirtualMemory.build(config, spec, Size(plan.kv_tokens, plan.max_len, 4))
     assert 0.97 * 2**28 <= memory.geometry.bytes <= 2**28
+
+
+def test_an_engine_that_is_dropped_gives_its_pages_back(oracle) -> None:  # noqa: F811
+    model = oracle("llama")
+    engine = virtual(model)
+    assert_equal(model, engine, model.prompts[:2])
+    driver = engine.runner.store.driver
+    assert driver.physical() > 0
+    del engine
+    gc.collect()
+    assert driver.physical() == 0

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -269,3 +271,9 @@ class ModelRunner:
             del self.store, store
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # another engine may follow
+
+    def __del__(self) -> None:
+        """Ordinary tensors go with whoever holds them; mapped pages are given back by somebody."""
+        if hasattr(getattr(self, "store", None), "driver") and not sys.is_finalizing():
+            with suppress(Exception):
+                self.close()
