@@ -29,7 +29,7 @@ from quire.budget import plan_memory
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory import Size
-from quire.control.memory.virtual import VirtualMemory
+from quire.control.memory.virtual import VirtualMemory, capacity
 from quire.data.models import read_spec
 from quire.errors import StartupError
 from quire.link.host import Host
@@ -201,6 +201,21 @@ def test_groups_of_unlike_layers_get_all_that_was_planned() -> None:
     plan = plan_memory(config, spec, "two kinds", "float32", 4, "cpu")
     memory = VirtualMemory.build(config, spec, Size(plan.kv_tokens, plan.max_len, 4))
     assert 0.97 * 2**28 <= memory.geometry.bytes <= 2**28
+
+
+@pytest.mark.parametrize("layout", ["sliced", "sliced:3", "layer"])
+def test_the_plan_says_how_many_tokens_fit(layout: str) -> None:
+    """Five layers don't fill two buffers of three."""
+    spec = ModelSpec("five", (LayerSpec(2, 64),) * 5, 100, 4096, 64, 2, 64, 1000)
+    config = EngineConfig(
+        memory="virtual", virtual_layout=layout, virtual_page_kib=4, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    memory = VirtualMemory.build(config, spec, Size(10_000, 100, 4))
+    tokens = capacity(memory.geometry)
+    assert tokens <= 10_000
+    assert tokens > (8_000 if layout == "sliced:3" else 9_800)
+    group = memory.geometry.groups[0]
+    assert group.pages(tokens) <= len(group.ids) < group.pages(tokens) + 2
 
 
 def test_an_engine_that_is_dropped_gives_its_pages_back(oracle) -> None:  # noqa: F811

@@ -21,6 +21,7 @@ from quire.control.costs import DEFAULT, Costs
 from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
+from quire.control.memory.virtual import capacity
 from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
 from quire.data.models import resolve
 from quire.data.weights.checkpoint import check_size
@@ -94,6 +95,8 @@ def build_engine(
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
+    if config.memory == "virtual":  # pages and buffers aren't always filled
+        plan = plan._replace(kv_tokens=capacity(memory.geometry))
     assert config.max_num_batched_tokens is not None, "sized above"
     with _enough_memory(device):
         runner.bind(memory.geometry)

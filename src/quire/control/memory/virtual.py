@@ -13,6 +13,7 @@ of its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from itertools import islice
 from operator import eq
 from typing import Any, NamedTuple
@@ -329,3 +330,12 @@ def virtual_geometry(config: EngineConfig, spec: ModelSpec, size: Size) -> Geome
         for window in [spec.layers[layers[0]].window]
     )  # fmt: skip
     return Geometry(Layout.CONTIGUOUS, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)
+
+
+def capacity(geometry: Geometry) -> int:
+    """Tokens that its pages hold in every layer."""
+    found = []
+    for ids in {group.ids for group in geometry.groups}:
+        pages = sum(Fraction(group.run_pages, group.run_tokens) for group in geometry.groups if group.ids == ids)
+        found.append(int(len(ids) / pages))
+    return min(found)
