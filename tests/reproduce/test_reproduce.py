@@ -34,11 +34,8 @@ LONG |= {
 }  # test_serving
 LONG |= {"vattention-table3", "vattention-table7", "vattention-fig11", "vattention-x2"}  # they have tests of their own
 LONG |= {"vattention-table1", "vattention-table2", "vattention-table8"}  # test_contiguous_sizes, test_paging_issues
-LONG |= {
-    "vattention-fig12",
-    "vattention-table4",
-    "vattention-views",
-}  # test_kernel_switch, test_reqids, test_mapped_views
+LONG |= {"vattention-fig12", "vattention-table4"}  # test_kernel_switch, test_reqids
+LONG |= {"vattention-views"}  # test_mapped_views
 
 
 def reproduced(name: str, folder: Path) -> dict[str, Any]:
