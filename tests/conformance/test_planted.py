@@ -422,6 +422,8 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
 CASES = [(name, depth) for name, (_, depths) in PLANTED.items() for depth in depths]
 
 
+Runs = Seq[tuple[str, int, int, str, int, int]]
+
 RUNS = (  # memory, tokens, budget, way of preemption, host pages, tokens of prefixes
     ("paged-4", 80, 16, "recompute", 0, 0),
     ("paged-4", 96, 64, "swap", 1000, 24),
@@ -478,15 +480,19 @@ def run_swapped_abort(depth: int) -> None:
     drain(trace)
 
 
-def run_all(depth: int) -> None:
-    """The traces that every planted bug must fail, and a sound engine must pass."""
-    run_prefix(depth)
-    run_swapped_abort(depth)
-    for seed, (name, tokens, budget, preemption, host, prefix_tokens) in enumerate(RUNS):
+def run_each(runs: Runs, depth: int) -> None:
+    for seed, (name, tokens, budget, preemption, host, prefix_tokens) in enumerate(runs):
         run_trace(
             MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=tokens, requests=20, preemption=preemption,
             host=host, prefix_tokens=prefix_tokens, aborts=0.08,
         )  # fmt: skip
+
+
+def run_all(depth: int) -> None:
+    """The traces that every planted bug must fail, and a sound engine must pass."""
+    run_prefix(depth)
+    run_swapped_abort(depth)
+    run_each(RUNS, depth)
 
 
 @pytest.mark.parametrize("depth", ALL)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from addresses import Addressed, AddressedRunner
-from memories import MEMORIES, VIRTUAL, Build
+from memories import VIRTUAL, Build
 from test_planted import (
     ALL,
     OVERLAPPED,
@@ -22,8 +22,9 @@ from test_planted import (
     only_outputs,
     out_after_the_rows,
     row_freed_while_in_flight,
+    run_each,
 )
-from traces import Trace, run_trace
+from traces import Trace
 
 from quire.control.memory import Admitted, Later
 from quire.control.memory.virtual import VirtualMemory
@@ -208,11 +209,7 @@ def run_common(depth: int) -> None:
 
 def run_all(depth: int) -> None:
     run_common(depth)
-    for seed, (name, tokens, budget, preemption, host, prefix_tokens) in enumerate(RUNS):
-        run_trace(
-            MEMORIES[name], seed=seed, depth=depth, budget=budget, tokens=tokens, requests=20, preemption=preemption,
-            host=host, prefix_tokens=prefix_tokens, aborts=0.08,
-        )  # fmt: skip
+    run_each(RUNS, depth)
 
 
 @pytest.mark.parametrize("depth", ALL)

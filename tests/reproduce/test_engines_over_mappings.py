@@ -204,23 +204,6 @@ def test_chunks_between_those_that_were_timed() -> None:
     assert long_prompts.whole(times, size) == 1.0
 
 
-def test_two_calls_of_cudnn_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q: Any, k: Any, v: Any, bias: None, logs: bool, dropout: float, causal: bool) -> tuple[Any, Any]:
-        scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
-        if causal:  # aligned to the first key
-            scores = scores.masked_fill(torch.ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
-        return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1, keepdim=True)
-
-    monkeypatch.setattr(chunk_kernels, "_cudnn", lambda: attend)
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
-    for start in (0, 7):
-        own = [x[:, :, 7 - start :] for x in (k, v)]
-        seen = torch.ones(5, start + 5).tril(start).bool()
-        expected = torch.nn.functional.scaled_dot_product_attention(q, *own, attn_mask=seen)
-        torch.testing.assert_close(chunk_kernels.cudnn(q, *own, start), expected[0].transpose(0, 1))
-
-
 def test_a_kernel_that_computes_something_else_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     where = placed(1, 32, 2, 16, 16, 1, torch.float32, 4, on="cpu")
     q = torch.randn(8, 4, 16)

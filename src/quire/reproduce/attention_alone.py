@@ -4,15 +4,14 @@ by contiguous kernels over virtual memory, ours and torch's own. A sum over all 
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.document import table
 from quire.reproduce.closed_forms import spec_of
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
+from quire.reproduce.dummy_engines import release
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, by_way, left_out, measured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,12 +41,7 @@ def figure_9b(full: bool = False) -> Reproduction:
     for model in MODELS:
         print(model, file=sys.stderr)
         points += measured_of(model, full, missing)
-    ways = list(dict.fromkeys(p["way"] for p in points))
-    by = {(p["model"], p["batch"], p["way"]): p["ms"] for p in points}
-    at = dict.fromkeys((p["model"], p["batch"]) for p in points)
-    rows = [(*one, *(f"{by[*one, way]:.3f}" if (*one, way) in by else "-" for way in ways)) for one in at]
-    said = "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())
-    text = table(("model", "batch", *(f"{way}, ms" for way in ways)), rows) + said
+    text = by_way(points, ("model", "batch"), "ms", 3, ", ms") + left_out(missing)
     return Reproduction(judged(points), text, partial(draw, points), points)
 
 
@@ -67,14 +61,14 @@ def measured_of(model: str, full: bool, missing: dict[str, str]) -> list[dict[st
         )
         points += _points(where, batches, f"paged, {page}")
         del where
-        _let_go()
+        release()
     for layout in LAYOUTS:
         work = partial(_points, batches=batches, way=f"virtual, {layout}", missing=missing)
         try:
             points += on_mapped(spec, batches[-1], CONTEXT, layout, work, ON, KIB)
         except RuntimeError as error:
             missing[f"{model}, {layout}"] = str(error).splitlines()[0][:120]
-        _let_go()
+        release()
     return [{"model": model, **point} for point in points]
 
 
@@ -117,13 +111,6 @@ def _torch_calls(where: Placed) -> list[Call]:
             scaled_dot_product_attention(q, k, v, enable_gqa=cache.heads > cache.kv_heads)
 
     return [partial(attend, one) for one in where.caches]
-
-
-def _let_go() -> None:
-    import torch
-
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def judged(points: Points) -> list[Result]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.reproduce.paged_or_contiguous import prompt_calls
 
@@ -23,46 +23,18 @@ def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str,
     `missing` told, is what can't compute it, or computes something else."""
     import torch
 
+    from quire.data.kernels import vendor
+
     cache, end = where.caches[0], int(where.lengths[0])
     one = where._replace(slots=where.slots[:1], lengths=where.lengths[:1])
     q = torch.randn(end - start, cache.heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
     calls = dict(prompt_calls(one, missing, start, q))
     if cache.contiguous:
         slot = int(where.tables[int(one.slots[0]), 0])
-        k, v = (x[slot : slot + 1, :, :end] for x in (cache.keys, cache.values))
-        query = q.transpose(0, 1)[None]
-        calls["torch flash, contiguous"] = partial(flash, query, k, v)
-        calls["torch cuDNN, contiguous"] = partial(cudnn, query, k, v, start)
+        k, v = (x[slot, :, :end] for x in (cache.keys, cache.values))
+        for name, kernel in (("torch flash", vendor.flash), ("torch cuDNN", vendor.cudnn)):
+            calls[f"{name}, contiguous"] = partial(kernel, q, k, v, start, cache.scale)
     return calls
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention, whose causal mask is aligned to the last key: q [1, heads, n, dim] -> [n, heads, dim]."""
-    import torch
-
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-    return out[0].transpose(0, 1)
-
-
-def cudnn(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """cuDNN's, whose causal mask torch aligns to the first key: what is before the chunk and the chunk itself are two
-    calls, whose results are joined by their sums of exponentials."""
-    import torch
-
-    attend = _cudnn()
-    own, logs, *_ = attend(q, k[:, :, start:], v[:, :, start:], None, start > 0, 0.0, True)
-    if start == 0:
-        return own[0].transpose(0, 1)
-    before, logs_before, *_ = attend(q, k[:, :, :start], v[:, :, :start], None, True, 0.0, False)
-    share = torch.sigmoid(logs.reshape(*q.shape[:3], 1) - logs_before.reshape(*q.shape[:3], 1))
-    return torch.lerp(before.float(), own.float(), share).to(q.dtype)[0].transpose(0, 1)
-
-
-def _cudnn() -> Any:
-    """(q, k, v, no bias, whether sums are wanted, no dropout, causal) -> result, logarithms of sums, ..."""
-    import torch
-
-    return torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
 def check(where: Placed, start: int, missing: dict[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.document import table
 from quire.errors import StartupError
 from quire.reproduce.dummy_engines import PAGED, SHAPES, dummy, release, virtual
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, by_way, left_out, measured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ def figure_6() -> Reproduction:
         (p["model"], p["batch"], *(f"{p[name]:.1f}" for name in ("tokens_s", "ms", "mb_s")))
         for p in sorted(points, key=lambda p: (list(SHAPES).index(p["model"]), p["batch"]))
     ]
-    text = table(("model", "batch", "tokens/s", "ms a step", "MB/s of new KV"), rows) + _left_out(missing)
+    text = table(("model", "batch", "tokens/s", "ms a step", "MB/s of new KV"), rows) + left_out(missing)
     return Reproduction(judged_6(points), text, partial(draw_6, points), points)
 
 
@@ -130,10 +130,7 @@ def figure_9a(full: bool = False) -> Reproduction:
         for way, settings in ways.items():
             print(f"{model}, {way}", file=sys.stderr)
             points += [{**p, "way": way} for p in decoded(model, settings, batches, CONTEXT_9, missing)]
-    by = {(p["model"], p["batch"], p["way"]): p["tokens_s"] for p in points}
-    sizes = dict.fromkeys((p["model"], p["batch"]) for p in points)
-    rows = [(*at, *(f"{by[*at, way]:.1f}" if (*at, way) in by else "-" for way in ways)) for at in sizes]
-    text = table(("model", "batch", *(f"{way}, tokens/s" for way in ways)), rows) + _left_out(missing)
+    text = by_way(points, ("model", "batch"), "tokens_s", 1, ", tokens/s") + left_out(missing)
     return Reproduction(judged_9a(points), text, partial(draw_9a, points), points)
 
 
@@ -164,7 +161,3 @@ def draw_9a(data: Points) -> Figure:
         data, "batch", "tokens_s", "way", "model", "vAttention Figure 9a: decodes of 16K tokens a sequence",
         ("batch", "tokens/s"), logarithmic=False,
     )  # fmt: skip
-
-
-def _left_out(missing: dict[str, str]) -> str:
-    return "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())

@@ -11,7 +11,6 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Callable
-from inspect import signature
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.bench.document import table
@@ -75,8 +74,9 @@ def varlen_attn(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _grouped(call: Callable[..., Tensor]) -> dict[str, bool]:
-    """Older versions of torch take grouped heads unasked."""
-    return {"enable_gqa": True} if "enable_gqa" in signature(call).parameters else {}
+    from quire.data.kernels.vendor import grouped
+
+    return grouped(call)
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -19,7 +19,7 @@ from quire.bench.document import table
 from quire.errors import StartupError
 from quire.reproduce.closed_forms import spec_of
 from quire.reproduce.dummy_engines import PAGED, dummy, release, virtual
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, by_way, left_out, measured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,12 +60,9 @@ def figure_8() -> Reproduction:
     for model in MODELS:
         print(model, file=sys.stderr)
         points += [{"model": model, **point} for point in attention_of(model, missing)]
-    ways = list(dict.fromkeys(p["way"] for p in points))
-    by = {(p["model"], p["length"], p["way"]): p["seconds"] for p in points}
-    at = dict.fromkeys((p["model"], p["length"]) for p in points)
-    rows = [(*one, *(f"{1000 * by[*one, way]:.2f}" if (*one, way) in by else "-" for way in ways)) for one in at]
-    said = "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())
-    text = "Attention of whole prompts, all layers, in ms.\n\n" + table(("model", "tokens", *ways), rows) + said
+    shown = [{**p, "tokens": p["length"], "ms": 1000 * p["seconds"]} for p in points]
+    text = "Attention of whole prompts, all layers, in ms.\n\n" + by_way(shown, ("model", "tokens"), "ms", 2)
+    text += left_out(missing)
     return Reproduction(judged_8(points), text, partial(draw_8, points), points)
 
 
@@ -82,7 +79,6 @@ def attention_of(model: str, missing: dict[str, str]) -> list[dict[str, Any]]:
     points = _lengths(where, "16-token pages", layers, missing)
     del where
     release()
-    torch.cuda.empty_cache()
     for layout in LAYOUTS:
         work = partial(_lengths, memory=layout, layers=layers, missing=missing)
         points += on_mapped(spec, 1, most, layout, work, ON, KIB, dtype)
@@ -190,7 +186,7 @@ def table_6(full: bool = False) -> Reproduction:
         "FI paged",
         "FI vAttention",
     )
-    said = "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())
+    said = left_out(missing)
     return Reproduction(judged_6(points), table(head, rows) + said, partial(draw_6, points), points)
 
 

@@ -7,14 +7,14 @@ are ours; torch's own kernels for contiguous memory are beside them.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import table
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
+from quire.reproduce.dummy_engines import release
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, by_way, left_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,12 +146,7 @@ def figure_4(full: bool = False) -> Reproduction:
                 points += _prompt_points(batch, context, missing)
     installed = find_spec("flashinfer") is not None
     missing["FlashInfer, paged and ragged"] = "this entry doesn't run it" if installed else "it is not installed"
-    ways = list(dict.fromkeys(p["way"] for p in points))
-    by = {(p["batch"], p["context"], p["way"]): p["us"] for p in points}
-    sizes = dict.fromkeys((p["batch"], p["context"]) for p in points)
-    rows = [(*at, *(f"{by[*at, way]:.0f}" if (*at, way) in by else "-" for way in ways)) for at in sizes]
-    said = "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())
-    text = table(("batch", "context", *(f"{way}, us" for way in ways)), rows) + said
+    text = by_way(points, ("batch", "context"), "us", 0, ", us") + left_out(missing)
     return Reproduction(judged_4(points), text, partial(draw_4, points), points)
 
 
@@ -170,8 +165,7 @@ def _prompt_points(batch: int, context: int, missing: dict[str, str]) -> Iterato
             except RuntimeError as error:
                 missing[way] = str(error).splitlines()[0][:120]
         del ways, where
-        gc.collect()
-        torch.cuda.empty_cache()
+        release()
 
 
 def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tensor | None = None) -> dict[str, Call]:

@@ -18,7 +18,7 @@ from quire.bench.document import table
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
 from quire.reproduce.dummy_engines import PAGED, SHAPES, dummy, release, virtual
-from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction, Result
+from quire.reproduce.result import DIFFERS, HOLDS, MEASURED, Reproduction, Result, left_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def figure_11() -> Reproduction:
         for p in compared(points)
     ]
     head = ("model", "way", "prompt ms", "ratio", "to", "pages mapped first", "ms for that")
-    said = "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())
+    said = left_out(missing)
     if device == "cpu":
         said += f"\nA small shape of {SMALL['num_hidden_layers']} layers, prompts of {LENGTH['cpu']:,} tokens."
     return Reproduction(judged(points), table(head, rows) + said, partial(draw, points), points)

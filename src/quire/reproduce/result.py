@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.bench.document import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,3 +61,17 @@ def measured(row: str, what: str, ours: Any, unit: str, real_or_simulated: str =
 def cited(row: str, what: str, paper: Any, elsewhere: str, unit: str = "") -> Result:
     """What the paper says, and `elsewhere`, what there is of it in place of a number: the entry that measures it."""
     return Result(row, what, paper, elsewhere, unit, CITED)
+
+
+def by_way(points: Sequence[dict[str, Any]], at: tuple[str, str], value: str, digits: int, unit: str = "") -> str:
+    """A table of `value`, a line for each pair of what `at` names and a column for each point's "way"."""
+    ways = list(dict.fromkeys(p["way"] for p in points))
+    found = {(p[at[0]], p[at[1]], p["way"]): f"{p[value]:.{digits}f}" for p in points}
+    places = dict.fromkeys((p[at[0]], p[at[1]]) for p in points)
+    rows = [(*place, *(found.get((*place, way), "-") for way in ways)) for place in places]
+    return table((*at, *(way + unit for way in ways)), rows)
+
+
+def left_out(missing: dict[str, str]) -> str:
+    """Lines for what an entry didn't measure, and why."""
+    return "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())

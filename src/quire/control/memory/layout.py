@@ -43,15 +43,38 @@ def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[Sh
     return list(map(Sheet, sets, tokens, sizes))
 
 
+class Share(NamedTuple):
+    """What a group of layers has of a memory: `many` pages, which other groups with pages of that size have too. The
+    rest is as in Group."""
+
+    layers: tuple[int, ...]
+    page_bytes: int
+    token_bytes: int
+    many: int
+    table_width: int
+    run_tokens: int
+    run_pages: int = 1
+    parts: int = 1
+
+
 def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layout = Layout.PAGED) -> Geometry:
-    """The pages for `size.tokens` tokens in every layer. Page ids begin behind the scratch page, which every group
-    sees as its page 0; groups with pages of one size have them in common. Host pages are as many as `config.swap_gib`
-    holds, in the same proportions, and never more than the device has (PagedAttention §4.5)."""
+    """The pages for `size.tokens` tokens in every layer."""
+    count, width = -(-size.tokens // config.page_size), -(-size.max_len // config.page_size)
+    shares = [
+        Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
+        for sheet in page_layout(config, spec, size.itemsize)
+    ]
+    return shared_out(shares, config, spec, size, layout)
+
+
+def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size: Size, layout: Layout) -> Geometry:
+    """Where these pages lie. Page ids begin behind the scratch page, which every group sees as its page 0; groups with
+    pages of one size have them in common. Host pages are as many as `config.swap_gib` holds, in the same proportions,
+    and never more than the device has (PagedAttention §4.5)."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
-    sheets = page_layout(config, spec, size.itemsize)
     counts: dict[int, int] = {}  # page bytes -> pages; small ones first, so that ids are small numbers
-    for sheet in sorted(sheets, key=lambda sheet: sheet.page_bytes):
-        counts[sheet.page_bytes] = counts.get(sheet.page_bytes, 0) + -(-size.tokens // config.page_size)
+    for share in sorted(shares, key=lambda share: share.page_bytes):
+        counts[share.page_bytes] = counts.get(share.page_bytes, 0) + share.many
     ids, end = lay_out(list(counts.items()), max(counts))
     swap, whole = int(config.swap_gib * 2**30), sum(page_bytes * count for page_bytes, count in counts.items())
     hosts = [(page_bytes, min(swap * count // whole, count)) for page_bytes, count in counts.items()]
@@ -60,11 +83,11 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layou
     own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
     groups = tuple(
         Group(
-            sheet.layers, sheet.page_bytes, sheet.token_bytes, -(-size.max_len // config.page_size),
-            own[sheet.page_bytes], own_host[sheet.page_bytes], config.page_size, 1, window,
-            "full" if window is None else "window",
+            share.layers, share.page_bytes, share.token_bytes, share.table_width, own[share.page_bytes],
+            own_host[share.page_bytes], share.run_tokens, share.run_pages, window,
+            "full" if window is None else "window", share.parts,
         )
-        for sheet in sheets
-        for window in [spec.layers[sheet.layers[0]].window]
+        for share in shares
+        for window in [spec.layers[share.layers[0]].window]
     )  # fmt: skip
     return Geometry(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)

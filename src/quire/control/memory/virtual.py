@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 from quire.config import EngineConfig
 from quire.control.memory.answers import Usage
 from quire.control.memory.buffers import Buffers, buffers_of
-from quire.control.memory.layout import Size
+from quire.control.memory.layout import Share, Size, shared_out
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Empty, Place, Queue
 from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
 from quire.errors import StartupError
 from quire.vocabulary.plan import Journal, Table
-from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec, lay_out
+from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 LOOKED_AT = 32
 """Free slots that a sequence may get: those that came back last."""
@@ -296,40 +296,28 @@ def _count(buffers: Buffers, size: Size) -> int:
 def virtual_geometry(config: EngineConfig, spec: ModelSpec, size: Size) -> Geometry:
     """The pages for `size.tokens` tokens in every layer, of each group a page in every one of its buffers. StartupError
     if one sequence of `size.max_len` tokens finds no room."""
-    assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
-    kib = cut_of(config, spec, size).kib
-    cut = buffers_for(spec, size.itemsize, cut_of(config, spec, size))
-    counts: dict[int, int] = {}
-    for _, buffers in sorted(cut, key=lambda one: one[1].page_bytes):
-        counts[buffers.page_bytes] = counts.get(buffers.page_bytes, 0) + _count(buffers, size)
-    largest = max(counts)
-    needs = sum(buffers.pages(size.max_len) for _, buffers in cut if buffers.page_bytes == largest)
-    if counts[largest] > needs:
-        counts[largest] -= 1  # the scratch page is of the memory too
-    needed = sum(buffers.pages(size.max_len) * buffers.page_bytes for _, buffers in cut)
-    there = sum(page_bytes * count for page_bytes, count in counts.items())
-    if any(not count for count in counts.values()) or there < needed:
+    cut = cut_of(config, spec, size)
+    shares = [
+        Share(
+            tuple(layers), one.page_bytes, one.token_bytes, _count(one, size), one.pages(size.max_len), one.run_tokens,
+            one.run_pages, one.parts,
+        )
+        for layers, one in buffers_for(spec, size.itemsize, cut)
+    ]  # fmt: skip
+    largest = max(range(len(shares)), key=lambda i: (shares[i].page_bytes, shares[i].many))
+    alike = [share for share in shares if share.page_bytes == shares[largest].page_bytes]
+    if sum(share.many for share in alike) > sum(share.table_width for share in alike):
+        shares[largest] = shares[largest]._replace(many=shares[largest].many - 1)  # the scratch page is of it too
+    needed = sum(share.table_width * share.page_bytes for share in shares)
+    there = sum(share.many * share.page_bytes for share in shares)
+    some = {share.page_bytes for share in shares if share.many}
+    if there < needed or not all(share.page_bytes in some for share in shares):
         raise StartupError(
             f"--memory virtual has {there:,} bytes of pages, and a sequence of {size.max_len:,} tokens takes up to "
-            f"{needed:,} of them in pages of {kib} KiB in {sum(b.parts for _, b in cut)} buffers",
+            f"{needed:,} of them in pages of {cut.kib} KiB in {sum(share.parts for share in shares)} buffers",
             "Use a smaller --max-model-len, --virtual-page-kib or --virtual-layout, or a larger --kv-gib",
         )
-    ids, end = lay_out(list(counts.items()), largest)
-    swap = int(config.swap_gib * 2**30)
-    hosts = [(page_bytes, min(swap * count // there, count)) for page_bytes, count in counts.items()]
-    host_rows, host_end = lay_out(hosts, 0)
-    own = dict(zip(counts, ids))
-    own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
-    groups = tuple(
-        Group(
-            tuple(layers), buffers.page_bytes, buffers.token_bytes, buffers.pages(size.max_len),
-            own[buffers.page_bytes], own_host[buffers.page_bytes], buffers.run_tokens, buffers.run_pages, window,
-            "full" if window is None else "window", buffers.parts,
-        )
-        for layers, buffers in cut
-        for window in [spec.layers[layers[0]].window]
-    )  # fmt: skip
-    return Geometry(Layout.CONTIGUOUS, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)
+    return shared_out(shares, config, spec, size, Layout.CONTIGUOUS)
 
 
 def capacity(geometry: Geometry) -> int:

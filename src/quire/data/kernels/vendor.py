@@ -62,7 +62,7 @@ def varlen(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) ->
     sizes = len(q), keys.shape[1]
     bounds = [torch.arange(0, size + 1, size, dtype=torch.int32, device=q.device) for size in sizes]  # without a copy
     k, v = keys.transpose(0, 1), values.transpose(0, 1)
-    out: Tensor = varlen_attn(q, k, v, *bounds, *sizes, scale=scale, window_size=(-1, 0), **_grouped(varlen_attn))
+    out: Tensor = varlen_attn(q, k, v, *bounds, *sizes, scale=scale, window_size=(-1, 0), **grouped(varlen_attn))
     return out
 
 
@@ -106,6 +106,6 @@ def _tokens_first(out: Tensor) -> Tensor:
 
 
 @lru_cache
-def _grouped(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
+def grouped(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
     """What says that query heads share key heads: from torch 2.12 on it must be said."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from quire.data.runner.virtual.driver import Calls, Counters, DriverError, check_addresses, no_addresses
+from quire.data.runner.virtual.driver import (
+    Calls,
+    Counters,
+    DriverError,
+    check_addresses,
+    check_page,
+    counted,
+    no_addresses,
+)
 from quire.data.runner.virtual.places import Places
 from quire.data.runner.virtual.tensors import Tensors
 from quire.errors import StartupError
@@ -31,10 +39,7 @@ class CudaDriver:
         self._api = api or _bindings()
         self.page, self.device = page, torch.device("cuda", index)
         self.granularity = self._examine(index)
-        if page < 1 or page % self.granularity:
-            nearest = max(-(-page // self.granularity), 1) * self.granularity
-            cause = f"A page of {page:,} bytes is no multiple of the {self.granularity:,} that this device maps"
-            raise StartupError(cause, f"The next one up has {nearest:,}")
+        check_page(page, self.granularity, "device")
         self._ask("cuCtxSetCurrent", self._ask("cuDevicePrimaryCtxRetain", self._gpu))  # torch's: one a device
         self.calls, self.places, self.tensors = Calls(), Places(page), Tensors(self.device)
         self._reserved: list[tuple[int, int]] = []  # first address and length, as CUDA gave them
@@ -112,9 +117,7 @@ class CudaDriver:
 
     @property
     def counters(self) -> Counters:
-        places, nbytes = self.places, self.places.count * self.page
-        number, seconds = dict(self.calls.number), dict(self.calls.seconds)
-        return Counters(places.maps, places.unmaps, len(places.mapped), nbytes, number, seconds)
+        return counted(self.places, self.calls, self.places.count * self.page)
 
     def close(self) -> None:
         """As in the interface. In a context that a fault ended every call fails: all are tried, the first is raised."""

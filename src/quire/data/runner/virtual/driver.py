@@ -16,6 +16,8 @@ from quire.errors import QuireError, StartupError
 if TYPE_CHECKING:
     import torch
 
+    from quire.data.runner.virtual.places import Places
+
 ADDRESS_BITS = 47  # of a process's own addresses on x86-64 and in CUDA's unified address space
 KINDS = ("reserve", "create", "map", "access", "unmap", "release", "free")  # of calls, as the field counts them
 
@@ -140,6 +142,19 @@ def map_all(driver: Driver, runs: Iterable[Run]) -> None:
         for run in reversed(done):
             driver.unmap(run.address, run.length)
         raise
+
+
+def counted(places: Places, calls: Calls, nbytes: int) -> Counters:
+    """What a driver has in these places, and did by these calls; its pages have `nbytes`."""
+    return Counters(places.maps, places.unmaps, len(places.mapped), nbytes, dict(calls.number), dict(calls.seconds))
+
+
+def check_page(page: int, granularity: int, whose: str) -> None:
+    """StartupError for pages that a system, or a device, doesn't map."""
+    if page < 1 or page % granularity:
+        nearest = max(-(-page // granularity), 1) * granularity
+        cause = f"A page of {page:,} bytes is no multiple of the {granularity:,} that this {whose} maps"
+        raise StartupError(cause, f"The next one up has {nearest:,}")
 
 
 def check_addresses(nbytes: int) -> None:

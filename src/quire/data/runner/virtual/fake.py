@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import count as numbers
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from quire.data.runner.virtual.driver import Calls, Counters, DriverError, check_addresses
+from quire.data.runner.virtual.driver import Calls, Counters, DriverError, check_addresses, counted
 from quire.data.runner.virtual.places import Places
 
 if TYPE_CHECKING:
@@ -134,9 +134,7 @@ class FakeDriver:
 
     @property
     def counters(self) -> Counters:
-        places = self.places
-        number, seconds = dict(self.calls.number), dict(self.calls.seconds)
-        return Counters(places.maps, places.unmaps, len(places.mapped), self.physical(), number, seconds)
+        return counted(self.places, self.calls, self.physical())
 
     def close(self) -> None:
         assert not self._holds, f"closed while {len(self._holds)} ranges are held"

@@ -16,7 +16,15 @@ from pathlib import Path
 
 import torch
 
-from quire.data.runner.virtual.driver import Calls, Counters, DriverError, check_addresses, no_addresses
+from quire.data.runner.virtual.driver import (
+    Calls,
+    Counters,
+    DriverError,
+    check_addresses,
+    check_page,
+    counted,
+    no_addresses,
+)
 from quire.data.runner.virtual.places import Places
 from quire.data.runner.virtual.tensors import Tensors
 from quire.errors import StartupError
@@ -38,10 +46,7 @@ class MemfdDriver:
         self.page, self.granularity = page, mmap.PAGESIZE
         if not hasattr(os, "memfd_create"):
             raise StartupError(f"The memory 'virtual' needs Linux, this is {sys.platform}", "Use --memory paged")
-        if page < 1 or page % self.granularity:
-            nearest = max(-(-page // self.granularity), 1) * self.granularity
-            cause = f"A page of {page:,} bytes is no multiple of the {self.granularity:,} that this system maps"
-            raise StartupError(cause, f"The next one up has {nearest:,}")
+        check_page(page, self.granularity, "system")
         self.device = torch.device("cpu")
         self.calls, self.places, self.tensors = Calls(), Places(page), Tensors(self.device)
         self._libc = _libc()
@@ -114,9 +119,7 @@ class MemfdDriver:
 
     @property
     def counters(self) -> Counters:
-        places, nbytes = self.places, self.places.count * self.page
-        number, seconds = dict(self.calls.number), dict(self.calls.seconds)
-        return Counters(places.maps, places.unmaps, len(places.mapped), nbytes, number, seconds)
+        return counted(self.places, self.calls, self.places.count * self.page)
 
     def close(self) -> None:
         if not self._open:
