@@ -25,9 +25,11 @@ class LayerSpec:
     """What one attention layer keeps of each token: keys and values of `kv_heads` heads of `head_dim` numbers; and how
     it attends to them.
 
-    `window` is None for full attention; otherwise the token at position p attends to positions > p - window. Products
-    of queries and keys are multiplied by `scale` (None: head_dim ** -0.5); then `softcap`, if any, bounds them: x
-    becomes softcap * tanh(x / softcap). `heads` are the query heads (None: the model's).
+    `window` is None for full attention; otherwise the token at position p attends to positions > p - window; or, with
+    `chunk`, to positions >= p - p % chunk. Products of queries and keys are multiplied by `scale` (None:
+    head_dim ** -0.5); then `softcap`, if any, bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query
+    heads (None: the model's). A layer that `shares` keeps nothing: it reads the keys and values of that earlier layer.
+    `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all.
     """
 
     kv_heads: int
@@ -36,15 +38,18 @@ class LayerSpec:
     heads: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    chunk: int | None = None
+    shares: int | None = None
+    budget: int | None = None
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in this layer."""
-        return 2 * self.kv_heads * self.head_dim * itemsize
+        """Bytes of one token's keys and values that this layer keeps."""
+        return 0 if self.shares is not None else 2 * self.kv_heads * self.head_dim * itemsize
 
     @property
-    def kept(self) -> tuple[int, int, int | None]:
+    def kept(self) -> tuple[int, int, int | None, int | None, int | None]:
         """What decides how its tokens are kept, and for how long: layers that agree in it share page tables."""
-        return self.kv_heads, self.head_dim, self.window
+        return self.kv_heads, self.head_dim, self.window, self.chunk, self.budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Group:
     `run_pages` pages: 16 and 1, say, or 256 and 15 where a page is so many bytes that its tokens aren't whole; then a
     token's `token_bytes` may lie in two pages. Page `id` is at byte id * page_bytes of the memory; `ids` may be given
     to this group, or to another one with the same `ids`, and so may `host_ids` in host memory, whose page `id` is at
-    byte (id - 1) * page_bytes. `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
+    byte (id - 1) * page_bytes. `layers` are those that keep keys and values: one that shares another's is in none.
+    `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
     quire.control.memory.policies): "full", "window". Where a sequence's tokens are contiguous in addresses, a page is
     `parts` equal pages of the device, one in each buffer of the group's keys and values.
     """
@@ -115,6 +121,10 @@ class Geometry:
     """What the runner must allocate: one buffer of `bytes`, `host_bytes` of host memory where swapped sequences wait,
     and for each group a table of `slots` x `table_width` page ids. Slot 0 and every group's page 0 are scratch: padding
     resolves to them and no sequence owns them.
+
+    With `large_bytes` the groups' pages are parts of large pages of so many bytes (Jenga §4), and all groups have all
+    of the memory in common: page `id` of a group is in large page id * page_bytes // large_bytes, and large page 0 is
+    scratch. With 0 each size of pages has a run of ids, and a part of the memory, of its own.
     """
 
     layout: Layout
@@ -123,6 +133,7 @@ class Geometry:
     groups: tuple[Group, ...]
     itemsize: int
     host_bytes: int = 0
+    large_bytes: int = 0
 
 
 def lay_out(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:

@@ -167,7 +167,7 @@ class VirtualStore(Store):
 
     def _ahead(self, journal: Journal) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # what CUDA knows of a thread
+            torch.cuda.set_device(self.entries.device)  # what CUDA knows of a thread; that one has a number
         maps, seconds = self.maps, self.seconds
         super().replay(journal)
         self.ahead += self.maps - maps
