@@ -79,6 +79,7 @@ class PagedMemory(PageTables):
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            association=config.association,
         )
 
     # Admission

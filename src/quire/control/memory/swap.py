@@ -29,6 +29,9 @@ class Swap:
         self.tables, self.prefixes = tables, prefixes
         host_ids = [group.host_ids for group in tables.groups]
         self.host = ledger_of(tables.geometry, host_ids, tables.association)
+        # The ledger of large pages has a scratch one too, and host memory none: its pages are numbered from 1 on.
+        large = tables.geometry.large_bytes
+        self.shift = [large // group.page_bytes - 1 if large else 0 for group in tables.groups]
         self.residents: dict[int, Resident] = {}  # with host pages in their tables
         self.out_bytes = self.in_bytes = 0
 
@@ -45,7 +48,7 @@ class Swap:
             pages = [page for _, page in run]
             for page, to in zip(pages, self.host.take_all(g, len(pages), owner)):
                 moves[g, page] = to
-                tables.entries.append(Out(g, page, to))
+                tables.entries.append(Out(g, page, to - self.shift[g]))
             self.out_bytes += len(pages) * tables.groups[g].page_bytes
         for seq, resident in zip(seqs, residents):
             tables.free(seq)
@@ -79,7 +82,7 @@ class Swap:
             hosts = list(run)
             for (_, host), page in zip(hosts, tables.take(g, len(hosts), owner)):
                 moves[g, host] = page
-                tables.entries.append(In(g, host, page))
+                tables.entries.append(In(g, host - self.shift[g], page))
                 if (g, host) in names:
                     ledger.publish(g, page, names[g, host])
             self.in_bytes += len(hosts) * tables.groups[g].page_bytes
