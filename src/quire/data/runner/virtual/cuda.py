@@ -166,11 +166,8 @@ class CudaDriver:
     def _zero(self, address: int, page: int, count: int) -> None:
         """Zero those of these pages, mapped at `address`, that hold nothing yet; done on return, for every stream."""
         fresh = self._fresh.intersection(range(page, page + count))
-        if len(fresh) == count:
-            self._ask("cuMemsetD8", address, 0, count * self.page)
-        else:
-            for some in fresh:
-                self._ask("cuMemsetD8", address + (some - page) * self.page, 0, self.page)
+        for some in sorted(fresh):
+            self._ask("cuMemsetD8", address + (some - page) * self.page, 0, self.page)
         if fresh:
             self.fence()
             self._fresh -= fresh
