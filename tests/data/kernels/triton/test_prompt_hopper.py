@@ -178,7 +178,13 @@ def test_rows_that_no_tile_names_stay() -> None:
 
 CHOICES = pytest.mark.parametrize(
     ("longest", "window", "deterministic", "chosen"),
-    [(50, None, False, True), (101, None, False, False), (50, 60, False, True), (50, 24, False, False), (50, None, True, False)],
+    [
+        (50, None, False, True),
+        (101, None, False, False),
+        (50, 60, False, True),
+        (50, 24, False, False),
+        (50, None, True, False),
+    ],
 )
 
 
