@@ -67,15 +67,15 @@ class Swap:
         moves, names = _pages(away), self._names(seqs, away)
         for (g, host), name in names.items():
             moves[g, host] = ledger.find(g, name) or SCRATCH
-        # Of sequences that drew the same tokens several host pages may come back to one.
-        cached = list(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
-        missing = self._counts(move for move, page in moves.items() if not page)
         spare = len(seqs) if tables.residents else 0  # a page more for each, to go on; alone they fit
-        resting = ledger.resting(cached)
-        needs = [need + rest + spare for need, rest in zip(missing, resting.pages)]
-        if len(seqs) > len(tables.slots) or not ledger.reserve(needs, resting):
+        if len(seqs) > len(tables.slots):
             return False
-        for g, page in cached:
+        if not self._reserve(moves, spare):
+            # What is found may lie in more large pages than it would fill: alone they come back without it.
+            moves = dict.fromkeys(moves, SCRATCH)
+            if tables.residents or not self._reserve(moves, spare):
+                return False
+        for g, page in dict.fromkeys((g, page) for (g, _), page in moves.items() if page):
             ledger.share(g, page)
         owner = away[0].owner
         for g, run in groupby([move for move, page in moves.items() if not page], itemgetter(0)):
@@ -93,6 +93,14 @@ class Swap:
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
         return True
+
+    def _reserve(self, moves: Moves, spare: int) -> bool:
+        """Whether there are pages for all that has no page yet, `spare` more a group, and those that are cached."""
+        ledger = self.tables.pages
+        # Of sequences that drew the same tokens several host pages may come back to one.
+        resting = ledger.resting(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
+        missing = self._counts(move for move, page in moves.items() if not page)
+        return ledger.reserve([need + rest + spare for need, rest in zip(missing, resting.pages)], resting)
 
     def _names(self, seqs: Seq[Sequence], away: list[Resident]) -> dict[tuple[int, int], bytes]:
         """What host pages hold, where it may be found on the device."""
