@@ -35,6 +35,7 @@ class Kind(NamedTuple):
     window: int | None = None
     kind: str = ""
     padding: int = 0
+    chunk: int | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -53,7 +54,7 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
             Group(
                 (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run), ids[i],
                 range(rows[i].start + 1, rows[i].stop + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"),
+                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk,
             )
             for i, kind in enumerate(kinds)
         )  # fmt: skip
@@ -67,6 +68,7 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
 
 
 FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
+CHUNKED = Kind(24, 4, kind="chunked", chunk=12)
 STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
 UNLIKE: dict[str, Callable[[Build], PagedMemory]] = {
     "3-to-2": unlike(WINDOW, FULL),
@@ -79,5 +81,8 @@ UNLIKE: dict[str, Callable[[Build], PagedMemory]] = {
     "state": unlike(FULL, STATE),
     "state-uncached": unlike(STATE, WINDOW, caching=False, debug=True),
     "sink": unlike(SINK, FULL),
-    "all": unlike(WINDOW, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
+    "chunked": unlike(CHUNKED, FULL),
+    "chunks-across-pages": unlike(Kind(24, 4, kind="chunked", chunk=10), FULL, Kind(8, 8, kind="chunked", chunk=4)),
+    "not-whole-chunked": unlike(Kind(24, 8, 3, kind="chunked", chunk=7), FULL, debug=True),
+    "all": unlike(WINDOW, CHUNKED, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
 }

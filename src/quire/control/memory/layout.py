@@ -26,15 +26,15 @@ class Sheet(NamedTuple):
 
 
 def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[Sheet]:
-    """The pages of each group. A token takes a place in a page of each group. Where `config.page_sizes` is "one", all
-    have the size of the largest, so that any page may be given to any group: smaller ones are padded, to a whole number
-    of every group's head rows."""
+    """The pages of each group; a layer that shares another's keys and values is in none. A token takes a place in a
+    page of each. Where `config.page_sizes` is "one", all have the size of the largest, so that any page may be given to
+    any group: smaller ones are padded, to a whole number of every group's head rows."""
     sets: list[tuple[int, ...]]
     if config.table_scope == "layer":
-        sets = [(i,) for i in range(len(spec.layers))]
+        sets = [(i,) for i in spec.owners]
     else:
-        kept = [layer.kept for layer in spec.layers]
-        sets = [tuple(i for i, other in enumerate(kept) if other == kind) for kind in dict.fromkeys(kept)]
+        kept = {i: spec.layers[i].kept for i in spec.owners}
+        sets = [tuple(i for i, other in kept.items() if other == kind) for kind in dict.fromkeys(kept.values())]
     tokens = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets]
     sizes = [config.page_size * size for size in tokens]
     if config.page_sizes == "one":
@@ -84,10 +84,10 @@ def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size:
     groups = tuple(
         Group(
             share.layers, share.page_bytes, share.token_bytes, share.table_width, own[share.page_bytes],
-            own_host[share.page_bytes], share.run_tokens, share.run_pages, window,
-            "full" if window is None else "window", share.parts,
+            own_host[share.page_bytes], share.run_tokens, share.run_pages, first.window, first.kind, share.parts,
+            first.chunk,
         )
         for share in shares
-        for window in [spec.layers[share.layers[0]].window]
+        for first in [spec.layers[share.layers[0]]]
     )  # fmt: skip
     return Geometry(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)

@@ -8,6 +8,7 @@ Pages here are logical: page i of a group is the i-th of a sequence's table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from quire.control.request import Sequence
@@ -30,6 +31,16 @@ class FullPolicy:
         """A prefix can end after a multiple of so many tokens: where a page ends. 0: what the pages hold doesn't depend
         on the sequence's tokens, and they aren't found by them."""
         return self.group.run_tokens
+
+    @property
+    def border(self) -> int:
+        """Behind a multiple of so many pages nothing before it is read: a prefix may end there, whatever of it is
+        there. 0: there is no such place."""
+        return 0
+
+    def starts(self) -> range:
+        """Tokens from FAR on, one of which is such that a step that starts with it makes a sequence hold the most."""
+        return range(FAR, FAR + self.group.run_tokens)
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         """The pages that computing tokens [start, end) looks at, those that it changes among them. Later tokens never
@@ -56,12 +67,31 @@ class WindowPolicy(FullPolicy):
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         assert self.group.window is not None, "a window has a length"
-        return range(self.group.whole(max(0, start - self.group.window + 1)), self.group.pages(end))
+        return range(self.group.whole(self.group.oldest(start)), self.group.pages(end))
+
+
+class ChunkedPolicy(FullPolicy):
+    """Chunked-local attention: the token at p sees positions >= p - p % chunk. Behind a chunk's border nothing before
+    it is read again."""
+
+    @property
+    def border(self) -> int:
+        assert self.group.chunk is not None, "a chunk has a length"
+        return self.group.whole(math.lcm(self.group.chunk, self.group.run_tokens))
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        assert self.group.chunk is not None, "a chunk has a length"
+        return range(self.group.whole(self.group.oldest(start)), self.group.pages(end))
+
+    def starts(self) -> range:
+        assert self.group.chunk is not None, "a chunk has a length"
+        first = self.group.oldest(FAR) + self.group.chunk - 1  # a chunk's last token: all of the chunk is held
+        return range(first, first + self.group.chunk * self.group.run_tokens, self.group.chunk)
 
 
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
-POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy}
+POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy}
 """By the kind of a group."""
 
 
@@ -80,10 +110,9 @@ def most_at_once(policy: LayerPolicy, chunk: int) -> int:
     may be planned before the one before it is confirmed."""
     if not forgets(policy):
         return FAR
-    ends = range(FAR, FAR + policy.group.run_tokens)
     return max(
-        policy.reads(None, end - chunk, end).stop - policy.reads(None, end - 2 * chunk, end - chunk).start
-        for end in ends
+        policy.reads(None, start + chunk, start + 2 * chunk).stop - policy.reads(None, start, start + chunk).start
+        for start in policy.starts()
     )
 
 

@@ -249,10 +249,10 @@ class VirtualMemory(PagedMemory):
 
 def buffers_for(spec: ModelSpec, itemsize: int, cut: Cut) -> list[tuple[list[int], Buffers]]:
     """The layers of each group, and their buffers."""
-    kept = [layer.kept for layer in spec.layers]
+    kept = {i: spec.layers[i].kept for i in spec.owners}
     found = []
-    for kind in dict.fromkeys(kept):
-        layers = [i for i, other in enumerate(kept) if other == kind]
+    for kind in dict.fromkeys(kept.values()):
+        layers = [i for i, other in kept.items() if other == kind]
         size = spec.layers[layers[0]].token_bytes(itemsize) // 2
         found.append((layers, buffers_of(len(layers), size, cut.kib * 1024, cut.layout)))
     return found

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
+from quire.data.models.layer_kinds import Kind, read_kinds
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
@@ -19,7 +20,7 @@ MAX_LAYERS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
-    """LLaMA and its relatives. `windows` has one entry a layer; `max_len` counts what a rope scaling adds."""
+    """LLaMA and its relatives. `kinds` has one entry a layer; `max_len` counts what a rope scaling adds."""
 
     vocab_size: int
     hidden: int
@@ -35,7 +36,7 @@ class LlamaSettings:
     qk_norm: bool
     tied: bool
     rope: Rope
-    windows: tuple[int | None, ...]
+    kinds: tuple[Kind, ...]
     max_len: int
     eos_ids: tuple[int, ...]
 
@@ -70,7 +71,7 @@ class LlamaSettings:
             qk_norm=qwen3,
             tied=fields.flag("tie_word_embeddings", False),
             rope=rope,
-            windows=read_windows(fields, architecture, fields.size("num_hidden_layers", most=MAX_LAYERS)),
+            kinds=_kinds(fields, architecture, fields.size("num_hidden_layers", most=MAX_LAYERS)),
             max_len=max_len,
             eos_ids=fields.ids("eos_token_id"),
         )
@@ -79,17 +80,21 @@ class LlamaSettings:
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
-        attention += self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.hidden
+        attention = 2 * self.hidden * queries + self.qkv_bias * queries + self.out_bias * self.hidden
         attention += self.qk_norm * 2 * self.head_dim
+        owned = sum(kind.shares is None for kind in self.kinds) * 2 * keys * (self.hidden + self.qkv_bias)
         mlp = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
         layer = attention + mlp + 2 * self.hidden
-        return len(self.windows) * layer + self.hidden + (1 if self.tied else 2) * self.vocab_size * self.hidden
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden
+        return len(self.kinds) * layer + owned + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
             family="llama",
-            layers=tuple(LayerSpec(self.kv_heads, self.head_dim, window) for window in self.windows),
+            layers=tuple(
+                LayerSpec(self.kv_heads, self.head_dim, window, chunk=chunk, shares=shares)
+                for window, chunk, shares in self.kinds
+            ),
             vocab_size=self.vocab_size,
             max_len=self.max_len,
             hidden=self.hidden,
@@ -286,11 +291,17 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     return scale(1.0)
 
 
+def _kinds(fields: Fields, architecture: str, layers: int) -> tuple[Kind, ...]:
+    """What each layer sees. Of Llama's relatives none has layers that share."""
+    if architecture == "LlamaForCausalLM":
+        return read_kinds(fields, layers)
+    fields.refuse("kv_sharing", None)
+    return tuple(Kind(window) for window in read_windows(fields, architecture, layers))
+
+
 def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window: Mistral's is one for all; `layer_types` says which of Ministral's and Qwen's layers
     have one, or Qwen's max_window_layers does."""
-    if architecture == "LlamaForCausalLM":
-        return (None,) * layers
     types = fields.config.get("layer_types")
     if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
         absent = "sliding_window" not in fields.config

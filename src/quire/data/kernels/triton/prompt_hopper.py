@@ -41,9 +41,9 @@ for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself,
 
 
 def takes(cache: LayerCache) -> bool:
-    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without window and cap, keys and values in pages of
-    one buffer."""
-    plain = cache.window is None and cache.softcap is None and cache.head_dim == 128 and cache.dtype.itemsize == 2
+    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without window, chunk and cap, keys and values in
+    pages of one buffer."""
+    plain = not cache.bounded and cache.softcap is None and cache.head_dim == 128 and cache.dtype.itemsize == 2
     return plain and not cache.contiguous and cache.values_after is not None
 
 
