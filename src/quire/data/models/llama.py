@@ -6,6 +6,7 @@ The model knows tokens and an Attending; it knows no batch, no cache, no samplin
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
 from quire.data.layers.rotary import Rotary
 from quire.data.models.attending import Attending
+from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.names import Stored, expand
 from quire.data.models.settings import LlamaSettings
 from quire.vocabulary.specs import ModelSpec
@@ -47,18 +49,20 @@ class Attention(nn.Module):
     """Queries, keys and values from one product, or queries alone where the layer shares another's keys and values;
     rotated; attention through the context; the output projection."""
 
-    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: LlamaSettings | GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device,
+        shares: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
         self.layer, self.head_dim = layer, head_dim
         rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        shares = settings.kinds[layer].shares is not None
         self.qkv = None if shares else Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
         self.q = Linear(settings.hidden, rows[:1], settings.qkv_bias, dtype, device) if shares else None
         self.out = Linear(heads * head_dim, settings.hidden, settings.out_bias, dtype, device)
-        norm = settings.qk_norm
-        self.q_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
-        self.k_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
+        norm = partial(RMSNorm, head_dim, settings.norm_eps, dtype, device, offset=settings.norm_offset)
+        self.q_norm = norm() if settings.qk_norm else None
+        self.k_norm = norm() if settings.qk_norm else None
 
     def forward(self, x: Tensor, rotary: Rotary, ctx: Attending, last: bool = False) -> Tensor:
         """What the heads of each token find; `out` comes next."""
@@ -77,7 +81,7 @@ class Block(nn.Module):
         super().__init__()
         s = settings
         self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.attention = Attention(s, layer, dtype, device)
+        self.attention = Attention(s, layer, dtype, device, s.kinds[layer].shares is not None)
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
 
