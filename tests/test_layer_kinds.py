@@ -204,19 +204,22 @@ def test_beams_are_those_of_a_roomy_memory(oracle: Callable[[str], Oracle], name
     assert found[0] == found[1]
 
 
-def test_a_layer_that_keeps_keys_and_values_of_its_own_is_caught(
-    oracle: Callable[[str], Oracle],
-) -> None:
-    """As if it didn't share: the reference has other numbers."""
+@pytest.mark.parametrize("bug", ["keeps its own", "writes to its owner's pages"])
+def test_a_layer_that_does_not_really_share_is_caught(oracle: Callable[[str], Oracle], bug: str) -> None:
     model = oracle("shared")
     config = json.loads((model.folder / "config.json").read_text())
-    alone = model.folder / "alone"
+    alone = model.folder / bug.split()[0]
     alone.mkdir()
     shutil.copy(model.folder / "model.safetensors", alone)
     (alone / "config.json").write_text(json.dumps({**config, "kv_sharing": None}))
     wrong = build(
         EngineConfig(model=str(alone), skip_tokenizer_init=True, dtype="float32", kv_tokens=1024, threads=1)
     ).engine
+    if bug != "keeps its own":
+        store: Any = wrong.runner.store  # type: ignore[attr-defined]
+        for layer, owner in enumerate(config["kv_sharing"]):
+            if owner is not None:
+                store.caches[layer] = store.caches[owner]
     with pytest.raises(AssertionError):
         assert_equal(model, wrong)
 

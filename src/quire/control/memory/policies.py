@@ -9,9 +9,11 @@ Pages here are logical: page i of a group is the i-th of a sequence's table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 
 from quire.control.request import Sequence
+from quire.errors import StartupError
 from quire.vocabulary.specs import Group
 
 FAR = 2**40  # tokens: further than any sequence gets
@@ -93,6 +95,21 @@ LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
 POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy}
 """By the kind of a group."""
+OFFERED = "quire.policies"
+"""The group of entry points by which an installed package offers a policy, under the name of its kind."""
+
+
+def policies_for(kinds: Iterable[str]) -> Policies:
+    """Policies for groups of these kinds: ours, and of others those that installed packages offer. StartupError for a
+    kind that nobody has a policy for."""
+    missing = set(kinds) - set(POLICIES)
+    offered = {found.name: found for found in entry_points(group=OFFERED)} if missing else {}
+    for kind in sorted(missing - set(offered)):
+        raise StartupError(
+            f"there is no policy for layers of the type {kind[:80]!r}",
+            f"Install the package that offers it, as an entry point of the group {OFFERED}",
+        )
+    return {**POLICIES, **{kind: offered[kind].load() for kind in missing}}
 
 
 def forgets(policy: LayerPolicy) -> bool:
@@ -114,6 +131,35 @@ def most_at_once(policy: LayerPolicy, chunk: int) -> int:
         policy.reads(None, start + chunk, start + 2 * chunk).stop - policy.reads(None, start, start + chunk).start
         for start in policy.starts()
     )
+
+
+def faults(policy: LayerPolicy, chunk: int, most: int) -> Iterator[str]:
+    """What a policy says that can't be, of steps of one token and of `chunk` at places all along a table. `most` as
+    `most_at_once` says."""
+    group = policy.group
+    longest = group.until(group.table_width)
+    spread = [int(64 * 1.2**i) + 1 for i in range(80)]
+    for start in (at for at in (*range(64), *spread, longest - chunk, longest - 1) if 0 <= at < longest):
+        for end in (start + 1, min(start + chunk, longest)):
+            reads, writes = policy.reads(None, start, end), policy.writes(None, start, end)
+            later, needs = policy.reads(None, end, end + 1), policy.required(None, start)
+            first, step = policy.reads(None, start, start + 1), f"tokens {start} to {end}"
+            if not 0 <= reads.start <= reads.stop <= group.table_width:
+                yield f"reads {_said(reads)} for {step}, of a table of {group.table_width}"
+            if writes and not (reads.start <= writes.start and writes.stop <= reads.stop):
+                yield f"writes {_said(writes)} for {step}, and reads {_said(reads)}"
+            if needs and not (first.start <= needs.start and needs.stop <= min(first.stop, group.pages(start))):
+                yield f"requires {_said(needs)} of a prefix of {start} tokens, and reads {_said(first)} behind it"
+            if later.start < reads.start:
+                yield f"reads {_said(later)} after {step}, and of these {_said(reads)} alone were left"
+            if later.stop - first.start > most:
+                yield f"holds {later.stop - first.start} pages in {step}, and {most} are the most by its `starts`"
+        if policy.border and (behind := policy.required(None, group.until(policy.border * (start + 1)))):
+            yield f"requires {_said(behind)} behind {start + 1} times its border of {policy.border} pages"
+
+
+def _said(pages: range) -> str:
+    return f"pages {pages.start} to {pages.stop}"
 
 
 def peak(policy: LayerPolicy, length: int, most: int) -> int:

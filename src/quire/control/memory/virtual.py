@@ -24,6 +24,7 @@ from quire.control.memory.buffers import Buffers, buffers_of
 from quire.control.memory.layout import Share, Size, shared_out
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Empty, Place, Queue
+from quire.control.memory.policies import policies_for
 from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
 from quire.errors import StartupError
@@ -90,6 +91,7 @@ class VirtualMemory(PagedMemory):
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            policies=policies_for(layer.kind for layer in spec.layers),
         )
 
     # Which slot, and which page
