@@ -123,22 +123,18 @@ def read_ropes(fields: Fields, max_len: int) -> dict[str, Rope]:
     """Gemma-3's rotary embedding for each type of layers. `rope_parameters` holds an object a type; older configs have
     `rope_local_base_freq`, and for layers that attend to all `rope_theta` and `rope_scaling`. Either way `max_len` is
     the length behind a scaling, not the one before it."""
-    section, scaling = fields.config.get("rope_parameters") or {}, fields.config.get("rope_scaling") or {}
-    if not isinstance(section, dict) or not all(name in LAYER_TYPES for name in section):
+    section, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
+    if not all(name in LAYER_TYPES for name in section):
         raise StartupError(
             f"rope_parameters in {fields.where} must be an object for each type of layers, got {shown(section)}",
             f"The types are {' and '.join(LAYER_TYPES)}",
         )
-    found = {name: section.get(name) or {} for name in LAYER_TYPES}
-    if not all(isinstance(rope, dict) for rope in (scaling, *found.values())):
-        raise StartupError(f"rope_parameters and rope_scaling in {fields.where} must hold objects")
-    found[FULL] = found[FULL] | scaling
-    local = Fields({**fields.config, "rope_theta": fields.config.get("rope_local_base_freq")}, fields.where)
-    full = Fields(found[FULL], f"the rope of {FULL} in {fields.where}")
-    return {
-        FULL: rope_of(fields, full, max_len, 1e6)[0],
-        LOCAL: rope_of(local, Fields(found[LOCAL], f"the rope of {LOCAL} in {fields.where}"), max_len, 1e4)[0],
-    }
+    types = Fields(section, f"rope_parameters of {fields.where}")
+    full = Fields(types.section(FULL) | scaling, f"the rope of {FULL} in {fields.where}")
+    local = Fields(types.section(LOCAL), f"the rope of {LOCAL} in {fields.where}")
+    thetas = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
+    found = (rope_of(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
+    return dict(zip((FULL, LOCAL), found))
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
