@@ -208,6 +208,7 @@ def test_windows_of_named_shapes() -> None:
     assert {(layer.scale, layer.softcap) for layer in small.layers} == {(1 / 16, 50.0)}
     assert {(layer.scale, layer.softcap) for layer in large.layers} == {(1 / 12, 50.0)}
     assert {(layer.scale, layer.softcap) for layer in third.layers} == {(1 / 16, None)}
+    assert (small.rotaries, third.rotaries) == (1, 2)
     assert third.max_len == 131_072, "what a scaling reaches, not what it starts from"
 
 

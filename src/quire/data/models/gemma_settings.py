@@ -107,6 +107,7 @@ class GemmaSettings:
             intermediate=self.intermediate,
             parameters=self.parameters,
             eos_ids=self.eos_ids,
+            rotaries=len(set(self.ropes)),
         )
 
 
