@@ -55,6 +55,8 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     shape = shape or next(shape for shape in CONFIGS.values() if shape["architectures"] == ["LlamaForCausalLM"])
     config = {**shape, **MORE, "architectures": [architecture], "rope_scaling": {**SCALING, "rope_type": kind}}
     config["layer_types"] = ["full_attention"] * shape.get("num_hidden_layers", 1)
+    if architecture == "Gemma3ForConditionalGeneration":
+        config = {"architectures": [architecture], "text_config": config}
     every_value(config)
 
 

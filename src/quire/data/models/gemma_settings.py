@@ -22,6 +22,14 @@ from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 FULL, LOCAL = LAYER_TYPES
+TEXT = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "intermediate_size": 9216,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +61,12 @@ class GemmaSettings:
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
-        fields = Fields(config)
-        refuse_quantised(fields)
+        refuse_quantised(Fields(config))
+        name = (config.get("architectures") or [""])[0]
+        fields, third = Fields(config), name != "Gemma2ForCausalLM"
+        if name == "Gemma3ForConditionalGeneration":
+            fields = read_text_config(fields)
         fields.refuse("use_bidirectional_attention", False)
-        third = (config.get("architectures") or [""])[0] == "Gemma3ForCausalLM"
         if third:
             fields.refuse("attn_logit_softcapping", None)
         heads, bias = fields.size("num_attention_heads"), fields.flag("attention_bias", False)
@@ -109,6 +119,14 @@ class GemmaSettings:
             eos_ids=self.eos_ids,
             rotaries=len(set(self.ropes)),
         )
+
+
+def read_text_config(fields: Fields) -> Fields:
+    """The text of a Gemma-3 that reads pictures too, whose config may leave out anything that is as transformers has
+    it. Whether the head is tied is said of the whole."""
+    tied = fields.config.get("tie_word_embeddings")
+    more = {} if tied is None else {"tie_word_embeddings": tied}
+    return Fields({**TEXT, **fields.section("text_config"), **more}, f"text_config of {fields.where}")
 
 
 def read_types(fields: Fields, third: bool) -> tuple[str, ...]:
