@@ -58,7 +58,7 @@ class Shape(NamedTuple):
         parts = []
         for window in dict.fromkeys(layer.window for layer in spec.layers):
             layers = [layer for layer in spec.layers if layer.window == window]
-            pair = sum(4 * spec.heads * layer.head_dim for layer in layers)
+            pair = sum(4 * (layer.heads or spec.heads) * layer.head_dim for layer in layers)
             parts.append(Attention(window, sum(layer.token_bytes(itemsize) for layer in layers), pair))
         return cls(spec.parameters - (head if tied else 2 * head), head, itemsize, tuple(parts))
 
