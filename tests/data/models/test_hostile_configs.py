@@ -26,7 +26,8 @@ MORE = {
     "rope_theta": 1.0, "sliding_window": 4, "max_window_layers": 1,
     "use_sliding_window": True, "attention_bias": False, "mlp_bias": False, "word_embed_proj_dim": 64, "n_inner": 5,
     "do_layer_norm_before": True, "enable_bias": True, "_remove_final_layer_norm": True, "scale_attn_weights": True,
-    "attention_chunk_size": 4, "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "sliding_window_pattern": 2,
+    "attention_chunk_size": 4,
+    "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0, "use_bidirectional_attention": False,
     "hidden_activation": "gelu",
 }  # fmt: skip
