@@ -55,8 +55,9 @@ class PagedMemory(PageTables):
         order: Iterable[int] | None = None,
         prefix_tokens: int = 0,
         policies: Policies = POLICIES,
+        association: str = "bulk",
     ) -> None:
-        super().__init__(geometry, policies, order, debug)
+        super().__init__(geometry, policies, order, debug, association)
         self.chunk, self.caching = chunk, caching
         # Where pages are dropped before a sequence's end it never holds all of them.
         self.forgets = len(self.keeping) < len(self.policies)
@@ -112,12 +113,14 @@ class PagedMemory(PageTables):
         if self.prefixes.waits(first):
             return LATER  # as below, and nothing new was heard
         coming = self._arrivals(seqs, budget)
-        *branches, whole = self._needs(seqs, coming)
+        found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
+        resting = self.pages.resting(found)
+        *branches, whole = self._needs(seqs, coming, resting.pages)
         if self.caching and self.prefixes.is_coming(first, coming[0].tokens, whole):
             return LATER  # the same prompt is being computed: a step later its pages can be shared
         alone, promised = not self.residents, self.prefixes.promised
         for i, needs in enumerate((*branches, whole)):
-            if not self.pages.affords(list(map(add, needs, promised)), margin=not alone or i > 0):
+            if not self.pages.reserve(list(map(add, needs, promised)), resting, margin=not alone or i > 0):
                 self.refused = (first.id, self.pages.releases)
                 return None
         for one in coming:  # used from now on, so that they aren't evicted for a sequence's own tail
@@ -167,12 +170,11 @@ class PagedMemory(PageTables):
         owners.update(dict.fromkeys(keys[known:], index))
         return known * prefixes.stride, owners[keys[known - 1]] if known else index
 
-    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival]) -> Iterator[list[int]]:
+    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival], resting: list[int]) -> Iterator[list[int]]:
         """Pages of each group that must be free for the first of them to come in, for the first two, and so on: with
         what the last one needs to go on, and pages of its branches to come. What is found and no sequence uses yet is
-        about to be, so it isn't free."""
-        found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
-        taken = self.pages.resting(found)
+        about to be, so it isn't free: these are the pages that are `resting`."""
+        taken = list(resting)
         for seq, one in zip(seqs, coming):
             needs = []
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
@@ -192,7 +194,7 @@ class PagedMemory(PageTables):
             owner = before[one.owner].tables
             stops = [policy.required(seq, one.common).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
-        resident = self.reside(seq, tables, one.length)
+        resident = self.reside(seq, tables, one.length, before[0].owner if before else seq.id)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
         resident.room = self._room(seq, tables)
         resident.forked = one.tokens % self.prefixes.stride > 0
@@ -200,8 +202,7 @@ class PagedMemory(PageTables):
         self.prefixes.hits += one.tokens
         if self.caching:
             resident.expected = self.prefixes.expect(seq, one.tokens)
-        extended = self._extend(seq, resident, one.length, one.tokens)
-        assert extended, "pages counted for an admission were not there"
+        self._extend(seq, resident, one.length, one.tokens, reserved=True)
         return resident
 
     def _share_common(self, coming: list[Arrival], residents: list[Resident]) -> None:
@@ -283,23 +284,22 @@ class PagedMemory(PageTables):
             here = self.pages.used[g] * full - sum(full - held for held in filled.values())
             used += here
             padding += self.pages.used[g] * group.page_bytes - here
-        cached = sum(len(pool.cached) * self.groups[pool.groups[0]].page_bytes for pool in self.pages.pools)
-        free = sum(len(pool.empty) * self.groups[pool.groups[0]].page_bytes for pool in self.pages.pools)
-        return Usage(used, cached, 0, padding, 0, free)
+        space = self.pages.space([group.page_bytes for group in self.groups])
+        return Usage(used, space.cached, 0, padding, space.external, space.free)
 
     def _sharing(self) -> Sharing:
         tables = distinct = 0
         pins = self.prefixes.pins
         for g, group in enumerate(self.groups):
             named = sum(len(resident.tables[g]) - resident.first[g] for resident in self.residents.values())
-            refs = self.pages.of[g].refs
-            idle = sum(at == g and refs[page] == count for (at, page), count in pins.items())  # no sequence's, now
+            names = self.pages.names
+            idle = sum(at == g and names(g, page) == count for (at, page), count in pins.items())  # no sequence's, now
             tables += named * group.page_bytes
             distinct += (self.pages.used[g] - idle) * group.page_bytes
         registered, host = self.prefixes.registered.values(), self.swap.host
         return Sharing(
             tables, tables - distinct, self.copies, self.swap.out_bytes, self.swap.in_bytes,
-            sum(len(pool.ids) for pool in host.pools), sum(host.used),
+            host.total, sum(host.used),
             len(registered), sum(len(prefix.tokens) for prefix in registered),
             min(group.until(kept) for group, kept in zip(self.groups, self.prefixes.set_aside)),
             self.prefixes.queries, self.prefixes.hits,

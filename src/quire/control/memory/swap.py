@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import groupby
+from operator import itemgetter
 
+from quire.control.memory.large import LargePages
 from quire.control.memory.pages import SCRATCH, Ledger
 from quire.control.memory.prefix import Prefixes
-from quire.control.memory.tables import PageTables, Resident, Tables
+from quire.control.memory.tables import PageTables, Resident, Tables, ledger_of
 from quire.control.request import Sequence
 from quire.vocabulary.plan import In, Out, Poison
 
@@ -24,7 +27,8 @@ class Swap:
 
     def __init__(self, tables: PageTables, prefixes: Prefixes) -> None:
         self.tables, self.prefixes = tables, prefixes
-        self.host = Ledger([group.host_ids for group in tables.groups])
+        host_ids = [group.host_ids for group in tables.groups]
+        self.host = ledger_of(tables.geometry, host_ids, tables.association)
         self.residents: dict[int, Resident] = {}  # with host pages in their tables
         self.out_bytes = self.in_bytes = 0
 
@@ -34,12 +38,15 @@ class Swap:
         tables = self.tables
         residents = [tables.residents[seq.id] for seq in seqs]
         moves = _pages(residents)
-        if not self.host.affords(self._counts(moves)):
+        if not self.host.reserve(self._counts(moves)):
             return False
-        for g, page in moves:
-            moves[g, page] = self.host.take(g)
-            tables.entries.append(Out(g, page, moves[g, page]))
-            self.out_bytes += tables.groups[g].page_bytes
+        owner = residents[0].owner
+        for g, run in groupby(list(moves), itemgetter(0)):
+            pages = [page for _, page in run]
+            for page, to in zip(pages, self.host.take_all(g, len(pages), owner)):
+                moves[g, page] = to
+                tables.entries.append(Out(g, page, to))
+            self.out_bytes += len(pages) * tables.groups[g].page_bytes
         for seq, resident in zip(seqs, residents):
             tables.free(seq)
             resident.tables = _renamed(resident.tables, moves)
@@ -61,21 +68,24 @@ class Swap:
         cached = list(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
         missing = self._counts(move for move, page in moves.items() if not page)
         spare = len(seqs) if tables.residents else 0  # a page more for each, to go on; alone they fit
-        needs = [need + rest + spare for need, rest in zip(missing, ledger.resting(cached))]
-        if len(seqs) > len(tables.slots) or not ledger.affords(needs):
+        resting = ledger.resting(cached)
+        needs = [need + rest + spare for need, rest in zip(missing, resting.pages)]
+        if len(seqs) > len(tables.slots) or not ledger.reserve(needs, resting):
             return False
         for g, page in cached:
             ledger.share(g, page)
-        for (g, host), page in moves.items():
-            if not page:
-                moves[g, host] = page = tables.take(g)
+        owner = away[0].owner
+        for g, run in groupby([move for move, page in moves.items() if not page], itemgetter(0)):
+            hosts = list(run)
+            for (_, host), page in zip(hosts, tables.take(g, len(hosts), owner)):
+                moves[g, host] = page
                 tables.entries.append(In(g, host, page))
-                self.in_bytes += tables.groups[g].page_bytes
                 if (g, host) in names:
                     ledger.publish(g, page, names[g, host])
+            self.in_bytes += len(hosts) * tables.groups[g].page_bytes
         for seq, old in zip(seqs, away):
             self.free(seq)
-            resident = tables.reside(seq, _renamed(old.tables, moves))
+            resident = tables.reside(seq, _renamed(old.tables, moves), owner=owner)
             resident.room, resident.held = old.room, old.held
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
@@ -101,8 +111,9 @@ class Swap:
 
     def free(self, seq: Sequence) -> None:
         """A swapped sequence ended, or came back: let go of its host pages."""
-        for g, table in enumerate(self.residents.pop(seq.id).tables):
-            self.host.release(g, table)
+        resident = self.residents.pop(seq.id)
+        self.host.release_all(resident.tables)
+        self.host.leave(resident.owner)
 
     def check(self) -> None:
         """Assert that every host page is free or named by a swapped sequence."""
@@ -124,7 +135,7 @@ def _renamed(tables: Tables, moves: Moves) -> Tables:
     return [[moves[g, page] if page else SCRATCH for page in table] for g, table in enumerate(tables)]
 
 
-def _count(ledger: Ledger, residents: list[Resident]) -> None:
+def _count(ledger: Ledger | LargePages, residents: list[Resident]) -> None:
     """Count the references of these tables, of whose pages each was counted once."""
     counted: set[tuple[int, int]] = set()
     for resident in residents:
