@@ -41,5 +41,5 @@ def test_a_ledger_that_knows_no_requests_differs(monkeypatch: pytest.MonkeyPatch
 def test_other_places_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     _, found, free = walk()
     moved = [one._replace(large=one.large + 1, page=one.page + 2) for one in found]
-    monkeypatch.setattr(large_pages, "walk", lambda: (512, moved, free[:2] + [2]))
+    monkeypatch.setattr(large_pages, "walk", lambda: (512, moved, [*free[:2], 2]))
     assert [result.verdict for result in figure_6().results] == [DIFFERS] * 3 + [HOLDS] + [DIFFERS] * 2

@@ -172,6 +172,11 @@ ENTRIES = {
     "jenga-fig6": Entry("large_pages:figure_6", "Jenga Figure 6: small pages of two kinds in large pages"),
     "jenga-fig7": Entry("unlike_layers:figure_7", "Jenga Figure 7: where pages of layers are, by two layouts"),
     "jenga-fig8": Entry("large_pages:figure_8", "Jenga Figure 8: large pages of requests, or of all"),
+    "jenga-fig15": Entry(
+        "decode_batches:figure_15", "Jenga Figure 15: requests that decode at once, by every allocation rule"
+    ),
+    "jenga-fig16": Entry("memory_timeline:figure_16", "Jenga Figure 16: memory by category over time"),
+    "jenga-x5": Entry("decode_batches:longest_request", "Jenga §7.2: the longest request on an L4"),
     "jenga-x1": Entry("planned_pages:planner_table", "Jenga §4.4: compatible pages of the paper's models"),
     "jenga-x2": Entry("unlike_layers:kv_of_llama", "Jenga §2: KV of 10,000 tokens of Llama 3.1 8B"),
     "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),

@@ -1,5 +1,5 @@
 """Jenga Figures 6 and 8: which large pages a request's small pages lie in, and what comes back when it ends. The
-memory's own ledger is asked. Its large page 0 is scratch: below, large pages are counted from the first that is given out.
+memory's own ledger is asked. Its large page 0 is scratch: below, large pages are counted behind it.
 """
 
 from __future__ import annotations

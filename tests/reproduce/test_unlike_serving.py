@@ -1,0 +1,96 @@
+"""Jenga's simulated entries: what is counted of a run is right, small runs run, and verdicts follow made-up numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.reproduce import decode_batches, memory_timeline
+from quire.reproduce.decode_batches import CASE, Decoded, judged, longest_request
+from quire.reproduce.memory_timeline import DYNAMIC, Timeline
+from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
+from quire.reproduce.unlike_serving import DOCUMENT, H100, L4, OWN, RULES, Case, Memory, burst, prompts, simulated
+
+
+def test_budgets_are_the_papers() -> None:
+    assert Case("ministral-8b", L4, "", halved=True).budget == pytest.approx(12.37, abs=0.01)
+    assert Case("ministral-8b", H100, "").budget == pytest.approx(54.45, abs=0.01)
+    assert Case("ministral-8b", H100, "", kv_gib=40.0).budget == 40
+
+
+def test_prompts_share_what_their_documents_do() -> None:
+    case = Case("gemma-2-9b", H100, "arxiv-qa@8")
+    sketches = case.sketches()
+    assert {one.prompt_len + one.output_len for one in sketches} == {8192}
+    made = prompts(sketches)
+    assert [len(prompt) for prompt in made] == [one.prompt_len for one in sketches]
+    assert len({prompt[0] for prompt in made}) == 2
+    assert len({prompt[one.prefix_len] for prompt, one in zip(made, sketches)}) == 8
+    assert {prompt[-1] for prompt in made} == {OWN}
+    assert min(prompt[0] for prompt in made) == DOCUMENT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_small_run_by_every_rule(rule: str) -> None:
+    case = Case("ministral-8b", H100, "longdoc@3", kv_gib=40.0)
+    run = simulated(case, rule, sampled=0.2)
+    trace = burst(case.sketches())
+    assert sum(step.prompt for step in run.steps) == sum(len(one.prompt) for one in trace)
+    assert sum(step.decoding for step in run.steps) == run.output - 3, "the first token of each is a prompt's"
+    assert 1 <= run.batch <= 3
+    assert run.requests_per_s * run.seconds == pytest.approx(3)
+    late = [one for one in run.memory if one.full > 2**32]
+    wasted = sum(one.wasted for one in late) / sum(one.allocated for one in late)
+    if rule in ("uniform", "max"):
+        assert 0.3 < wasted < 0.6
+    else:
+        assert wasted < 0.002, "a page's tail"
+    total = {one.allocated + one.free for one in run.memory}
+    assert max(total) - min(total) <= 0.001 * max(total)
+
+
+def test_devices_that_move_and_compute_less_take_longer() -> None:
+    fast, slow = (simulated(Case("llama3-8b", device, "fixed:512:32@8", kv_gib=4.0), "jenga") for device in (H100, L4))
+    assert 3 < slow.seconds / fast.seconds < 30
+    halved = simulated(Case("llama3-8b", L4, "fixed:512:32@8", kv_gib=4.0, halved=True), "jenga")
+    assert halved.seconds < 0.8 * slow.seconds
+
+
+def decoded(batch: float, steps: int) -> Decoded:
+    return Decoded(batch, steps, 0.0, [1, 2, 3])
+
+
+def test_decode_batches_are_judged() -> None:
+    runs = {rule: decoded(2.63, 600) for rule in RULES} | {"jenga": decoded(5.2, 310)}
+    assert {one.verdict for one in judged(runs, runs) if one.paper is not None} == {HOLDS}
+    same = {rule: decoded(2.63, 600) for rule in RULES}
+    verdicts = [one.verdict for one in judged(same, runs) if one.verdict != MEASURED]
+    assert verdicts == [DIFFERS, DIFFERS, HOLDS, HOLDS, DIFFERS, HOLDS]
+    data = {name: {rule: run._asdict() for rule, run in runs.items()} for name in ("h100", "less")}
+    assert len(decode_batches.draw(data).axes) == 2
+    assert f"{CASE.budget:.1f}" in decode_batches._text(runs, runs)
+
+
+def test_the_longest_request() -> None:
+    found = longest_request().results
+    assert [one.verdict for one in found[:2]] == [HOLDS, HOLDS]
+    assert 85_000 < found[2].ours < 95_000
+
+
+def moments(wasted: int, shares: list[int]) -> list[Memory]:
+    return [Memory(float(t), share, 100 - share, wasted, 50, 2) for t, share in enumerate(shares)]
+
+
+def test_timelines_are_judged() -> None:
+    ramp = [28] * 50 + [40] * 50 + [54] * 50
+    found = [
+        Timeline(trace, rule, moments(62 if rule == "uniform" else 0, ramp))
+        for trace in ("static", "dynamic")
+        for rule in ("uniform", "jenga")
+    ]
+    assert found[0].wasted() == pytest.approx(100 * 62 / 162)
+    assert {one.verdict for one in memory_timeline.judged(found) if one.verdict != MEASURED} == {HOLDS}
+    worse = [one._replace(moments=moments(20, [80] * 50)) for one in found]
+    assert {one.verdict for one in memory_timeline.judged(worse) if one.verdict != MEASURED} == {DIFFERS}
+    drawn = memory_timeline.draw([one._asdict() for one in found])
+    assert len(drawn.axes) == 4
+    assert DYNAMIC.workload in memory_timeline._text(found)
