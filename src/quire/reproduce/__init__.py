@@ -172,6 +172,9 @@ ENTRIES = {
     "jenga-fig6": Entry("large_pages:figure_6", "Jenga Figure 6: small pages of two kinds in large pages"),
     "jenga-fig7": Entry("unlike_layers:figure_7", "Jenga Figure 7: where pages of layers are, by two layouts"),
     "jenga-fig8": Entry("large_pages:figure_8", "Jenga Figure 8: large pages of requests, or of all"),
+    "jenga-fig13": Entry(
+        "unlike_throughput:figure_13", "Jenga Figure 13: throughput of models of unlike layers, on two devices"
+    ),
     "jenga-fig15": Entry(
         "decode_batches:figure_15", "Jenga Figure 15: requests that decode at once, by every allocation rule"
     ),

@@ -7,7 +7,10 @@ devices are extrapolations, and what is compared are rules on one device.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench.workloads import Sketch, parse
@@ -15,8 +18,9 @@ from quire.cli.simulate import Plant, plant_of
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory.policies import POLICIES
+from quire.data.models import read_spec
+from quire.data.models.configs import named_config
 from quire.errors import QuireError
-from quire.reproduce.closed_forms import spec_of
 from quire.sim.cost import load, names
 from quire.sim.simulate import Arriving
 from quire.vocabulary.params import SamplingParams
@@ -63,7 +67,9 @@ L4 = Device("L4", 24 * GB, 0.3e12, 121e12)
 
 class Case(NamedTuple):
     """A model on a device with so many requests of a workload, all at once. `halved`: weights take one byte (FP8 in the
-    paper's Table 1). `kv_gib` instead of what the device has left over; `longest` instead of the model's context."""
+    paper's Table 1). `kv_gib` instead of what the device has left over; `longest` instead of the model's context, and
+    `chunk` tokens a step instead of the default.
+    `changes` are to its config.json."""
 
     model: str
     device: Device
@@ -72,10 +78,17 @@ class Case(NamedTuple):
     kv_gib: float | None = None
     caching: bool = False
     longest: int | None = None
+    chunk: int | None = None
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The model's config.json, with `changes`."""
+        return {**named_config(self.model), **dict(self.changes)}
 
     @property
     def spec(self) -> ModelSpec:
-        return spec_of(self.model)
+        return read_spec(self.shape)
 
     @property
     def budget(self) -> float:
@@ -93,12 +106,15 @@ class Case(NamedTuple):
         """The engine by a rule of RULES."""
         return EngineConfig(**{
             "model_config": self.model, "kv_gib": self.budget, "max_model_len": self.longest, "swap_gib": 0.0,
-            "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED, **RULES[rule], **more,
+            "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED,
+            "max_num_batched_tokens": self.chunk, **RULES[rule], **more,
         })  # fmt: skip
 
     def plant(self, rule: str, **more: Any) -> Plant:
         """The same as a simulation. Weights of one byte are read twice as fast, and computed with as before."""
-        made = plant_of(self.config(rule, **more), CALIBRATION)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(self.shape))
+            made = plant_of(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
         slower, longer = H200.bandwidth / self.device.bandwidth, H200.operations / self.device.operations
         c = made.cost.coefficients
         scaled = c._replace(
