@@ -1,9 +1,11 @@
-"""The invariants of the two-level ledger, recounted from its small pages."""
+"""The two-level ledger, recounted: the bytes of what isn't used, and its invariants."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from quire.control.memory.pages import Space
 
 if TYPE_CHECKING:
     from quire.control.memory.large import LargePages
@@ -12,12 +14,28 @@ EMPTY, CACHED = 0, -1
 """References of small pages that aren't used."""
 
 
+def space_of(pages: LargePages, sizes: Sequence[int]) -> Space:
+    """As Ledger.space. What is empty in active large pages can be had by their group alone: that is external."""
+    empty = [0] * len(sizes)  # bytes of empty pages of reclaimable large pages
+    for home in pages.reclaimable:
+        empty[pages.kind[home]] += pages.holes[home] * sizes[pages.kind[home]]
+    cached = [len(found) * size for found, size in zip(pages.cached, sizes)]
+    bound = [
+        size * ratio * (active + idle)
+        for size, ratio, active, idle in zip(sizes, pages.ratios, pages.active, pages.idle)
+    ]
+    unused = sum(bound) - sum(used * size for used, size in zip(pages.used, sizes))
+    large = sizes[0] * pages.ratios[0]
+    return Space(sum(cached), unused - sum(cached) - sum(empty), large * len(pages.free) + sum(empty))
+
+
 def audit(pages: LargePages, named: Sequence[dict[int, int]]) -> None:
-    """Assert that every small page is in one state, that what is kept about large pages is what their small ones say,
-    and that each group's pages have as many references as `named` says."""
+    """As Ledger.check: every small page is in one state, what is kept about large pages is what their small ones say,
+    and each group's pages have as many references as `named` says."""
     kinds = dict(pages.reclaimable)
     assert len(set(pages.free)) == len(pages.free), "a large page is free twice"
     assert not kinds.keys() & set(pages.free), "a large page is free and reclaimable"
+    assert not any(pages.busy[home] or pages.holes[home] for home in pages.free), "a free large page isn't free"
     owned: dict[int, int] = dict.fromkeys([*pages.free, *kinds], 0)
     for group, (refs, keys, ratio) in enumerate(zip(pages.refs, pages.keys, pages.ratios)):
         held = {page: count for page, count in enumerate(refs) if count > 0}

@@ -17,9 +17,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from quire.control.memory.answers import LargeCounts
-from quire.control.memory.audit import CACHED, EMPTY, audit
-from quire.control.memory.pages import NONE_RESTING, SCRATCH, WATERMARK, Resting, Space
+from quire.control.memory.audit import CACHED, EMPTY, audit, space_of
+from quire.control.memory.pages import NONE_RESTING, SCRATCH, WATERMARK, Resting
 from quire.control.memory.partial import Partial
+
+DEEP = 32  # bits of a large page's number
+LOW = (1 << DEEP) - 1
 
 ASSOCIATIONS = ("paper", "bulk", "none")
 """Whose small pages share a large page. "paper": one request's, as far as possible (§4.3). "bulk": of what a request
@@ -40,7 +43,7 @@ class LargePages:
         self.free = list(range(count, 0, -1))  # a stack
         self.kind = [-1] * (count + 1)  # by large page: the group that it is or was bound to
         self.busy = [0] * (count + 1)  # its used small pages
-        self.holes = [0] * (count + 1)  # its empty ones; of a free one it isn't known
+        self.holes = [0] * (count + 1)  # its empty ones; 0 of a free one
         self.reclaimable: OrderedDict[int, None] = OrderedDict()  # of all groups, oldest use first
         self.refs = [[EMPTY] * ((count + 1) * ratio) for ratio in ratios]  # by small page: references, or EMPTY, CACHED
         self.keys: list[list[bytes | None]] = [[None] * len(refs) for refs in self.refs]
@@ -52,8 +55,6 @@ class LargePages:
         self.slack = 0  # large pages that may be taken where small ones would do
         self.releases = self.evictions = 0
         self.evicted_large = self.evicted_small = self.rebound = 0
-
-    # Questions
 
     def affords(
         self, needs: Sequence[int], resting: Resting = NONE_RESTING, *, margin: bool = False, idle: bool = False
@@ -96,10 +97,12 @@ class LargePages:
 
     def within(self, needs: Sequence[int], limits: Sequence[int]) -> bool:
         """Whether pages for `needs` take no more large pages than pages for `limits`."""
-        return self._large(needs) <= self._large(limits)
+        both = zip(self.ratios, needs, limits)
+        return sum([-(-limit // ratio) - -(-need // ratio) for ratio, need, limit in both]) >= 0
 
-    def _large(self, counts: Sequence[int]) -> int:
-        return sum([-(-count // ratio) for count, ratio in zip(counts, self.ratios)])
+    def edges(self, group: int) -> int:
+        """As Ledger.edges: the rest of the first large page, and that of the last."""
+        return 2 * (self.ratios[group] - 1)
 
     def find(self, group: int, key: bytes) -> int | None:
         """The page that holds the content `key`, used or cached."""
@@ -157,27 +160,30 @@ class LargePages:
         """Cut so many free or reclaimable large pages into pages of a group, and take so many of these."""
         for _ in range(large - len(self.free)):
             self._reclaim()
-        ratio, refs = self.ratios[group], self.refs[group]
-        owners = self.partial[group].owner
+        ratio, refs, busy, kind = self.ratios[group], self.refs[group], self.busy, self.kind
         homes = self.free[: -large - 1 : -1]
         del self.free[len(self.free) - large :]
-        pages: list[int] = []
-        for home in homes:
-            if self.kind[home] != group:
-                self.rebound += self.kind[home] >= 0
-                self.kind[home] = group
-            owners[home] = owner
-            self.busy[home] = ratio
-            self.holes[home] = 0
-            first = home * ratio
-            refs[first : first + ratio] = [1] * ratio
-            pages += range(first, first + ratio)
         self.active[group] += large
         self.used[group] += small
+        for home in homes:
+            busy[home] = ratio
+            if kind[home] != group:
+                self.rebound += kind[home] >= 0
+                kind[home] = group
+        if ratio == 1:
+            for home in homes:
+                refs[home] = 1
+            return homes
+        pages, ones, owners = list[int](), [1] * ratio, self.partial[group].owner
+        for home in homes:
+            owners[home] = owner
+            first = home * ratio
+            refs[first : first + ratio] = ones
+            pages += range(first, first + ratio)
         if len(pages) > small:  # the last one in part
-            home, over = homes[-1], len(pages) - small
+            over = len(pages) - small
             refs[pages[small] : pages[small] + over] = [EMPTY] * over
-            self.busy[home], self.holes[home] = ratio - over, over
+            busy[home], self.holes[home] = ratio - over, over
             self.partial[group].add(home)
             del pages[small:]
         return pages
@@ -227,7 +233,7 @@ class LargePages:
                 refs[page] = EMPTY
                 self.evictions += 1
         self.idle[group] -= 1
-        self.free.append(home)
+        self._free(home)
         self.evicted_large += 1
 
     def _forget(self, group: int, page: int) -> None:
@@ -268,24 +274,25 @@ class LargePages:
 
     def release(self, group: int, pages: Sequence[int]) -> None:
         """As Ledger.release. A large page of which nothing is used any more is free or reclaimable."""
-        self._rest(group, [home for _, home in self._release(group, pages)])
+        for code in self._release(group, pages):
+            self.reclaimable[code & LOW] = None
 
     def release_all(self, tables: Sequence[Sequence[int]]) -> None:
         """One sequence fewer names the pages of its tables, one a group. Of what was used equally long ago, the deeper
         is evicted first, whatever its group (§5.1, aligned)."""
         found = [self._release(group, pages) for group, pages in enumerate(tables)]
-        spans = self.spans
-        rest = [(-at * spans[group], group, home) for group, homes in enumerate(found) for at, home in homes]
-        for _, group, home in sorted(rest):
-            self._rest(group, [home])
+        reclaimable = self.reclaimable
+        for code in sorted([code for codes in found for code in codes], reverse=True):
+            reclaimable[code & LOW] = None
 
-    def _release(self, group: int, pages: Sequence[int]) -> list[tuple[int, int]]:
-        """Release them; the large pages that have become reclaimable: where their first page was, and which."""
+    def _release(self, group: int, pages: Sequence[int]) -> list[int]:
+        """Release them. Returns the large pages that are to become reclaimable, as numbers: of the tokens before their
+        first page, and which ones."""
         refs, keys, cached, ratio = self.refs[group], self.keys[group], self.cached[group], self.ratios[group]
-        busy, holes, freed = self.busy, self.holes, 0
+        busy, holes, freed, at, first, last = self.busy, self.holes, 0, len(pages), 0, SCRATCH
         touched: dict[int, int] = {}
-        for at in range(len(pages) - 1, -1, -1):
-            page = pages[at]
+        for page in reversed(pages):
+            at -= 1
             left = refs[page] = refs[page] - 1
             if left > 0:
                 continue
@@ -295,33 +302,41 @@ class LargePages:
             assert left == 0, f"page {page} is released but has no references"
             freed += 1
             home = page // ratio
+            if home != last:
+                touched[last] = first
+                last = home
+            first = at
             busy[home] -= 1
-            touched[home] = at
             if keys[page] is None:
                 holes[home] += 1
             else:
                 refs[page] = CACHED
                 cached[page] = None
+        touched[last] = first
+        touched.pop(SCRATCH, None)
         self.used[group] -= freed
         self.releases += freed > 0
-        resting = []
-        for home, at in touched.items():
+        resting, emptied, partial, span = list[int](), 0, self.partial[group], self.spans[group]
+        for home, first in touched.items():
             if busy[home]:
                 if holes[home]:
-                    self.partial[group].add(home)
+                    partial.add(home)
                 continue
-            self.active[group] -= 1
-            self.partial[group].remove(home)
+            emptied += 1
+            if ratio > 1:
+                partial.remove(home)
             if holes[home] == ratio:
+                holes[home] = 0
                 self.free.append(home)
             else:
-                resting.append((at, home))
+                resting.append(first * span << DEEP | home)
+        self.active[group] -= emptied
+        self.idle[group] += len(resting)
         return resting
 
-    def _rest(self, group: int, homes: Sequence[int]) -> None:
-        self.idle[group] += len(homes)
-        for home in homes:
-            self.reclaimable[home] = None
+    def _free(self, home: int) -> None:
+        self.holes[home] = 0
+        self.free.append(home)
 
     def leave(self, owner: int) -> None:
         """A request has left: what it leaves empty in its large pages is everybody's."""
@@ -345,7 +360,7 @@ class LargePages:
         elif self.holes[home] == self.ratios[group]:
             del self.reclaimable[home]
             self.idle[group] -= 1
-            self.free.append(home)
+            self._free(home)
 
     def make_room(self, group: int) -> None:
         """One empty page more, if a cached one can be had for it."""
@@ -357,34 +372,16 @@ class LargePages:
 
     def drop_cached(self) -> int:
         """Empty every cached page. Returns how many there were."""
-        count = 0
+        count = sum(map(len, self.cached))
         for group, cached in enumerate(self.cached):
-            count += len(cached)
             for page in list(cached):
                 self.evict(group, page)
         return count
-
-    # Facts
 
     @property
     def total(self) -> int:
         """The most pages that it can hold."""
         return self.count * max(self.ratios)
-
-    def space(self, sizes: Sequence[int]) -> Space:
-        """The bytes of its pages that aren't used; groups' pages have `sizes`. What is empty in active large pages can
-        be had by their group alone."""
-        empty = [0] * len(sizes)  # bytes of empty pages of reclaimable large pages
-        for home in self.reclaimable:
-            empty[self.kind[home]] += self.holes[home] * sizes[self.kind[home]]
-        cached = [len(pages) * size for pages, size in zip(self.cached, sizes)]
-        bound = [
-            size * ratio * (active + idle)
-            for size, ratio, active, idle in zip(sizes, self.ratios, self.active, self.idle)
-        ]
-        unused = sum(bound) - sum(used * size for used, size in zip(self.used, sizes))
-        large = sizes[0] * self.ratios[0]
-        return Space(sum(cached), unused - sum(cached) - sum(empty), large * len(self.free) + sum(empty))
 
     def counts(self) -> LargeCounts:
         """For an allocator's statistics."""
@@ -397,7 +394,5 @@ class LargePages:
         to offload, and an order)."""
         return ((home, self.kind[home]) for home in self.reclaimable)
 
-    def check(self, named: Sequence[dict[int, int]]) -> None:
-        """As Ledger.check: every small page is in one state, what is kept about large pages is what their small ones
-        say, and each group's pages have as many references as `named` says."""
-        audit(self, named)
+    space = space_of
+    check = audit

@@ -8,7 +8,7 @@ their own.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import add
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size, geometry_of
+from quire.control.memory.pages import Resting
 from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
@@ -62,6 +63,7 @@ class PagedMemory(PageTables):
         # Where pages are dropped before a sequence's end it never holds all of them.
         self.forgets = len(self.keeping) < len(self.policies)
         self.most = [most_at_once(policy, chunk) for policy in self.policies]
+        self.edges = [self.pages.edges(g) for g in range(len(self.groups))]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, caching)
         self.unit = self.prefixes.unit
@@ -79,14 +81,15 @@ class PagedMemory(PageTables):
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            association=config.association,
         )
 
     # Admission
 
     def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
         needs = [
-            sum(peak(policy, length, most) for length in lengths) + kept
-            for policy, most, kept in zip(self.policies, self.most, self.prefixes.set_aside)
+            sum(peak(policy, length, most + edges) for length in lengths) + kept
+            for policy, most, edges, kept in zip(self.policies, self.most, self.edges, self.prefixes.set_aside)
         ]
         # What is common is shared, also when the sequences come back after a preemption, see `_common`.
         if not self.forgets:
@@ -112,15 +115,14 @@ class PagedMemory(PageTables):
             return None
         if self.prefixes.waits(first):
             return LATER  # as below, and nothing new was heard
-        coming = self._arrivals(seqs, budget)
-        found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
-        resting = self.pages.resting(found)
-        *branches, whole = self._needs(seqs, coming, resting.pages)
-        if self.caching and self.prefixes.is_coming(first, coming[0].tokens, whole):
+        coming = self._arrivals(seqs, budget, self.caching)
+        needs, resting = self._needs(seqs, coming)
+        if self.caching and self.prefixes.is_coming(first, coming[0].tokens, needs[-1]):
             return LATER  # the same prompt is being computed: a step later its pages can be shared
-        alone, promised = not self.residents, self.prefixes.promised
-        for i, needs in enumerate((*branches, whole)):
-            if not self.pages.reserve(list(map(add, needs, promised)), resting, margin=not alone or i > 0):
+        if not self._reserve(needs, resting):
+            if not self.residents:  # what is found may lie in more large pages than it would fill
+                coming = self._arrivals(seqs, budget, look=False)
+            if self.residents or not self._reserve(*self._needs(seqs, coming)):
                 self.refused = (first.id, self.pages.releases)
                 return None
         for one in coming:  # used from now on, so that they aren't evicted for a sequence's own tail
@@ -133,16 +135,25 @@ class PagedMemory(PageTables):
         self._share_common(coming, residents)
         return [Admitted(one.tokens, seqs[one.owner] if one.ready < one.tokens else None) for one in coming]
 
-    def _arrivals(self, seqs: Seq[Sequence], budget: int) -> list[Arrival]:
+    def _reserve(self, needs: list[list[int]], resting: Resting) -> bool:
+        """Whether there is room for each of these needs, the last of which are met next. A little stays free, unless
+        one sequence is alone."""
+        alone, promised = not self.residents, self.prefixes.promised
+        return all(
+            self.pages.reserve(list(map(add, need, promised)), resting, margin=not alone or i > 0)
+            for i, need in enumerate(needs)
+        )
+
+    def _arrivals(self, seqs: Seq[Sequence], budget: int, look: bool) -> list[Arrival]:
         """One sequence alone gets room for its next chunk, several for all of their tokens: only then can they share
-        what one of them computes."""
+        what one of them computes. With `look` cached pages are looked up."""
         coming: list[Arrival] = []
         owners: dict[bytes, int] = {}  # the first sequence that has the tokens which a key names
         for i, seq in enumerate(seqs):
             common, owner = self._common(seq, i, owners) if len(seqs) > 1 else (0, i)
             ready = min(common, coming[owner].ready) if common else 0
             found = Reuse(common, self.prefixes.nothing().tables)
-            if self.caching and ready == common:  # what is still to be computed isn't followed by what has been
+            if look and ready == common:  # what is still to be computed isn't followed by what has been
                 found = self.prefixes.cached(seq, common)
             pinned = self.prefixes.pinned(seq)
             if pinned.tokens >= max(found.tokens, 1):
@@ -170,11 +181,13 @@ class PagedMemory(PageTables):
         owners.update(dict.fromkeys(keys[known:], index))
         return known * prefixes.stride, owners[keys[known - 1]] if known else index
 
-    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival], resting: list[int]) -> Iterator[list[int]]:
+    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival]) -> tuple[list[list[int]], Resting]:
         """Pages of each group that must be free for the first of them to come in, for the first two, and so on: with
         what the last one needs to go on, and pages of its branches to come. What is found and no sequence uses yet is
-        about to be, so it isn't free: these are the pages that are `resting`."""
-        taken = list(resting)
+        about to be, so it isn't free; it is told too."""
+        found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
+        resting = self.pages.resting(found)
+        taken, all_needs = list(resting.pages), []
         for seq, one in zip(seqs, coming):
             needs = []
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
@@ -185,7 +198,8 @@ class PagedMemory(PageTables):
                 whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
                 needs.append(taken[g] + whole + copied + seq.branches)
                 taken[g] += more + copied
-            yield needs
+            all_needs.append(needs)
+        return all_needs, resting
 
     def _come(self, seq: Sequence, one: Arrival, before: list[Resident]) -> Resident:
         """Give it a slot and tables. References to pages that it has in common with others are not counted yet."""

@@ -156,6 +156,10 @@ class Ledger:
         """Whether pages for `needs` take no more room than pages for `limits`."""
         return all(sum(needs[g] - limits[g] for g in pool.groups) <= 0 for pool in self.pools)
 
+    def edges(self, group: int) -> int:
+        """Pages that a sequence which drops pages may hold empty, before and behind those it needs."""
+        return 0
+
     def take_all(self, group: int, count: int, owner: int | None = None) -> list[int]:
         """Private pages, for a request `owner`; who that is makes no difference here. The caller has reserved them."""
         pool = self.of[group]

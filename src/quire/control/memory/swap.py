@@ -29,6 +29,9 @@ class Swap:
         self.tables, self.prefixes = tables, prefixes
         host_ids = [group.host_ids for group in tables.groups]
         self.host = ledger_of(tables.geometry, host_ids, tables.association)
+        # The ledger of large pages has a scratch one too, and host memory none: its pages are numbered from 1 on.
+        large = tables.geometry.large_bytes
+        self.shift = [large // group.page_bytes - 1 if large else 0 for group in tables.groups]
         self.residents: dict[int, Resident] = {}  # with host pages in their tables
         self.out_bytes = self.in_bytes = 0
 
@@ -45,7 +48,7 @@ class Swap:
             pages = [page for _, page in run]
             for page, to in zip(pages, self.host.take_all(g, len(pages), owner)):
                 moves[g, page] = to
-                tables.entries.append(Out(g, page, to))
+                tables.entries.append(Out(g, page, to - self.shift[g]))
             self.out_bytes += len(pages) * tables.groups[g].page_bytes
         for seq, resident in zip(seqs, residents):
             tables.free(seq)
@@ -64,22 +67,22 @@ class Swap:
         moves, names = _pages(away), self._names(seqs, away)
         for (g, host), name in names.items():
             moves[g, host] = ledger.find(g, name) or SCRATCH
-        # Of sequences that drew the same tokens several host pages may come back to one.
-        cached = list(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
-        missing = self._counts(move for move, page in moves.items() if not page)
         spare = len(seqs) if tables.residents else 0  # a page more for each, to go on; alone they fit
-        resting = ledger.resting(cached)
-        needs = [need + rest + spare for need, rest in zip(missing, resting.pages)]
-        if len(seqs) > len(tables.slots) or not ledger.reserve(needs, resting):
+        if len(seqs) > len(tables.slots):
             return False
-        for g, page in cached:
+        if not self._reserve(moves, spare):
+            # What is found may lie in more large pages than it would fill: alone they come back without it.
+            moves = dict.fromkeys(moves, SCRATCH)
+            if tables.residents or not self._reserve(moves, spare):
+                return False
+        for g, page in dict.fromkeys((g, page) for (g, _), page in moves.items() if page):
             ledger.share(g, page)
         owner = away[0].owner
         for g, run in groupby([move for move, page in moves.items() if not page], itemgetter(0)):
             hosts = list(run)
             for (_, host), page in zip(hosts, tables.take(g, len(hosts), owner)):
                 moves[g, host] = page
-                tables.entries.append(In(g, host, page))
+                tables.entries.append(In(g, host - self.shift[g], page))
                 if (g, host) in names:
                     ledger.publish(g, page, names[g, host])
             self.in_bytes += len(hosts) * tables.groups[g].page_bytes
@@ -90,6 +93,14 @@ class Swap:
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
         return True
+
+    def _reserve(self, moves: Moves, spare: int) -> bool:
+        """Whether there are pages for all that has no page yet, `spare` more a group, and those that are cached."""
+        ledger = self.tables.pages
+        # Of sequences that drew the same tokens several host pages may come back to one.
+        resting = ledger.resting(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
+        missing = self._counts(move for move, page in moves.items() if not page)
+        return ledger.reserve([need + rest + spare for need, rest in zip(missing, resting.pages)], resting)
 
     def _names(self, seqs: Seq[Sequence], away: list[Resident]) -> dict[tuple[int, int], bytes]:
         """What host pages hold, where it may be found on the device."""
