@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from quire.reproduce import decode_batches, memory_timeline
+from quire.reproduce import articles, decode_batches, memory_timeline, unlike_throughput
+from quire.reproduce.articles import Found
 from quire.reproduce.decode_batches import CASE, Decoded, judged, longest_request
 from quire.reproduce.memory_timeline import DYNAMIC, Timeline
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
-from quire.reproduce.unlike_serving import DOCUMENT, H100, L4, OWN, RULES, Case, Memory, burst, prompts, simulated
+from quire.reproduce.unlike_serving import DOCUMENT, H100, L4, OWN, RULES, Case, Memory, burst, prompts, serve, simulated
+from quire.reproduce.unlike_throughput import Speed
 
 
 def test_budgets_are_the_papers() -> None:
@@ -94,3 +96,55 @@ def test_timelines_are_judged() -> None:
     drawn = memory_timeline.draw([one._asdict() for one in found])
     assert len(drawn.axes) == 4
     assert DYNAMIC.workload in memory_timeline._text(found)
+
+
+def speeds(ratio: float, llama: float) -> list[Speed]:
+    found = []
+    for model in unlike_throughput.CASES:
+        for device in ("H100", "L4"):
+            for rule in ("uniform", "jenga"):
+                times = 1.0 if rule == "uniform" else llama if model == "Llama" else ratio
+                found.append(Speed(model, device, rule, f"{model}, {device}", 3.0, 2 * times, 4.0, 0.5, 0, 40, 1))
+    return found
+
+
+def test_throughputs_are_judged() -> None:
+    paper = unlike_throughput.judged(speeds(1.9, 1.01))
+    assert {one.verdict for one in paper if one.verdict != MEASURED} == {HOLDS}
+    assert [one.ours for one in paper if one.paper is None] == [1.9] * 8
+    slower = unlike_throughput.judged(speeds(0.9, 1.1))
+    assert {one.verdict for one in slower if one.verdict != MEASURED} == {DIFFERS}
+    found = speeds(1.9, 1.0)
+    assert len(unlike_throughput.draw([one._asdict() for one in found]).axes) == 2
+    assert "calibrated" in unlike_throughput.text(found, "calibrated")
+
+
+def test_a_case_runs_and_drops_what_uniform_pages_cannot_hold() -> None:
+    case = Case("ministral-8b", L4, "arxiv-qa@4", halved=True, caching=True, chunk=2048)
+    of = {rule: unlike_throughput.speed("Ministral", case, rule) for rule in ("uniform", "jenga")}
+    assert of["uniform"].left_out == of["jenga"].left_out
+    assert of["uniform"].requests + of["uniform"].left_out == 4
+
+
+def found(hits: dict[str, float]) -> list[Found]:
+    few = [Found(n, way, 0.8, 0.5) for n in (1, 2, 3) for way in articles.WAYS]
+    return few + [Found(5, way, hits[way], hits[way]) for way in articles.WAYS]
+
+
+def test_articles_are_judged() -> None:
+    ours = found({"uniform": 0.45, "paper": 0.4, "slack": 0.8, "boundary": 0.75})
+    assert [one.verdict for one in articles.judged(ours) if one.verdict != MEASURED] == [HOLDS] * 3
+    worse = [one._replace(hit_rate=0.9) if one[:2] == (2, "boundary") else one for one in found(dict.fromkeys(articles.WAYS, 0.4))]
+    assert [one.verdict for one in articles.judged(worse) if one.verdict != MEASURED] == [DIFFERS] * 3
+    assert len(articles.draw([one._asdict() for one in ours]).axes) == 2
+    assert "40.0%" in articles.text(ours, "")
+
+
+def test_articles_that_fit_are_found_again() -> None:
+    """Uniform pages hold one of two articles asked about in turn, or less: all but first questions hit where both fit."""
+    small = Case("ministral-8b", H100, "docqa:2:4000@6", kv_gib=2.0, caching=True)
+    runs = {}
+    for rule in ("uniform", "jenga"):
+        engine = small.plant(rule).simulation().engine
+        runs[rule] = serve(engine, burst(small.sketches()), small.spec, concurrency=1)
+    assert {round(run.hit_rate, 1) for run in runs.values()} == {0.7}

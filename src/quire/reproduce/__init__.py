@@ -179,6 +179,9 @@ ENTRIES = {
         "decode_batches:figure_15", "Jenga Figure 15: requests that decode at once, by every allocation rule"
     ),
     "jenga-fig16": Entry("memory_timeline:figure_16", "Jenga Figure 16: memory by category over time"),
+    "jenga-fig17": Entry(
+        "articles:figure_17", "Jenga Figure 17: prefix caching by the number of articles, by each policy behind windows"
+    ),
     "jenga-x5": Entry("decode_batches:longest_request", "Jenga §7.2: the longest request on an L4"),
     "jenga-x1": Entry("planned_pages:planner_table", "Jenga §4.4: compatible pages of the paper's models"),
     "jenga-x2": Entry("unlike_layers:kv_of_llama", "Jenga §2: KV of 10,000 tokens of Llama 3.1 8B"),
