@@ -9,7 +9,19 @@ from quire.reproduce.articles import Found
 from quire.reproduce.decode_batches import CASE, Decoded, judged, longest_request
 from quire.reproduce.memory_timeline import DYNAMIC, Timeline
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
-from quire.reproduce.unlike_serving import DOCUMENT, H100, L4, OWN, RULES, Case, Memory, burst, prompts, serve, simulated
+from quire.reproduce.unlike_serving import (
+    DOCUMENT,
+    H100,
+    L4,
+    OWN,
+    RULES,
+    Case,
+    Memory,
+    burst,
+    prompts,
+    serve,
+    simulated,
+)
 from quire.reproduce.unlike_throughput import Speed
 
 
@@ -120,10 +132,10 @@ def test_throughputs_are_judged() -> None:
 
 
 def test_a_case_runs_and_drops_what_uniform_pages_cannot_hold() -> None:
-    case = Case("ministral-8b", L4, "arxiv-qa@4", halved=True, caching=True, chunk=2048)
+    case = Case("ministral-8b", L4, "arxiv-qa@16", halved=True, caching=True, chunk=2048)
     of = {rule: unlike_throughput.speed("Ministral", case, rule) for rule in ("uniform", "jenga")}
     assert of["uniform"].left_out == of["jenga"].left_out
-    assert of["uniform"].requests + of["uniform"].left_out == 4
+    assert of["uniform"].requests + of["uniform"].left_out == 16
 
 
 def found(hits: dict[str, float]) -> list[Found]:
@@ -134,14 +146,17 @@ def found(hits: dict[str, float]) -> list[Found]:
 def test_articles_are_judged() -> None:
     ours = found({"uniform": 0.45, "paper": 0.4, "slack": 0.8, "boundary": 0.75})
     assert [one.verdict for one in articles.judged(ours) if one.verdict != MEASURED] == [HOLDS] * 3
-    worse = [one._replace(hit_rate=0.9) if one[:2] == (2, "boundary") else one for one in found(dict.fromkeys(articles.WAYS, 0.4))]
+    worse = [
+        one._replace(hit_rate=0.9) if one[:2] == (2, "boundary") else one
+        for one in found(dict.fromkeys(articles.WAYS, 0.4))
+    ]
     assert [one.verdict for one in articles.judged(worse) if one.verdict != MEASURED] == [DIFFERS] * 3
     assert len(articles.draw([one._asdict() for one in ours]).axes) == 2
     assert "40.0%" in articles.text(ours, "")
 
 
 def test_articles_that_fit_are_found_again() -> None:
-    """Uniform pages hold one of two articles asked about in turn, or less: all but first questions hit where both fit."""
+    """Where both of two articles fit, all but the first question about each hit."""
     small = Case("ministral-8b", H100, "docqa:2:4000@6", kv_gib=2.0, caching=True)
     runs = {}
     for rule in ("uniform", "jenga"):

@@ -107,8 +107,8 @@ def text(found: Sequence[Found], note: str) -> str:
         f"take\na quarter, in random order, one at a time\n{table(head, rows)}\n"
         "Speed: requests a second, of uniform pages'. The paper doesn't say how many questions are asked, in which\n"
         "order, how many at once, nor how large its KV memory is; the first question about an article never hits.\n"
-        "retention: paper leaves what left a window as old as its last use, younger than the windows that others' hits\n"
-        "need; slack empties it 512 tokens later; boundary keeps also the windows where prompts end or part.\n"
+        "retention: paper leaves what left a window as old as its last use, younger than the windows that others'\n"
+        "hits need; slack empties it 512 tokens later; boundary keeps also the windows where prompts end or part.\n"
         f"{note}"
     )
 

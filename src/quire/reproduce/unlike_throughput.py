@@ -1,5 +1,5 @@
-"""Jenga Figure 13: throughput of models of unlike layers over two-level pages and over uniform ones, in what two devices
-have left over for KV. By simulation.
+"""Jenga Figure 13: throughput of models of unlike layers over two-level pages and over uniform ones, in what two
+devices have left over for KV. By simulation.
 """
 
 from __future__ import annotations
@@ -125,9 +125,10 @@ def text(found: Sequence[Speed], note: str) -> str:
     return (
         f"* weights of one byte. Gemma-2 and Ministral: {ARTICLES}, cut to the context; others: {QUESTIONS}; all at "
         f"once\n{table(head, rows)}\n"
-        "KV GiB: 0.95 of the device less weights and 1.5 GB, for --kv-gib. Left out: requests that uniform pages can't\n"
-        "hold, which the paper's vLLM could not serve either. The paper's means are of 7 and 6 models: Llama Vision and\n"
-        "Jamba aren't built here, and which bar is whose can't be read from its text.\n"
+        "KV GiB: 0.95 of the device less weights and 1.5 GB, for --kv-gib. Left out: requests that uniform pages\n"
+        "can't hold, which the paper's vLLM could not serve either. The paper's means are of 7 and 6 models: Llama\n"
+        "Vision and Jamba aren't built here, and which bar is whose can't be read from its text. Long prompts are\n"
+        "arithmetic, whatever the batch: there a larger batch saves little, and what is found of prompts decides.\n"
         f"{note}"
     )
 
