@@ -113,7 +113,8 @@ def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
             chunks.append((start, start + count))
     read = attention = 0.0
     for part in shape.attention:
-        read += sum(map(part.seen, contexts)) * part.token_bytes
+        full = part.window is None and part.chunk is None and part.budget is None
+        read += part.token_bytes * (sum(contexts) if full else sum(map(part.seen, contexts)))
         attention += part.pair * sum(part.pairs(end) - part.pairs(start) for start, end in chunks)
     copied = swapped = 0
     for entry in (*plan.journal, *plan.ahead):

@@ -62,7 +62,8 @@ class Sheets(NamedTuple):
 def uniform(spec: ModelSpec) -> ModelSpec:
     """The model as PagedAttention has it, of vLLM 0.6.3: every layer keeps every token. What layers look at stays what
     it is: the runner knows."""
-    return replace(spec, layers=tuple(replace(one, window=None, chunk=None, budget=None) for one in spec.layers))
+    whole = [replace(one, window=None, chunk=None, budget=None, policy=None) for one in spec.layers]
+    return replace(spec, layers=tuple(whole))
 
 
 def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int = 0) -> Sheets:
@@ -104,8 +105,8 @@ def tokens_in(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int) -
 
 
 def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tuple[int, ...]]:
-    """The layers of each group: those that share page tables."""
-    owners = [i for i, layer in enumerate(spec.layers) if layer.shares is None]
+    """The layers of each group: those that share page tables. One that shares another's keys and values is in none."""
+    owners = spec.owners
     if config.memory == "uniform":
         return [tuple(owners)]
     if config.table_scope == "layer":
@@ -188,10 +189,10 @@ def _in_large_pages(
 
 
 def _group(share: Share, spec: ModelSpec, ids: range, host_ids: range) -> Group:
-    window = spec.layers[share.layers[0]].window
+    first = spec.layers[share.layers[0]]
     return Group(
         share.layers, share.page_bytes, share.token_bytes, share.table_width, ids, host_ids, share.run_tokens,
-        share.run_pages, window, "full" if window is None else "window", share.parts,
+        share.run_pages, first.window, first.kind, share.parts, first.chunk,
     )  # fmt: skip
 
 
