@@ -50,6 +50,11 @@ PANELS = {
     "a": "OPT-13B, ShareGPT", "b": "OPT-66B, ShareGPT", "c": "OPT-175B, ShareGPT",
     "d": "OPT-13B, Alpaca", "e": "OPT-66B, Alpaca", "f": "OPT-175B, Alpaca",
 }  # fmt: skip
+UNLIKE = {
+    "ministral": "Ministral 8B in an H100's KV memory", "ministral-l4": "Ministral 8B in an L4's",
+    "gemma-27b": "Gemma-2 27B in an H100's", "gemma-9b": "Gemma-2 9B in an L4's",
+    "character": "character.ai 8B in an L4's", "pyramid": "PyramidKV 8B in an L4's", "llama": "Llama 8B in an L4's",
+}  # fmt: skip
 ENTRIES = {
     "fig1": Entry("waste:figure_1", "PagedAttention Figure 1: memory of a 13B model, and its growth"),
     "fig2": Entry("waste:figure_2", "PagedAttention Figure 2: what the KV memory of each system holds", samples=True),
@@ -181,6 +186,16 @@ ENTRIES = {
     "jenga-fig16": Entry("memory_timeline:figure_16", "Jenga Figure 16: memory by category over time"),
     "jenga-fig17": Entry(
         "articles:figure_17", "Jenga Figure 17: prefix caching by the number of articles, by each policy behind windows"
+    ),
+    **{f"jenga-fig13-{name}-gpu": Entry(f"unlike_gpu:{name.replace('-', '_')}", f"Jenga Figure 13 on a GPU: {about}",
+                                        gpu=True, timed=True, draw="unlike_gpu:draw") for name, about in UNLIKE.items()},
+    "jenga-fig15-gpu": Entry(
+        "unlike_gpu:decode_batches", "Jenga Figure 15 on a GPU: 10 requests of 55K to 110K tokens", gpu=True,
+        timed=True, draw="unlike_gpu:draw",
+    ),
+    "jenga-fig17-gpu": Entry(
+        "unlike_gpu:articles", "Jenga Figure 17 on a GPU: 20 questions about 5 articles", gpu=True, timed=True,
+        draw="unlike_gpu:draw",
     ),
     "jenga-x5": Entry("decode_batches:longest_request", "Jenga §7.2: the longest request on an L4"),
     "jenga-x1": Entry("planned_pages:planner_table", "Jenga §4.4: compatible pages of the paper's models"),
