@@ -138,9 +138,6 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "mixed": paged((None, 6, None, 2), page_size=4, page_sizes="max"),
     "mixed-16": paged((None, 2), page_size=16, page_sizes="max"),
     "own-sizes": paged((None, 6, 6), page_size=4, page_sizes="own"),
-    "chunked": paged((CHUNKED, None), page_size=4),
-    "chunked-16": paged((CHUNKED, CHUNKED, 6), page_size=16, page_sizes="max"),
-    "shared": paged((None, 6, LayerSpec(1, 4, shares=0), LayerSpec(1, 4, 6, shares=1)), page_size=4, page_sizes="own"),
     "mixed-uncached": paged((6, None), page_size=4, page_sizes="max", enable_prefix_caching=False),
     "large": paged((None, 6, None, 2), page_size=4),
     "large-1": paged((None, 6, 6, 6), page_size=1, association="paper"),
@@ -149,6 +146,9 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "large-poisoned": paged((None, 6, 6), page_size=4, debug=True),
     "gcd": paged((None, 6, 6, 6), page_size=4, page_sizes="gcd"),
     "uniform": paged((None, 6, None, 2), page_size=4, memory="uniform"),
+    "chunked": paged((CHUNKED, None), page_size=4, page_sizes="max"),
+    "chunked-16": paged((CHUNKED, CHUNKED, 6), page_size=16),
+    "shared": paged((None, 6, LayerSpec(1, 4, shares=0), LayerSpec(1, 4, 6, shares=1)), page_size=4, page_sizes="own"),
     **VIRTUAL,
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]

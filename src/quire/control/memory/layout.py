@@ -62,8 +62,8 @@ class Sheets(NamedTuple):
 def uniform(spec: ModelSpec) -> ModelSpec:
     """The model as PagedAttention has it, of vLLM 0.6.3: every layer keeps every token. What layers look at stays what
     it is: the runner knows."""
-    whole = [replace(one, window=None, chunk=None, budget=None, policy=None) for one in spec.layers]
-    return replace(spec, layers=tuple(whole))
+    layers = (replace(one, window=None, chunk=None, budget=None, policy=None) for one in spec.layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int = 0) -> Sheets:
@@ -105,8 +105,8 @@ def tokens_in(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int) -
 
 
 def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tuple[int, ...]]:
-    """The layers of each group: those that share page tables. One that shares another's keys and values is in none."""
-    owners = spec.owners
+    """The layers of each group: those that share page tables."""
+    owners = spec.owners  # a layer that shares another's keys and values keeps none
     if config.memory == "uniform":
         return [tuple(owners)]
     if config.table_scope == "layer":
