@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from quire.reproduce import articles, decode_batches, memory_timeline, unlike_throughput
+from quire.reproduce import articles, decode_batches, memory_timeline, unlike_gpu, unlike_throughput
 from quire.reproduce.articles import Found
 from quire.reproduce.decode_batches import CASE, Decoded, judged, longest_request
 from quire.reproduce.memory_timeline import DYNAMIC, Timeline
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
+from quire.reproduce.unlike_gpu import Both
 from quire.reproduce.unlike_serving import (
     DOCUMENT,
     H100,
@@ -17,6 +18,7 @@ from quire.reproduce.unlike_serving import (
     RULES,
     Case,
     Memory,
+    Ran,
     burst,
     prompts,
     serve,
@@ -163,3 +165,30 @@ def test_articles_that_fit_are_found_again() -> None:
         engine = small.plant(rule).simulation().engine
         runs[rule] = serve(engine, burst(small.sketches()), small.spec, concurrency=1)
     assert {round(run.hit_rate, 1) for run in runs.values()} == {0.7}
+
+
+def ran(seconds: float, batch: float, hits: float) -> Ran:
+    return Ran(seconds, 10, 1000, 100, 50, batch, hits, 0, [], [])
+
+
+def test_real_runs_are_judged_beside_their_simulation() -> None:
+    less, more = ran(10.0, 2.0, 0.4), ran(6.0, 4.0, 0.6)
+    good = [Both("uniform", less, less._replace(seconds=10.5)), Both("jenga", more, more)]
+    for judge in (unlike_gpu.judged_speed, unlike_gpu.judged_batches, unlike_gpu.judged_articles):
+        assert {one.verdict for one in judge(good)} == {HOLDS, MEASURED}
+    bad = [Both("uniform", more, more), Both("jenga", less, less._replace(seconds=5.0))]
+    for judge in (unlike_gpu.judged_speed, unlike_gpu.judged_batches, unlike_gpu.judged_articles):
+        assert DIFFERS in {one.verdict for one in judge(bad) if "LCM pages / uniform" in one.what}
+        assert [one.verdict for one in judge(bad) if "off by" in one.what] == [HOLDS, DIFFERS]
+    assert unlike_gpu.judged_speed(good, equal=True)[-3].verdict == DIFFERS
+    runs = [{"rule": both.rule, "by": kind, **both.real.facts()} for both in good for kind in ("real", "simulated")]
+    assert len(unlike_gpu.draw({"title": "", "runs": runs}).axes) == 3
+
+
+def test_loads_of_real_runs_fit_their_memory() -> None:
+    for name, load in unlike_gpu.LOADS.items():
+        if not name.startswith("pyramid"):
+            here = load.here()
+            assert here.budget == pytest.approx(load.case.budget)
+            assert f"--kv-gib {here.budget:.2f}" in unlike_gpu.text(load, [])
+    assert callable(getattr(unlike_gpu, "ministral_l4"))  # noqa: B009

@@ -174,9 +174,13 @@ ENTRIES = {
         draw="mapped_views:draw",
     ),
     "jenga-fig3": Entry("unlike_layers:figure_3", "Jenga Figure 3, §3.2: what uniform pages waste"),
+    "jenga-fig4": Entry("eviction_orders:figure_4", "Jenga Figure 4: balanced and aligned eviction, and without"),
     "jenga-fig6": Entry("large_pages:figure_6", "Jenga Figure 6: small pages of two kinds in large pages"),
     "jenga-fig7": Entry("unlike_layers:figure_7", "Jenga Figure 7: where pages of layers are, by two layouts"),
     "jenga-fig8": Entry("large_pages:figure_8", "Jenga Figure 8: large pages of requests, or of all"),
+    "jenga-fig9": Entry("layer_interface:figure_9", "Jenga Figure 9: the interface for layer types, and its window"),
+    "jenga-fig10": Entry("layer_interface:figure_10", "Jenga Figure 10: last access after two requests"),
+    "jenga-fig11": Entry("layer_interface:figure_11", "Jenga Figure 11: prefixes that are valid for a layer type"),
     "jenga-fig13": Entry(
         "unlike_throughput:figure_13", "Jenga Figure 13: throughput of models of unlike layers, on two devices"
     ),
@@ -187,8 +191,10 @@ ENTRIES = {
     "jenga-fig17": Entry(
         "articles:figure_17", "Jenga Figure 17: prefix caching by the number of articles, by each policy behind windows"
     ),
-    **{f"jenga-fig13-{name}-gpu": Entry(f"unlike_gpu:{name.replace('-', '_')}", f"Jenga Figure 13 on a GPU: {about}",
-                                        gpu=True, timed=True, draw="unlike_gpu:draw") for name, about in UNLIKE.items()},
+    **{f"jenga-fig13-{name}-gpu": Entry(
+        f"unlike_gpu:{name.replace('-', '_')}", f"Jenga Figure 13 on a GPU: {about}", gpu=True, timed=True,
+        draw="unlike_gpu:draw",
+    ) for name, about in UNLIKE.items()},
     "jenga-fig15-gpu": Entry(
         "unlike_gpu:decode_batches", "Jenga Figure 15 on a GPU: 10 requests of 55K to 110K tokens", gpu=True,
         timed=True, draw="unlike_gpu:draw",

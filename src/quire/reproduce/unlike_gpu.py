@@ -48,8 +48,8 @@ def _like(model: str, device: int, workload: str) -> Load:
 
 
 LOADS = {
-    "ministral": _like("Ministral", 0, "arxiv-qa@12"),
-    "ministral-l4": _like("Ministral", 1, "arxiv-qa@12"),
+    "ministral": _like("Ministral", 0, "arxiv-qa@24"),
+    "ministral-l4": _like("Ministral", 1, "arxiv-qa@20"),
     "gemma-27b": _like("Gemma-2", 0, "arxiv-qa@40"),
     "gemma-9b": _like("Gemma-2", 1, "arxiv-qa@40"),
     "character": _like("character.ai", 1, "mmlu-pro@150"),
@@ -57,7 +57,7 @@ LOADS = {
     "llama": _like("Llama", 1, "mmlu-pro@150"),
 }
 BATCHES = Load(Case("ministral-8b", H200, "longdoc@10", kv_gib=30.0))
-ARTICLES = Load(Case("ministral-8b", H200, "docqa:5:64000@20", kv_gib=28.0, caching=True), concurrency=1)
+ARTICLES = Load(Case("ministral-8b", H200, "docqa:5:64000@20", kv_gib=32.0, caching=True), concurrency=1)
 
 
 class Both(NamedTuple):
