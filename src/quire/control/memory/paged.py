@@ -11,13 +11,14 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.retention import Retention
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
 from quire.control.request import Sequence
@@ -30,6 +31,7 @@ class Arrival(NamedTuple):
 
     The first `common` of them it has in common with an earlier sequence of its request, `owner` by its place among
     them, and names the same pages; `found` is the pages of the others, a table a group. `ready` of them are computed.
+    `junction` is as in Reuse.
     """
 
     tokens: int
@@ -38,6 +40,7 @@ class Arrival(NamedTuple):
     common: int
     ready: int
     length: int
+    junction: int
 
 
 class PagedMemory(PageTables):
@@ -55,12 +58,17 @@ class PagedMemory(PageTables):
         order: Iterable[int] | None = None,
         prefix_tokens: int = 0,
         policies: Policies = POLICIES,
+        retention: str = "paper",
+        **orders: Any,
     ) -> None:
-        super().__init__(geometry, policies, order, debug)
+        super().__init__(geometry, policies, order, debug, **orders)
         self.chunk, self.caching = chunk, caching
         # Where pages are dropped before a sequence's end it never holds all of them.
         self.forgets = len(self.keeping) < len(self.policies)
-        self.most = [most_at_once(policy, chunk) for policy in self.policies]
+        self.retention = Retention(self.pages, self.policies, retention)
+        if caching:
+            self.back = list(map(self.retention.back, self.policies))
+        self.most = [most_at_once(policy, chunk, back) for policy, back in zip(self.policies, self.back)]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, caching)
         self.unit = self.prefixes.unit
@@ -78,6 +86,7 @@ class PagedMemory(PageTables):
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            retention=config.retention,
         )
 
     # Admission
@@ -147,9 +156,9 @@ class PagedMemory(PageTables):
             room = budget if len(seqs) == 1 else len(seq.tokens)
             if self.forgets:
                 room = min(room, self.chunk)  # pages that are dropped are never all held at once
-            tokens, tables = found
+            tokens, tables, junction = found
             ready = tokens if ready == common else ready
-            coming.append(Arrival(tokens, tables, owner, common, ready, min(len(seq.tokens), tokens + room)))
+            coming.append(Arrival(tokens, tables, owner, common, ready, min(len(seq.tokens), tokens + room), junction))
         return coming
 
     def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
@@ -196,6 +205,7 @@ class PagedMemory(PageTables):
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
         resident.room = self._room(seq, tables)
         resident.forked = one.tokens % self.prefixes.stride > 0
+        resident.marks = (one.tokens, one.junction)
         self.prefixes.queries += len(seq.tokens)
         self.prefixes.hits += one.tokens
         if self.caching:
@@ -238,6 +248,15 @@ class PagedMemory(PageTables):
         resident = self.residents[seq.id]
         self._arrived(seq, resident, resident.expected[1])
         super().free(seq)
+
+    def _last_used(self, resident: Resident) -> Tables:
+        return self.retention.renewed(resident)
+
+    def _dropped(self, seq: Sequence, resident: Resident, group: int, pages: list[int]) -> None:
+        if self.caching and self.retention.trails and self.policies[group].unit:
+            first = resident.first[group] - len(pages)
+            names = self.prefixes.names(group, seq.keys, first, first + len(pages))
+            self.retention.left(seq, resident, group, first, pages, names)
 
     def _arrived(self, seq: Sequence, resident: Resident, full: int) -> None:
         start, end = resident.expected

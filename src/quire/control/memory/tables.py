@@ -7,10 +7,11 @@ written to a journal, which the runner replays.
 from __future__ import annotations
 
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from quire.control.memory.pages import SCRATCH, Empty, Ledger
+from quire.control.memory.pages import ALIGNED, SCRATCH, Empty, Ledger
 from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
@@ -23,7 +24,9 @@ Tables = list[list[int]]
 class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
-    __slots__ = ("committed", "drops_at", "expected", "first", "forked", "held", "room", "slot", "tables")
+    __slots__ = (
+        "committed", "drops_at", "expected", "first", "forked", "held", "marks", "room", "slot", "tables", "trails",
+    )  # fmt: skip
 
     def __init__(self, slot: int, tables: Tables) -> None:
         self.slot, self.tables = slot, tables
@@ -35,23 +38,29 @@ class Resident:
         self.drops_at = 0  # computed tokens from which on a page more is of no use
         self.expected = (0, 0)  # keys of its prompt that others may wait for
         self.forked = False  # a page that will be written may be shared
+        # See quire.control.memory.retention
+        self.marks: tuple[int, ...] = ()
+        self.trails: dict[int, deque[tuple[int, int, bytes]]] = {}
 
 
 class PageTables:
-    """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order` as in
-    Ledger. With `debug` pages are poisoned when they are given out."""
+    """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order`,
+    `balanced` and `aligned` as in Ledger. With `debug` pages are poisoned when they are given out."""
 
     stack: Callable[[Iterable[int]], Empty] = list
 
     def __init__(
-        self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None, debug: bool = False
-    ) -> None:
+        self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None,
+        debug: bool = False, *, aligned: int = ALIGNED, balanced: bool = True,
+    ) -> None:  # fmt: skip
         self.geometry, self.debug = geometry, debug
         self.groups = geometry.groups
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
+        self.back = [0] * len(self.policies)  # tokens that pages are held longer than they are read, a group
         self.growing = [grows(policy) for policy in self.policies]
-        self.pages = Ledger([group.ids for group in geometry.groups], order, self.stack)
+        ids, spans = zip(*((group.ids, group.run_tokens // group.run_pages or 1) for group in geometry.groups))
+        self.pages = Ledger(ids, order, self.stack, spans, balanced=balanced, aligned=aligned)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
@@ -155,6 +164,7 @@ class PageTables:
             tables.append(pages)
         resident = self.reside(child, tables)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
+        resident.marks = source.marks
         resident.room = min(source.room, self._room(child, tables))
         source.forked = resident.forked = True
         return True
@@ -164,31 +174,41 @@ class PageTables:
         self._leave(self.residents.pop(seq.id))
 
     def _leave(self, resident: Resident) -> None:
-        for g, table in enumerate(resident.tables):
-            self.pages.release(g, table)
+        self.pages.release_all(self._last_used(resident))
         self.slots.append(resident.slot)
         self.pages.releases += 1
 
+    def _last_used(self, resident: Resident) -> Tables:
+        """The pages that a sequence in memory has a part in as it leaves."""
+        return resident.tables
+
     def _drop(self, seq: Sequence, resident: Resident) -> None:
-        """Release the pages that no token to come can see."""
+        """Release the pages that no token to come can see, nor any of the last few (`back`)."""
         resident.drops_at = FAR
         for g, policy in enumerate(self.policies):
             table, held = resident.tables[g], resident.first[g]
-            first = min(policy.reads(seq, seq.computed, seq.computed + 1).start, len(table))
+            start = max(seq.computed - self.back[g], 0)
+            first = min(policy.reads(seq, start, start + 1).start, len(table))
             if first > held:
                 gone = table[held:first]
                 table[held:first] = [SCRATCH] * len(gone)
                 self.entries.append(Table(resident.slot, g, held, (SCRATCH,) * len(gone)))
                 resident.first[g] = first
                 self.pages.release(g, gone)
-            resident.drops_at = min(resident.drops_at, self._next_drop(policy, seq, first))
+                self._dropped(seq, resident, g, gone)
+            resident.drops_at = min(resident.drops_at, self._next_drop(g, seq, first))
 
-    def _next_drop(self, policy: LayerPolicy, seq: Sequence, first: int) -> int:
+    def _dropped(self, seq: Sequence, resident: Resident, group: int, pages: list[int]) -> None:
+        """These pages, the last before the first one held, were dropped."""
+
+    def _next_drop(self, group: int, seq: Sequence, first: int) -> int:
         """Computed tokens from which on a group needs page `first` no more; no later than that is a page full."""
+        policy, back = self.policies[group], self.back[group]
         if policy in self.keeping:
             return FAR
-        ends = range(seq.computed + 1, seq.computed + 1 + policy.group.run_tokens)
-        return ends.start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first)
+        start = max(seq.computed + 1 - back, 0)
+        ends = range(start, start + policy.group.run_tokens)
+        return start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first) + back
 
     def slot(self, seq: Sequence) -> int:
         return self.residents[seq.id].slot

@@ -90,6 +90,7 @@ class VirtualMemory(PagedMemory):
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            retention=config.retention,
         )
 
     # Which slot, and which page
