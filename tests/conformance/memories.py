@@ -59,6 +59,17 @@ def paged(windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Ca
     return make
 
 
+def retaining(retention: str, slack: int, **settings: Any) -> Callable[[Build], PagedMemory]:
+    """Full and window layers, where pages are emptied soon after they left the window."""
+
+    def make(build: Build) -> PagedMemory:
+        memory = paged((None, 6, None, 2), page_size=2, retention=retention, **settings)(build)
+        memory.retention.slack = slack
+        return memory
+
+    return make
+
+
 def reserved(
     rule: str, windows: tuple[int | None, ...] = (None, None), **settings: Any
 ) -> Callable[[Build], ReservedMemory]:
@@ -131,6 +142,9 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "mixed-16": paged((None, 2), page_size=16),
     "own-sizes": paged((None, 6, 6), page_size=4, page_sizes="own"),
     "mixed-uncached": paged((6, None), page_size=4, enable_prefix_caching=False),
+    "slack": retaining("slack", 3),
+    "boundary": retaining("boundary", 5),
+    "literal": retaining("paper", 0, page_sizes="own"),
     **VIRTUAL,
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]

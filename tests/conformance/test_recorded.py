@@ -74,7 +74,7 @@ def test_steps_are_the_recorded_ones(case: Case, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Watched, "admit", held_up)
     monkeypatch.setattr(paged, "most_at_once", as_estimated)
-    monkeypatch.setattr(paged, "Retention", lambda pages, policies, how: Retention(pages, policies, "paper"))
+    monkeypatch.setattr(paged, "Retention", lambda pages, policies, *_: Retention(pages, policies, "paper"))
     monkeypatch.setitem(PageTables.__init__.__kwdefaults__, "aligned", 0)
     was, now = canonical(before()[str(case)]), canonical(record(case)[0])
     differs = next((i for i, (a, b) in enumerate(zip(was, now)) if a != b), None)

@@ -18,7 +18,7 @@ from quire.control.memory.answers import LATER, Account, Admitted, Later, Placem
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
-from quire.control.memory.retention import Retention
+from quire.control.memory.retention import SLACK, Retention
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
 from quire.control.request import Sequence
@@ -45,7 +45,7 @@ class Arrival(NamedTuple):
 
 class PagedMemory(PageTables):
     """See KVMemory. `chunk` is the largest number of tokens computed in one step, `prefix_tokens` are kept for
-    registered prefixes."""
+    registered prefixes, `retention`, `slack` and `every` say what is kept behind windows (see Retention)."""
 
     def __init__(
         self,
@@ -59,13 +59,15 @@ class PagedMemory(PageTables):
         prefix_tokens: int = 0,
         policies: Policies = POLICIES,
         retention: str = "paper",
+        slack: int = SLACK,
+        every: int = 0,
         **orders: Any,
     ) -> None:
         super().__init__(geometry, policies, order, debug, **orders)
         self.chunk, self.caching = chunk, caching
         # Where pages are dropped before a sequence's end it never holds all of them.
         self.forgets = len(self.keeping) < len(self.policies)
-        self.retention = Retention(self.pages, self.policies, retention)
+        self.retention = Retention(self.pages, self.policies, retention, slack, every)
         if caching:
             self.back = list(map(self.retention.back, self.policies))
         self.most = [most_at_once(policy, chunk, back) for policy, back in zip(self.policies, self.back)]
