@@ -14,7 +14,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
+from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, TypeUsage, Usage
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
@@ -75,6 +75,7 @@ class PagedMemory(PageTables):
         self.prefixes = Prefixes(self, model_id, kept, caching)
         self.unit = self.prefixes.unit
         self.swap = Swap(self, self.prefixes)
+        self.filled = [0] * len(self.groups)  # bytes of tokens in used pages, as last counted
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
 
     @classmethod
@@ -210,6 +211,7 @@ class PagedMemory(PageTables):
         resident.marks = (one.tokens, one.junction)
         self.prefixes.queries += len(seq.tokens)
         self.prefixes.hits += one.tokens
+        self.prefixes.full_hits += max(one.tokens, one.junction)
         if self.caching:
             resident.expected = self.prefixes.expect(seq, one.tokens)
         extended = self._extend(seq, resident, one.length, one.tokens)
@@ -288,7 +290,18 @@ class PagedMemory(PageTables):
         return Placement(resident.slot, tuple(tuple(table) for table in resident.tables))
 
     def account(self) -> Account:
-        return Account(self._usage(), self._sharing())
+        return Account(self._usage(), self._sharing(), self._types())
+
+    def _types(self) -> tuple[TypeUsage, ...]:
+        """By layer type, as `_usage` has just counted. Groups of one type are added up."""
+        found: dict[str, TypeUsage] = {}
+        for g, (group, filled) in enumerate(zip(self.groups, self.filled)):
+            name = group.kind if group.window is None else f"{group.kind}-{group.window}"
+            _, used, internal, cached = found.get(name, (name, 0, 0, 0))
+            internal += self.pages.used[g] * group.page_bytes - filled
+            cached += self.pages.cached_pages[g] * group.page_bytes
+            found[name] = TypeUsage(name, used + filled, internal, cached)
+        return tuple(found.values())
 
     def _usage(self) -> Usage:
         used = padding = 0
@@ -302,6 +315,7 @@ class PagedMemory(PageTables):
                     held = min(max(tokens * group.token_bytes - i * full, 0), full)
                     filled[pages[i]] = max(filled.get(pages[i], 0), held)
             here = self.pages.used[g] * full - sum(full - held for held in filled.values())
+            self.filled[g] = here
             used += here
             padding += self.pages.used[g] * group.page_bytes - here
         cached = sum(len(pool.cached) * self.groups[pool.groups[0]].page_bytes for pool in self.pages.pools)
@@ -323,7 +337,7 @@ class PagedMemory(PageTables):
             sum(len(pool.ids) for pool in host.pools), sum(host.used),
             len(registered), sum(len(prefix.tokens) for prefix in registered),
             min(group.until(kept) for group, kept in zip(self.groups, self.prefixes.set_aside)),
-            self.prefixes.queries, self.prefixes.hits,
+            self.prefixes.queries, self.prefixes.hits, self.prefixes.full_hits,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -117,6 +117,7 @@ class Ledger:
             pool.groups.append(group)
         self.index: list[dict[bytes, int]] = [{} for _ in ids]  # content -> page
         self.used = [0] * len(ids)  # pages of each group that tables name
+        self.cached_pages = [0] * len(ids)  # of each group
         self.releases = self.evictions = 0
 
     def affords(self, needs: Sequence[int], *, margin: bool = False, idle: bool = False) -> bool:
@@ -168,6 +169,7 @@ class Ledger:
         pool = self.of[group]
         if pool.refs[page] == 0:
             del pool.cached[page]
+            self.cached_pages[group] -= 1
             self.used[group] += 1
         pool.refs[page] += times
 
@@ -197,6 +199,7 @@ class Ledger:
                 pool.empty.append(page)
             else:
                 pool.cached[page] = None
+                self.cached_pages[group] += 1
         self.used[group] -= freed
         self.releases += freed > 0
 
@@ -264,6 +267,7 @@ class Ledger:
         entry = pool.keys[page]
         assert entry is not None, f"page {page} is cached without a key"
         del self.index[entry[0]][entry[1]]
+        self.cached_pages[entry[0]] -= 1
         pool.keys[page] = None
 
     def check(self, named: Sequence[dict[int, int]]) -> None:
@@ -293,3 +297,7 @@ class Ledger:
                 assert self.of[group].keys[page] == (group, key), f"page {page} is indexed under another key"
         keyed = sum(key is not None for pool in self.pools for key in pool.keys)
         assert sum(map(len, self.index)) == keyed, "a keyed page is not indexed"
+        resting = [
+            sum(not self.of[group].refs[page] for page in pages.values()) for group, pages in enumerate(self.index)
+        ]
+        assert self.cached_pages == resting, "the count of a group's cached pages is wrong"

@@ -61,7 +61,7 @@ class Prefixes:
         self.awaited: dict[bytes, set[int]] = {}  # keys in `coming`, and the sequences that were told to wait for them
         self.waiting: dict[int, list[int]] = {}  # these sequences, and the pages of each group that they will need
         self.promised = [0] * len(self.policies)  # all of these pages: who comes in meanwhile leaves them
-        self.queries = self.hits = 0  # tokens looked up in the cache, and found
+        self.queries = self.hits = self.full_hits = 0  # tokens looked up in the cache, and found: see Sharing
 
     # Keys
 
