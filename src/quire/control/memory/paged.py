@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, TypeUsage, Usage
+from quire.control.memory.followers import Followers
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
@@ -31,7 +32,7 @@ class Arrival(NamedTuple):
 
     The first `common` of them it has in common with an earlier sequence of its request, `owner` by its place among
     them, and names the same pages; `found` is the pages of the others, a table a group. `ready` of them are computed.
-    `junction` is as in Reuse.
+    `junction` is as in Reuse. One that `follows` has no pages yet, see Followers.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class Arrival(NamedTuple):
     ready: int
     length: int
     junction: int
+    follows: bool = False
 
 
 class PagedMemory(PageTables):
@@ -74,6 +76,7 @@ class PagedMemory(PageTables):
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, caching)
         self.unit = self.prefixes.unit
+        self.followers = Followers(self)
         self.swap = Swap(self, self.prefixes)
         self.filled = [0] * len(self.groups)  # bytes of tokens in used pages, as last counted
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
@@ -139,6 +142,9 @@ class PagedMemory(PageTables):
         residents: list[Resident] = []
         for seq, one in zip(seqs, coming):
             residents.append(self._come(seq, one, residents))
+        for seq, one in zip(seqs, coming):
+            if one.follows:
+                self.followers.follow(seq, seqs[one.owner], one.common)
         self._share_common(coming, residents)
         return [Admitted(one.tokens, seqs[one.owner] if one.ready < one.tokens else None) for one in coming]
 
@@ -149,6 +155,8 @@ class PagedMemory(PageTables):
         owners: dict[bytes, int] = {}  # the first sequence that has the tokens which a key names
         for i, seq in enumerate(seqs):
             common, owner = self._common(seq, i, owners) if len(seqs) > 1 else (0, i)
+            if self.forgets and common and coming[owner].tokens >= common:
+                common, owner = 0, i  # what it would need of that one may not be there
             ready = min(common, coming[owner].ready) if common else 0
             found = Reuse(common, self.prefixes.nothing().tables)
             if self.caching and ready == common:  # what is still to be computed isn't followed by what has been
@@ -159,17 +167,21 @@ class PagedMemory(PageTables):
             room = budget if len(seqs) == 1 else len(seq.tokens)
             if self.forgets:
                 room = min(room, self.chunk)  # pages that are dropped are never all held at once
+            if self.forgets and common:
+                own = self.prefixes.cached(seq) if self.caching else self.prefixes.nothing()
+                if own.tokens >= common:
+                    common, ready, found = 0, 0, own
+                else:
+                    room = 0  # until what is common is computed
             tokens, tables, junction = found
             ready = tokens if ready == common else ready
-            coming.append(Arrival(tokens, tables, owner, common, ready, min(len(seq.tokens), tokens + room), junction))
+            end = min(len(seq.tokens), tokens + room)
+            coming.append(Arrival(tokens, tables, owner, common, ready, end, junction, self.forgets and common > 0))
         return coming
 
     def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
         """The tokens that a sequence has in common with one before it, and which one that is. Whole strides only: a
-        page that both would write to can't be copied before it is written. None where pages are dropped as a sequence
-        computes: what would be shared isn't held all at once."""
-        if self.forgets:
-            return 0, index
+        page that both would write to can't be copied before it is written."""
         prefixes = self.prefixes
         end = (len(seq.tokens) - 1) // prefixes.stride * prefixes.stride
         prefixes.chain(seq, end)
@@ -189,10 +201,11 @@ class PagedMemory(PageTables):
             needs = []
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
                 there = policy.required(seq, one.tokens)
+                held = 0 if one.follows and policy not in self.keeping else len(there)  # its window is its own
                 more = policy.reads(seq, one.tokens, one.length).stop - there.stop
                 writes = policy.writes(seq, one.tokens, one.length)
                 copied = max(there.stop - writes.start, 0) if writes else 0
-                whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
+                whole = max(more, peak(policy, len(seq.tokens), most) - held)
                 needs.append(taken[g] + whole + copied + seq.branches)
                 taken[g] += more + copied
             yield needs
@@ -200,13 +213,13 @@ class PagedMemory(PageTables):
     def _come(self, seq: Sequence, one: Arrival, before: list[Resident]) -> Resident:
         """Give it a slot and tables. References to pages that it has in common with others are not counted yet."""
         tables = one.found
-        if one.common:
+        if one.common and not one.follows:
             owner = before[one.owner].tables
             stops = [policy.required(seq, one.common).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
         resident = self.reside(seq, tables, one.length)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
-        resident.room = self._room(seq, tables)
+        resident.room = self.room_of(seq, tables)
         resident.forked = one.tokens % self.prefixes.stride > 0
         resident.marks = (one.tokens, one.junction)
         self.prefixes.queries += len(seq.tokens)
@@ -214,7 +227,7 @@ class PagedMemory(PageTables):
         self.prefixes.full_hits += max(one.tokens, one.junction)
         if self.caching:
             resident.expected = self.prefixes.expect(seq, one.tokens)
-        extended = self._extend(seq, resident, one.length, one.tokens)
+        extended = one.follows or self._extend(seq, resident, one.length, one.tokens)
         assert extended, "pages counted for an admission were not there"
         return resident
 
@@ -222,7 +235,7 @@ class PagedMemory(PageTables):
         """Count the references to what sequences have in common, each page once for all who name it."""
         followers: dict[int, list[int]] = {}
         for one in coming:
-            if one.common:
+            if one.common and not one.follows:
                 followers.setdefault(one.owner, []).append(one.common)
         for owner, lengths in followers.items():
             for g, policy in enumerate(self.policies):
@@ -242,6 +255,8 @@ class PagedMemory(PageTables):
                 self.prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
                 self._arrived(seq, resident, end // unit)
             resident.committed = end
+        if seq.id in self.followers.behind:
+            self.followers.passed(seq, computed)
         if computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
 
@@ -251,7 +266,19 @@ class PagedMemory(PageTables):
             return
         resident = self.residents[seq.id]
         self._arrived(seq, resident, resident.expected[1])
+        self.followers.leave(seq)
         super().free(seq)
+
+    def _extend(self, seq: Sequence, resident: Resident, length: int, start: int) -> bool:
+        if seq.id in self.followers.ahead:
+            needs = [
+                max(policy.reads(seq, start, length).stop - policy.required(seq, start).stop, 0)
+                for policy in self.policies
+            ]
+            if not self.pages.affords(needs):
+                return False
+            self.followers.catch_up(seq)
+        return super()._extend(seq, resident, length, start)
 
     def _last_used(self, resident: Resident) -> Tables:
         return self.retention.renewed(resident)
@@ -269,6 +296,8 @@ class PagedMemory(PageTables):
             resident.expected = (min(full, end), end)
 
     def swap_out(self, seqs: Seq[Sequence]) -> bool:
+        if any(seq.id in self.followers.ahead for seq in seqs):
+            return False  # there is nothing of it yet
         return self.swap.out(seqs)
 
     def swap_in(self, seqs: Seq[Sequence]) -> bool:
@@ -342,6 +371,7 @@ class PagedMemory(PageTables):
 
     def check(self) -> None:
         self.prefixes.check()
+        self.followers.check()
         counts = self.named()
         for (g, page), count in self.prefixes.pins.items():
             counts[g][page] = counts[g].get(page, 0) + count

@@ -105,7 +105,7 @@ class PageTables:
                         fresh = tuple([self.take(g, slot, at + i) for i in range(count)])
                         self.entries.append(Table(slot, g, at, fresh))
                         tables[g].extend(fresh)
-                resident.room = self._room(seq, tables)
+                resident.room = self.room_of(seq, tables)
             resident.forked = False
         resident.held = max(resident.held, length)
         return True
@@ -119,7 +119,7 @@ class PageTables:
             found += [(g, i) for i in there if self.pages.is_shared(g, table[i])]
         return found
 
-    def _room(self, seq: Sequence, tables: Tables) -> int:
+    def room_of(self, seq: Sequence, tables: Tables) -> int:
         """Tokens that can be computed in these pages."""
         room = FAR
         for policy, table, growing in zip(self.policies, tables, self.growing):
@@ -165,7 +165,7 @@ class PageTables:
         resident = self.reside(child, tables)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
         resident.marks = source.marks
-        resident.room = min(source.room, self._room(child, tables))
+        resident.room = min(source.room, self.room_of(child, tables))
         source.forked = resident.forked = True
         return True
 
