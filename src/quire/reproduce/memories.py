@@ -133,8 +133,9 @@ def windowed(case: unlike_serving.Case) -> list[Ran]:
     for memory in MEMORIES:
         print(f"c1: {memory}, windows, simulated", file=sys.stderr)
         run = unlike_serving.simulated(case, "jenga", sampled=0.5, memory=memory)
-        sums = [sum(moment[i] for moment in run.memory) // len(run.memory) for i in range(1, 5)]
-        full, window, wasted, free = sums
+        kinds = ("full", "window", "wasted", "free")
+        means = [sum(getattr(moment, kind) for moment in run.memory) // len(run.memory) for kind in kinds]
+        full, window, wasted, free = means
         usage = Usage(full + window, 0, 0, wasted, 0, free)
         runs.append(Ran(WINDOWS, memory, usage, run.batch, run.normalised, run.requests_per_s, run.preemptions))
     return runs
