@@ -97,8 +97,10 @@ class JengaPolicy(FullPolicy):
         return range(self.group.whole(self._first(start + 1, self.touched)), self.group.pages(end))
 
     def required(self, seq: Branch | None, hit: int) -> range:
+        """Of what must be cached, the pages that the next token touches: Figure 9 asks for a token more."""
         stop = self.group.pages(hit)
-        return range(min(self.group.whole(self._first(hit, self.needed)), stop), stop)
+        first = max(self._first(hit, self.needed), self._first(hit + 1, self.touched))
+        return range(min(self.group.whole(first), stop), stop)
 
     def _first(self, tokens: int, known: dict[int, int]) -> int:
         """The first token that counts where there are so many, which beyond the horizon moves with them."""
