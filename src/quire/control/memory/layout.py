@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from quire.config import IN_PAGES, EngineConfig
@@ -68,18 +69,28 @@ def uniform(spec: ModelSpec) -> ModelSpec:
 def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int = 0) -> Sheets:
     """The pages of a memory of `pool` bytes, as `config.page_sizes` says. StartupError if layers can't be cut so, or if
     large pages were larger than the pool can have them."""
-    sets = layer_sets(config, spec, itemsize)
-    tokens = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets]
+    [sheets] = joint_layout([(config, spec, itemsize)], pool)
+    return sheets
+
+
+def joint_layout(models: Sequence[tuple[EngineConfig, ModelSpec, int]], pool: int = 0) -> list[Sheets]:
+    """The same for models that have the pool in common: (config, spec, itemsize) each. Pages are cut as the first one's
+    config says."""
+    config = models[0][0]
+    sets = [(*model, layers) for model in models for layers in layer_sets(*model)]
+    tokens = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) for _, spec, itemsize, layers in sets]
     types = [
-        LayerType(str(layers[0]), config.page_size * size, _row(config, spec, layers, itemsize))
-        for layers, size in zip(sets, tokens)
+        LayerType(str(layers[0]), one.page_size * size, _row(one, spec, layers, itemsize))
+        for (one, spec, itemsize, layers), size in zip(sets, tokens)
     ]
     sizes, large = [-(-kind.page_bytes // kind.row) * kind.row for kind in types], 0
     if config.page_sizes == "max" or config.memory not in IN_PAGES:
         sizes = [max_page(types)] * len(types)
     elif config.page_sizes == "lcm" and len(set(sizes)) > 1:
         sizes, large = _large(types, large_limit(pool))
-    return Sheets(tuple(map(Sheet, sets, tokens, sizes)), large)
+    rows = iter(zip(sets, tokens, sizes))
+    cut = [[Sheet(of[-1], *numbers) for of, *numbers in islice(rows, len(layer_sets(*model)))] for model in models]
+    return [Sheets(tuple(pages), large) for pages in cut]
 
 
 def check_large(sheets: Sheets, pool: int) -> None:
@@ -211,3 +222,28 @@ def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size:
     own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
     groups = tuple(_group(share, spec, own[share.page_bytes], own_host[share.page_bytes]) for share in shares)
     return Geometry(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)
+
+
+def joint_geometries(models: Sequence[tuple[EngineConfig, ModelSpec, Size]], pool: int) -> list[Geometry]:
+    """Geometries of models that have all of one buffer of `pool` bytes in common (Jenga §8), and host memory each of
+    its own. Their pages are parts of the same large pages, or all of one size."""
+    made = []
+    cut = joint_layout([(config, spec, size.itemsize) for config, spec, size in models], pool)
+    sheets = cut[0]._replace(pages=tuple(page for one in cut for page in one.pages))
+    check_large(sheets, pool)
+    large = sheets.large_bytes or sheets.pages[0].page_bytes  # without large pages all are equal
+    count = pool // large
+    for one, (config, spec, size) in zip(cut, models):
+        assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
+        hosts, width = min(int(config.swap_gib * 2**30) // large, count), -(-size.max_len // config.page_size)
+        groups = []
+        for sheet in one.pages:
+            ratio = large // sheet.page_bytes
+            share = Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
+            groups.append(_group(share, spec, range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1)))
+        geometry = Geometry(
+            Layout.PAGED, (count + 1) * large, config.max_num_seqs + 1, tuple(groups), size.itemsize, hosts * large,
+            sheets.large_bytes,
+        )  # fmt: skip
+        made.append(geometry)
+    return made

@@ -17,6 +17,7 @@ from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.pages import Resting
+from quire.control.memory.part import Part
 from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
@@ -57,8 +58,9 @@ class PagedMemory(PageTables):
         prefix_tokens: int = 0,
         policies: Policies = POLICIES,
         association: str = "bulk",
+        part: Part | None = None,
     ) -> None:
-        super().__init__(geometry, policies, order, debug, association)
+        super().__init__(geometry, policies, order, debug, association, part)
         self.chunk, self.caching = chunk, caching
         # Where pages are dropped before a sequence's end it never holds all of them.
         self.forgets = len(self.keeping) < len(self.policies)
@@ -68,20 +70,30 @@ class PagedMemory(PageTables):
         self.prefixes = Prefixes(self, model_id, kept, caching)
         self.unit = self.prefixes.unit
         self.swap = Swap(self, self.prefixes)
+        if part is not None:
+            part.holder = self
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
 
     @classmethod
     def build(cls, config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> PagedMemory:
         """A memory of `size` for `spec`'s layers, grouped as `config.table_scope` says."""
+        return cls.over(geometry_of(config, spec, size), config, model_id)
+
+    @classmethod
+    def over(
+        cls, geometry: Geometry, config: EngineConfig, model_id: str = "", part: Part | None = None
+    ) -> PagedMemory:
+        """A memory of this geometry; in `part` of a ledger that several models have in common."""
         assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
         return cls(
-            geometry_of(config, spec, size),
+            geometry,
             chunk=config.max_num_batched_tokens,
             caching=config.enable_prefix_caching,
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
             association=config.association,
+            part=part,
         )
 
     # Admission
@@ -319,10 +331,14 @@ class PagedMemory(PageTables):
             self.prefixes.queries, self.prefixes.hits,
         )  # fmt: skip
 
-    def check(self) -> None:
-        self.prefixes.check()
+    def references(self) -> list[dict[int, int]]:
+        """How many tables of sequences and of registered prefixes name each page, a group."""
         counts = self.named()
         for (g, page), count in self.prefixes.pins.items():
             counts[g][page] = counts[g].get(page, 0) + count
-        self.pages.check(counts)
+        return counts
+
+    def check(self) -> None:
+        self.prefixes.check()
+        self.pages.check(self.references())
         self.swap.check()

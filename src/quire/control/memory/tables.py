@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import SCRATCH, Empty, Ledger
+from quire.control.memory.part import Part
 from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
@@ -41,13 +42,14 @@ class Resident:
 
 class PageTables:
     """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order` as in
-    Ledger, `association` as in LargePages. With `debug` pages are poisoned when they are given out."""
+    Ledger, `association` as in LargePages. With `debug` pages are poisoned when they are given out. `part` is that of
+    the model in a ledger which it has in common with others."""
 
     stack: Callable[[Iterable[int]], Empty] = list
 
     def __init__(
         self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None,
-        debug: bool = False, association: str = "bulk",
+        debug: bool = False, association: str = "bulk", part: Part | None = None,
     ) -> None:  # fmt: skip
         self.geometry, self.debug, self.association = geometry, debug, association
         self.groups = geometry.groups
@@ -55,7 +57,8 @@ class PageTables:
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
         self.growing = [grows(policy) for policy in self.policies]
         ids = [group.ids for group in geometry.groups]
-        self.pages = ledger_of(geometry, ids, association, order, self.stack)
+        self.pages: Ledger | LargePages | Part
+        self.pages = ledger_of(geometry, ids, association, order, self.stack) if part is None else part
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
