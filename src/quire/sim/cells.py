@@ -87,17 +87,13 @@ class Pages:
 
 
 class Attended:
-    """Full and sliding-window attention: the states of all positions before, or of those within the window."""
-
-    @staticmethod
-    def _first(group: Group, position: int) -> int:
-        return 0 if group.window is None else max(0, position - group.window + 1)
+    """Full, sliding-window and chunked attention: the states of all positions before, or of those that are seen."""
 
     def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
-        return (states[self._first(group, position) : position] ^ number).tobytes()
+        return (states[group.oldest(position) : position] ^ number).tobytes()
 
     def seen(self, pages: Pages, slot: int, position: int) -> bytes:
-        return (pages.read(slot, self._first(pages.group, position), position) ^ pages.number).tobytes()
+        return (pages.read(slot, pages.group.oldest(position), position) ^ pages.number).tobytes()
 
     def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
         pages.put(slot, position, state)
@@ -136,7 +132,7 @@ class Running:
         pages.pages[page] = np.resize(np.frombuffer(struct.pack("<qq", position + 1, after), np.uint8), pages.full)
 
 
-RULES: dict[str, Rule] = {"full": Attended(), "window": Attended(), "state": Running()}
+RULES: dict[str, Rule] = {"full": Attended(), "window": Attended(), "chunked": Attended(), "state": Running()}
 """By the kind of a group."""
 FULL = Group((0,), 16, 16, 1, range(1), run_tokens=1)
 """A group of full attention, where nothing else is said."""

@@ -158,7 +158,9 @@ class LargePages:
 
     def _bind(self, group: int, large: int, small: int, owner: int | None) -> list[int]:
         """Cut so many free or reclaimable large pages into pages of a group, and take so many of these."""
-        for _ in range(large - len(self.free)):
+        lacking = large - len(self.free)
+        assert lacking <= len(self.reclaimable), f"no large page is left for group {group}: what is taken is reserved"
+        for _ in range(lacking):
             self._reclaim()
         ratio, refs, busy, kind = self.ratios[group], self.refs[group], self.busy, self.kind
         homes = self.free[: -large - 1 : -1]
@@ -212,7 +214,7 @@ class LargePages:
                 victims.append(page)
                 if len(victims) == count:
                     break
-        assert len(victims) == count, f"group {group} has no page left: what is taken must have been reserved"
+        assert len(victims) == count, f"no page is left for group {group}: what is taken is reserved"
         for page in victims:
             self._forget(group, page)
             self.refs[group][page] = 1

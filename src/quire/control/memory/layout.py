@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 from quire.config import IN_PAGES, EngineConfig
@@ -63,7 +62,8 @@ class Sheets(NamedTuple):
 def uniform(spec: ModelSpec) -> ModelSpec:
     """The model as PagedAttention has it, of vLLM 0.6.3: every layer keeps every token. What layers look at stays what
     it is: the runner knows."""
-    return replace(spec, layers=tuple(replace(one, window=None, chunk=None, budget=None) for one in spec.layers))
+    layers = (replace(one, window=None, chunk=None, budget=None, policy=None) for one in spec.layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int = 0) -> Sheets:
@@ -77,20 +77,22 @@ def joint_layout(models: Sequence[tuple[EngineConfig, ModelSpec, int]], pool: in
     """The same for models that have the pool in common: (config, spec, itemsize) each. Pages are cut as the first one's
     config says."""
     config = models[0][0]
-    sets = [(*model, layers) for model in models for layers in layer_sets(*model)]
-    tokens = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) for _, spec, itemsize, layers in sets]
+    parts = [layer_sets(*model) for model in models]
     types = [
-        LayerType(str(layers[0]), one.page_size * size, _row(one, spec, layers, itemsize))
-        for (one, spec, itemsize, layers), size in zip(sets, tokens)
+        [LayerType(str(layers[0]), _page_bytes(*model, layers), _row(*model, layers)) for layers in sets]
+        for model, sets in zip(models, parts)
     ]
-    sizes, large = [-(-kind.page_bytes // kind.row) * kind.row for kind in types], 0
+    every = [kind for own in types for kind in own]
+    sizes, large = [-(-kind.page_bytes // kind.row) * kind.row for kind in every], 0
     if config.page_sizes == "max" or config.memory not in IN_PAGES:
-        sizes = [max_page(types)] * len(types)
+        sizes = [max_page(every)] * len(every)
     elif config.page_sizes == "lcm" and len(set(sizes)) > 1:
-        sizes, large = _large(types, large_limit(pool))
-    rows = iter(zip(sets, tokens, sizes))
-    cut = [[Sheet(of[-1], *numbers) for of, *numbers in islice(rows, len(layer_sets(*model)))] for model in models]
-    return [Sheets(tuple(pages), large) for pages in cut]
+        sizes, large = _large(every, large_limit(pool))
+    left = iter(sizes)
+    return [
+        Sheets(tuple(Sheet(i, _page_bytes(*model, i) // model[0].page_size, next(left)) for i in sets), large)
+        for model, sets in zip(models, parts)
+    ]
 
 
 def check_large(sheets: Sheets, pool: int) -> None:
@@ -116,7 +118,7 @@ def tokens_in(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int) -
 
 def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tuple[int, ...]]:
     """The layers of each group: those that share page tables."""
-    owners = [i for i, layer in enumerate(spec.layers) if layer.shares is None]
+    owners = spec.owners  # a layer that shares another's keys and values keeps none
     if config.memory == "uniform":
         return [tuple(owners)]
     if config.table_scope == "layer":
@@ -133,7 +135,12 @@ def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tup
     return sets
 
 
-def _row(config: EngineConfig, spec: ModelSpec, layers: Sequence[int], itemsize: int) -> int:
+def _page_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
+    """Bytes of the tokens of these layers in a page."""
+    return config.page_size * sum(spec.layers[i].token_bytes(itemsize) for i in layers)
+
+
+def _row(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
     """Bytes of a head's tokens in a page: pages are a whole number of them."""
     return math.lcm(*(spec.layers[i].head_dim * config.page_size * itemsize for i in layers))
 
@@ -171,14 +178,18 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layou
     pool = size.bytes or size.tokens * spec.token_bytes(size.itemsize)
     sheets = page_layout(config, spec, size.itemsize, pool)
     spec = uniform(spec) if config.memory == "uniform" else spec
-    count, width = -(-size.tokens // config.page_size), -(-size.max_len // config.page_size)
-    shares = [
-        Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
-        for sheet in sheets.pages
-    ]
+    shares = _shares(sheets, config, size)
     if sheets.large_bytes:
         return _in_large_pages(shares, sheets, config, spec, size)
     return shared_out(shares, config, spec, size, layout)
+
+
+def _shares(sheets: Sheets, config: EngineConfig, size: Size) -> list[Share]:
+    count, width = -(-size.tokens // config.page_size), -(-size.max_len // config.page_size)
+    return [
+        Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
+        for sheet in sheets.pages
+    ]
 
 
 def _in_large_pages(
@@ -199,10 +210,10 @@ def _in_large_pages(
 
 
 def _group(share: Share, spec: ModelSpec, ids: range, host_ids: range) -> Group:
-    window = spec.layers[share.layers[0]].window
+    first = spec.layers[share.layers[0]]
     return Group(
         share.layers, share.page_bytes, share.token_bytes, share.table_width, ids, host_ids, share.run_tokens,
-        share.run_pages, window, "full" if window is None else "window", share.parts,
+        share.run_pages, first.window, first.kind, share.parts, first.chunk,
     )  # fmt: skip
 
 
@@ -226,24 +237,14 @@ def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size:
 
 def joint_geometries(models: Sequence[tuple[EngineConfig, ModelSpec, Size]], pool: int) -> list[Geometry]:
     """Geometries of models that have all of one buffer of `pool` bytes in common (Jenga §8), and host memory each of
-    its own. Their pages are parts of the same large pages, or all of one size."""
-    made = []
+    its own. Their pages are parts of the same large pages, or all of one size: then those are the large pages."""
     cut = joint_layout([(config, spec, size.itemsize) for config, spec, size in models], pool)
-    sheets = cut[0]._replace(pages=tuple(page for one in cut for page in one.pages))
-    check_large(sheets, pool)
-    large = sheets.large_bytes or sheets.pages[0].page_bytes  # without large pages all are equal
-    count = pool // large
+    sheets = tuple(sheet for one in cut for sheet in one.pages)
+    large = cut[0].large_bytes or sheets[0].page_bytes
+    check_large(Sheets(sheets, large), pool)
+    made = []
     for one, (config, spec, size) in zip(cut, models):
-        assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
-        hosts, width = min(int(config.swap_gib * 2**30) // large, count), -(-size.max_len // config.page_size)
-        groups = []
-        for sheet in one.pages:
-            ratio = large // sheet.page_bytes
-            share = Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
-            groups.append(_group(share, spec, range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1)))
-        geometry = Geometry(
-            Layout.PAGED, (count + 1) * large, config.max_num_seqs + 1, tuple(groups), size.itemsize, hosts * large,
-            sheets.large_bytes,
-        )  # fmt: skip
-        made.append(geometry)
+        one, size = one._replace(large_bytes=large), size._replace(bytes=pool)
+        geometry = _in_large_pages(_shares(one, config, size), one, config, spec, size)
+        made.append(replace(geometry, large_bytes=cut[0].large_bytes))
     return made

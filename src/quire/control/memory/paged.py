@@ -18,7 +18,7 @@ from quire.control.memory.answers import LATER, Account, Admitted, Later, Placem
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.pages import Resting
 from quire.control.memory.part import Part
-from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
+from quire.control.memory.policies import POLICIES, Policies, faults, most_at_once, peak, policies_for
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
@@ -72,16 +72,17 @@ class PagedMemory(PageTables):
         self.swap = Swap(self, self.prefixes)
         if part is not None:
             part.holder = self
+        self.sound = False  # once `check` found nothing that the policies contradict themselves in
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
 
     @classmethod
     def build(cls, config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> PagedMemory:
         """A memory of `size` for `spec`'s layers, grouped as `config.table_scope` says."""
-        return cls.over(geometry_of(config, spec, size), config, model_id)
+        return cls.over(geometry_of(config, spec, size), config, spec, model_id)
 
     @classmethod
     def over(
-        cls, geometry: Geometry, config: EngineConfig, model_id: str = "", part: Part | None = None
+        cls, geometry: Geometry, config: EngineConfig, spec: ModelSpec, model_id: str = "", part: Part | None = None
     ) -> PagedMemory:
         """A memory of this geometry; in `part` of a ledger that several models have in common."""
         assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
@@ -94,6 +95,7 @@ class PagedMemory(PageTables):
             prefix_tokens=config.prefix_tokens,
             association=config.association,
             part=part,
+            policies=policies_for(layer.kind for layer in spec.layers),
         )
 
     # Admission
@@ -339,6 +341,13 @@ class PagedMemory(PageTables):
         return counts
 
     def check(self) -> None:
+        if not self.sound:
+            for g, policy in enumerate(self.policies):
+                fault = next(faults(policy, self.chunk, self.most[g]), None)
+                assert fault is None, (
+                    f"{type(policy).__name__}, of group {g} of the kind {policy.group.kind!r}, {fault}"
+                )
+            self.sound = True
         self.prefixes.check()
         self.pages.check(self.references())
         self.swap.check()

@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Self
 
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
+from quire.data.models.layer_kinds import Kind, read_kinds, read_layer_types
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 MAX_LAYERS = 4096
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
-    """LLaMA and its relatives. `windows` has one entry a layer; `max_len` counts what a rope scaling adds."""
+    """LLaMA and its relatives. `kinds` has one entry a layer; `max_len` counts what a rope scaling adds."""
 
     vocab_size: int
     hidden: int
@@ -36,7 +36,7 @@ class LlamaSettings:
     qk_norm: bool
     tied: bool
     rope: Rope
-    windows: tuple[int | None, ...]
+    kinds: tuple[Kind, ...]
     max_len: int
     eos_ids: tuple[int, ...]
     norm_offset: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class LlamaSettings:
             qk_norm=qwen3,
             tied=fields.flag("tie_word_embeddings", False),
             rope=rope,
-            windows=read_windows(fields, architecture, fields.size("num_hidden_layers", most=MAX_LAYERS)),
+            kinds=_kinds(fields, architecture, fields.size("num_hidden_layers", most=MAX_LAYERS)),
             max_len=max_len,
             eos_ids=fields.ids("eos_token_id"),
         )
@@ -76,17 +76,21 @@ class LlamaSettings:
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
-        attention += self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.hidden
+        attention = 2 * self.hidden * queries + self.qkv_bias * queries + self.out_bias * self.hidden
         attention += self.qk_norm * 2 * self.head_dim
+        owned = sum(kind.shares is None for kind in self.kinds) * 2 * keys * (self.hidden + self.qkv_bias)
         mlp = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
         layer = attention + mlp + 2 * self.hidden
-        return len(self.windows) * layer + self.hidden + (1 if self.tied else 2) * self.vocab_size * self.hidden
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden
+        return len(self.kinds) * layer + owned + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
             family="llama",
-            layers=tuple(LayerSpec(self.kv_heads, self.head_dim, window) for window in self.windows),
+            layers=tuple(
+                LayerSpec(self.kv_heads, self.head_dim, window, chunk=chunk, shares=shares)
+                for window, chunk, shares in self.kinds
+            ),
             vocab_size=self.vocab_size,
             max_len=self.max_len,
             hidden=self.hidden,
@@ -298,11 +302,17 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     return scale(1.0)
 
 
+def _kinds(fields: Fields, architecture: str, layers: int) -> tuple[Kind, ...]:
+    """What each layer sees. Of Llama's relatives none has layers that share."""
+    if architecture == "LlamaForCausalLM":
+        return read_kinds(fields, layers)
+    fields.refuse("kv_sharing", None)
+    return tuple(Kind(window) for window in read_windows(fields, architecture, layers))
+
+
 def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window: Mistral's is one for all, unless `layer_types` says which layers have one, as it may
     for Ministral and Qwen too; or Qwen's max_window_layers does."""
-    if architecture == "LlamaForCausalLM":
-        return (None,) * layers
     types = read_layer_types(fields, layers)
     if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
         window = read_window(fields)
@@ -320,19 +330,6 @@ def read_window(fields: Fields) -> int | None:
     """`sliding_window`: 4,096 where it is absent, none where it is null."""
     window: int | None = fields.size("sliding_window", None if "sliding_window" in fields.config else 4096)
     return window
-
-
-def read_layer_types(fields: Fields, layers: int) -> tuple[str, ...] | None:
-    """A name for each of so many layers, known ones only; None if there are none."""
-    types = fields.config.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != layers:
-        raise StartupError(f"layer_types in {fields.where} must be a list of {layers} names, got {shown(types)}")
-    for name in types:
-        if name not in LAYER_TYPES:
-            raise StartupError(f"the layer type {shown(name)} is not supported", f"Supported: {', '.join(LAYER_TYPES)}")
-    return tuple(types)
 
 
 def windows_of(types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
