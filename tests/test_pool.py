@@ -138,6 +138,7 @@ def test_loads_that_alternate_each_have_most_of_the_memory(
 ) -> None:
     with both(folders, 1.5, **settings) as models:
         seen = [watch(*models), watch(*reversed(models))]
+        assert len({llm.engine.runner.store.buffer.data_ptr() for llm in models}) == 1
         for i, asked in enumerate(ROUNDS):
             for llm, said in zip(models, alone):
                 assert tokens(llm, asked) == said[i]
