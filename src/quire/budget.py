@@ -139,16 +139,16 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
     memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, itemsize, plan.kv_bytes))
     large, rows = memory.geometry.large_bytes, []
     for group in memory.geometry.groups:
-        parts = [f"{len(group.layers)} layers, {group.kind}", f"{_size(group.page_bytes)} a page of {group.run_tokens}"]
-        if group.window is not None:
-            parts[0] += f" of {group.window:,}"
+        length = group.window or group.chunk
+        kind = group.kind if length is None else f"{group.kind} of {length:,}"
+        parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {group.run_tokens} tokens"]
         if padding := group.page_bytes - group.run_tokens * group.token_bytes:
             parts.append(f"{padding / group.page_bytes:.1%} padding")
         if large:
             parts.append(f"{large // group.page_bytes} in a large page")
-        rows.append(("layers", ", ".join(parts)))
+        rows.append(("pages", ", ".join(parts)))
     if large:
-        rows.append(("large pages", f"{plan.kv_bytes // large:,} of {_size(large)}"))
+        rows.append(("large pages", f"{plan.kv_bytes // large:,} of {large:,} bytes, which any layer type may have"))
     lengths = sorted({n for n in SHOWN if n < plan.max_len} | {plan.max_len})
     seqs = range(1, plan.max_seqs + 1)
     counts = [bisect_left(seqs, True, key=lambda count: not memory.fits([n] * count)) for n in lengths]
@@ -159,7 +159,7 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
     attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence, or of as
-    many prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary table."""
+    many prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary tables."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
@@ -174,7 +174,7 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
         attention += (
             2 * config.max_num_batched_tokens * spec.heads * max(s.head_dim for s in spec.layers) * (itemsize + 4)
         )
-    rotary = min(config.max_model_len or spec.max_len, spec.max_len) * head_dim * 4
+    rotary = spec.rotaries * min(config.max_model_len or spec.max_len, spec.max_len) * head_dim * 4
     return int(step + logits + attention + rotary)
 
 

@@ -78,7 +78,7 @@ class Pool:
         self.free = list(self.members)
 
     def _member(self, config: EngineConfig, source: Source, plan: MemoryPlan, part: Part) -> Member:
-        memory = PagedMemory.over(part.geometry, config, source.spec, f"{source.name}:{self.dtype}", part)
+        memory = PagedMemory.over(part.geometry, config, f"{source.name}:{self.dtype}", part)
         longest = bisect_left(range(1, plan.max_len + 1), True, key=lambda length: not memory.fits([length]))
         if longest < (2 if config.max_model_len is None else config.max_model_len):
             raise StartupError(

@@ -54,8 +54,8 @@ def engines(seed: int, count: int) -> list[Engine]:
     joint = Geometry(geometries[0].layout, geometries[0].bytes, 7, groups, 2, 0, geometries[0].large_bytes)
     common = Common(ledger_of(joint, [group.ids for group in groups]), geometries, [0] * count)
     cells, turns = np.zeros(joint.bytes, dtype=np.uint8), Turns()
-    for i, ((config, shape, _), part) in enumerate(zip(models, common.parts)):
-        memory, runner = PagedMemory.over(part.geometry, config, shape, str(i), part), Beside(cells)
+    for i, ((config, _, _), part) in enumerate(zip(models, common.parts)):
+        memory, runner = PagedMemory.over(part.geometry, config, str(i), part), Beside(cells)
         runner.bind(memory.geometry)
         turns.add(assemble(config, memory, runner, Limits(VOCAB, LONGEST, 99), clock=lambda: 0.0))
     return turns.engines

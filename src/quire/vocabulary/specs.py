@@ -65,7 +65,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once."""
+    """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once; `rotaries`
+    are its rotary embeddings, each a table for all positions."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -76,6 +77,7 @@ class ModelSpec:
     intermediate: int
     parameters: int
     eos_ids: tuple[int, ...] = ()
+    rotaries: int = 1
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""

@@ -133,6 +133,11 @@ class Part:
         return self.ledger.evictions
 
     @property
+    def cached_pages(self) -> list[int]:
+        """As Ledger.cached_pages, of its groups."""
+        return self.ledger.cached_pages[self.own.start : self.own.stop]
+
+    @property
     def total(self) -> int:
         """As Ledger.total."""
         return self.ledger.total
