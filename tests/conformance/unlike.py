@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from memories import Build
 from sink import WITH_SINKS
 
 from quire.control.memory.paged import PagedMemory
+from quire.control.memory.part import Common
 from quire.control.memory.policies import FullPolicy
+from quire.control.memory.tables import ledger_of
+from quire.control.request import Sequence
 from quire.vocabulary.specs import Geometry, Group, Layout, lay_out
 
 
@@ -69,14 +73,15 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
     return make
 
 
-def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: str = "bulk") -> Make:
-    """A memory of these groups in large pages, with room for the tokens that are asked for in each of them."""
+def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: str = "bulk", beside: int = 0) -> Make:
+    """A memory of these groups in large pages, with room for the tokens that are asked for in each of them. The first
+    `beside` of them are another model's, with all that there is in common."""
     whole = math.lcm(*(kind.page_bytes for kind in kinds))
     ratios = [whole // kind.page_bytes for kind in kinds]
 
     def make(build: Build) -> PagedMemory:
         pages = [-(-build.tokens * kind.pages // kind.run) for kind in kinds]
-        count = sum(-(-many // ratio) for many, ratio in zip(pages, ratios))
+        count = sum(-(-many // ratio) for many, ratio in list(zip(pages, ratios))[beside:])
         hosts = min(build.host, count)
         groups = tuple(
             Group(
@@ -88,12 +93,32 @@ def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: 
         )  # fmt: skip
         slots = build.max_seqs + 1
         geometry = Geometry(Layout.PAGED, (count + 1) * whole, slots, groups, 2, hosts * whole, whole)
+        part = None
+        if beside:
+            both = [replace(geometry, groups=some) for some in (groups[:beside], groups[beside:])]
+            ledger = ledger_of(geometry, [group.ids for group in groups], association)
+            first, part = Common(ledger, both, [0, build.prefix_tokens]).parts
+            crowd(
+                PagedMemory(first.geometry, chunk=build.chunk, policies=KNOWN, part=first),
+                min(build.max_len, build.chunk),
+            )
+            geometry = part.geometry
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
-            policies=KNOWN, association=association,
+            policies=KNOWN, association=association, part=part,
         )  # fmt: skip
 
     return make
+
+
+def crowd(memory: PagedMemory, length: int) -> None:
+    """Leave pages in it that are cached, and nobody's: any of them can be had."""
+    seq = Sequence(1, list(range(length)))
+    assert isinstance(memory.admit([seq], length), list)
+    assert memory.grow(seq, length)
+    seq.computed = seq.planned = length
+    memory.commit(seq)
+    memory.free(seq)
 
 
 def parts(*kinds: tuple[int, int, int | None], large_bytes: int = 1920) -> list[Kind]:
@@ -123,6 +148,8 @@ UNLIKE: dict[str, Make] = {
     "large-poisoned": large(WINDOW, FULL, debug=True),
     "large-state": large(FULL, STATE, SINK, WINDOW),
     "large-chunked": large(CHUNKED, FULL, Kind(8, 8, kind="chunked", chunk=4)),
+    "large-beside-another": large(WINDOW, FULL, Kind(16, 2, window=5), Kind(96, 4), beside=2),
+    "large-beside-states": large(STATE, *parts((6, 16, 9), (1, 16, None)), beside=1, association="paper"),
     "large-not-whole": large(Kind(24, 8, 3, window=7), Kind(16, 4)),
     "chunked": unlike(CHUNKED, FULL),
     "chunks-across-pages": unlike(Kind(24, 4, kind="chunked", chunk=10), FULL, Kind(8, 8, kind="chunked", chunk=4)),

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import ALIGNED, SCRATCH, Empty, Ledger
+from quire.control.memory.part import Part
 from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
@@ -49,13 +50,14 @@ class Resident:
 class PageTables:
     """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order`,
     `balanced` and `aligned` as in Ledger, `association` as in LargePages. With `debug` pages are poisoned when they are
-    given out."""
+    given out. `part` is that of the model in a ledger which it has in common with others."""
 
     stack: Callable[[Iterable[int]], Empty] = list
 
     def __init__(
         self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None,
-        debug: bool = False, association: str = "bulk", *, aligned: int = ALIGNED, balanced: bool = True,
+        debug: bool = False, association: str = "bulk", part: Part | None = None, *, aligned: int = ALIGNED,
+        balanced: bool = True,
     ) -> None:  # fmt: skip
         self.geometry, self.debug, self.association = geometry, debug, association
         self.groups = geometry.groups
@@ -64,7 +66,11 @@ class PageTables:
         self.back = [0] * len(self.policies)  # tokens that pages are held longer than they are read, a group
         self.growing = [grows(policy) for policy in self.policies]
         ids = [group.ids for group in geometry.groups]
-        self.pages = ledger_of(geometry, ids, association, order, self.stack, balanced=balanced, aligned=aligned)
+        self.pages: Ledger | LargePages | Part
+        if part is None:
+            self.pages = ledger_of(geometry, ids, association, order, self.stack, balanced=balanced, aligned=aligned)
+        else:
+            self.pages = part
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []

@@ -85,11 +85,13 @@ class ModelRunner:
         deterministic: bool = False,
         debug: bool = False,
         background: bool = False,
+        common: Tensor | None = None,
     ) -> None:
-        """`background`: a thread maps ahead of need, where memory is virtual."""
+        """`background`: a thread maps ahead of need, where memory is virtual. `common`: see Store."""
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug, self.background = graphs, deterministic, debug, background
+        self.common = common
         self.depth = 1 if device.type == "cpu" else 2
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
@@ -118,7 +120,7 @@ class ModelRunner:
 
     def _store(self, geometry: Geometry) -> Store:
         if geometry.layout is not Layout.CONTIGUOUS:
-            return Store(geometry, self.spec, self.dtype, self.device, self.debug)
+            return Store(geometry, self.spec, self.dtype, self.device, self.debug, self.common)
         from quire.data.runner.virtual.opening import open_store
 
         return open_store(

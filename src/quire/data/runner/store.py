@@ -26,13 +26,15 @@ ALIGNED = 16  # page ids: where a group's table begins
 class Store:
     """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
     `debug` the content of every swapped page is compared. `views` [pages, numbers] are the pages of each group, page 0
-    included, `tables` [slots, logical pages] its page table; `caches` are the layers'."""
+    included, `tables` [slots, logical pages] its page table; `caches` are the layers'. `common` are the bytes that hold
+    the pages, if other models' stores have them too."""
 
     def __init__(
-        self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False
-    ) -> None:
+        self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
+        common: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         check_geometry(geometry, spec)
-        self.geometry, self.device = geometry, device
+        self.geometry, self.device, self.common = geometry, device, common
         self.staging = Staging(device)
         self.buffer = self._pages(dtype)
         self.sizes = tuple(group.page_bytes for group in geometry.groups)
@@ -49,6 +51,8 @@ class Store:
 
     def _pages(self, dtype: torch.dtype) -> torch.Tensor:
         """All pages, one after another. Zeros: page 0 is scratch and must stay finite."""
+        if self.common is not None:
+            return self.common[: self.geometry.bytes].view(dtype)
         numbers = self.geometry.bytes // self.geometry.itemsize
         if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
             return torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype)
@@ -95,10 +99,14 @@ class Store:
 
     def _launch(self, launch: Launch) -> None:
         kind, size, moves = launch
+        if self.common is not None:
+            self.pool.settle()  # swaps wait for what other models' stores have enqueued
         if kind is Copy:
             self._copy(moves, size)
         elif kind is Out:
             self.pool.out(moves, size)
+            if self.common is not None:
+                self.pool.claim(moves.values(), size)  # another store may give these pages out, and can't know
         elif kind is In:
             self.pool.back(moves, size)
         else:
