@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from quire.config import EngineConfig
-from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec, lay_out
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, lay_out
 
 
 class Size(NamedTuple):
@@ -84,10 +84,20 @@ def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size:
     groups = tuple(
         Group(
             share.layers, share.page_bytes, share.token_bytes, share.table_width, own[share.page_bytes],
-            own_host[share.page_bytes], share.run_tokens, share.run_pages, window,
-            "full" if window is None else "window", share.parts,
+            own_host[share.page_bytes], share.run_tokens, share.run_pages, layer.window, kind_of(layer), share.parts,
+            layer.budget,
         )
         for share in shares
-        for window in [spec.layers[share.layers[0]].window]
+        for layer in [spec.layers[share.layers[0]]]
     )  # fmt: skip
-    return Geometry(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)
+    return Geometry(
+        layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end,
+        budget=spec.least_budget, queries=spec.selection.queries,
+    )  # fmt: skip
+
+
+def kind_of(layer: LayerSpec) -> str:
+    """The kind of a group of such layers."""
+    if layer.budget is not None:
+        return "budget"
+    return "full" if layer.window is None else "window"

@@ -57,12 +57,12 @@ class PagedMemory(PageTables):
         policies: Policies = POLICIES,
     ) -> None:
         super().__init__(geometry, policies, order, debug)
-        self.chunk, self.caching = chunk, caching
+        self.chunk, self.caching = chunk, caching and not self.shrinking
         # Where pages are dropped before a sequence's end it never holds all of them.
         self.forgets = len(self.keeping) < len(self.policies)
         self.most = [most_at_once(policy, chunk) for policy in self.policies]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
-        self.prefixes = Prefixes(self, model_id, kept, caching)
+        self.prefixes = Prefixes(self, model_id, kept, self.caching)
         self.unit = self.prefixes.unit
         self.swap = Swap(self, self.prefixes)
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
@@ -194,7 +194,7 @@ class PagedMemory(PageTables):
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
         resident = self.reside(seq, tables, one.length)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
-        resident.room = self._room(seq, tables)
+        resident.room = self._room(seq, resident)
         resident.forked = one.tokens % self.prefixes.stride > 0
         self.prefixes.queries += len(seq.tokens)
         self.prefixes.hits += one.tokens
@@ -273,7 +273,7 @@ class PagedMemory(PageTables):
         used = padding = 0
         for g, group in enumerate(self.groups):
             full = group.run_tokens * group.token_bytes // group.run_pages  # bytes of tokens in a full page
-            holders = [(resident.tables[g], resident.held) for resident in self.residents.values()]
+            holders = [(one.tables[g], one.held - one.gone[g]) for one in self.residents.values()]
             holders += [(prefix.tables[g], len(prefix.tokens)) for prefix in self.prefixes.registered.values()]
             filled: dict[int, int] = {}  # bytes in pages that aren't full, as the fullest of their users has it
             for pages, tokens in holders:

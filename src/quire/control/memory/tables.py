@@ -23,7 +23,7 @@ Tables = list[list[int]]
 class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
-    __slots__ = ("committed", "drops_at", "expected", "first", "forked", "held", "room", "slot", "tables")
+    __slots__ = ("committed", "drops_at", "expected", "first", "forked", "gone", "held", "room", "slot", "tables")
 
     def __init__(self, slot: int, tables: Tables) -> None:
         self.slot, self.tables = slot, tables
@@ -33,6 +33,7 @@ class Resident:
         self.held = 0  # tokens that are or will be written, as far as asked for
         self.committed = 0  # tokens whose pages were published
         self.drops_at = 0  # computed tokens from which on a page more is of no use
+        self.gone = [0] * len(tables)  # tokens of its prompt that have no place any more, a group
         self.expected = (0, 0)  # keys of its prompt that others may wait for
         self.forked = False  # a page that will be written may be shared
 
@@ -51,6 +52,7 @@ class PageTables:
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
         self.growing = [grows(policy) for policy in self.policies]
+        self.shrinking = any(policy.shrinks for policy in self.policies)
         self.pages = Ledger([group.ids for group in geometry.groups], order, self.stack)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
@@ -96,9 +98,9 @@ class PageTables:
                         fresh = tuple([self.take(g, slot, at + i) for i in range(count)])
                         self.entries.append(Table(slot, g, at, fresh))
                         tables[g].extend(fresh)
-                resident.room = self._room(seq, tables)
+                resident.room = self._room(seq, resident)
             resident.forked = False
-        resident.held = max(resident.held, length)
+        resident.room, resident.held = max(resident.room, length), max(resident.held, length)
         return True
 
     def _shared(self, seq: Sequence, resident: Resident, start: int, length: int) -> list[tuple[int, int]]:
@@ -110,12 +112,12 @@ class PageTables:
             found += [(g, i) for i in there if self.pages.is_shared(g, table[i])]
         return found
 
-    def _room(self, seq: Sequence, tables: Tables) -> int:
+    def _room(self, seq: Sequence, resident: Resident) -> int:
         """Tokens that can be computed in these pages."""
         room = FAR
-        for policy, table, growing in zip(self.policies, tables, self.growing):
+        for policy, table, gone, growing in zip(self.policies, resident.tables, resident.gone, self.growing):
             if growing or len(table) < policy.reads(seq, FAR, FAR + 1).stop:
-                room = min(room, policy.group.until(len(table)))
+                room = min(room, policy.group.until(len(table)) + gone)
         return room
 
     def take_slot(self, tables: Tables, length: int) -> int:
@@ -150,12 +152,13 @@ class PageTables:
         source, computed = self.residents[parent.id], parent.computed
         tables = []
         for g, (policy, table) in enumerate(zip(self.policies, source.tables)):
-            pages = table[: policy.reads(parent, max(computed - 1, 0), computed).stop]
+            pages = table[: policy.reads(parent, computed, computed).stop]
             self.pages.share_all(g, pages)
             tables.append(pages)
         resident = self.reside(child, tables)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
-        resident.room = min(source.room, self._room(child, tables))
+        resident.gone = list(source.gone)
+        resident.room = min(source.room, self._room(child, resident))
         source.forked = resident.forked = True
         return True
 
@@ -181,11 +184,20 @@ class PageTables:
                 self.entries.append(Table(resident.slot, g, held, (SCRATCH,) * len(gone)))
                 resident.first[g] = first
                 self.pages.release(g, gone)
+            if policy.shrinks and seq.computed >= seq.prompt_len:
+                resident.gone[g] = policy.gone(seq)
+                stop = policy.reads(seq, seq.prompt_len, resident.held).stop
+                self.pages.release(g, table[stop:])
+                del table[stop:]
             resident.drops_at = min(resident.drops_at, self._next_drop(policy, seq, first))
+        if self.shrinking:
+            resident.room = self._room(seq, resident)
 
     def _next_drop(self, policy: LayerPolicy, seq: Sequence, first: int) -> int:
         """Computed tokens from which on a group needs page `first` no more; no later than that is a page full."""
-        if policy in self.keeping:
+        if policy.shrinks and seq.computed < seq.prompt_len:
+            return seq.prompt_len
+        if policy in self.keeping or policy.shrinks:
             return FAR
         ends = range(seq.computed + 1, seq.computed + 1 + policy.group.run_tokens)
         return ends.start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first)

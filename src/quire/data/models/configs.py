@@ -80,6 +80,7 @@ _LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_PYRAMID = {**_LLAMA3, "rope_scaling": _LLAMA31_ROPE, "pyramid_kv": {"average": 2048}}
 _YI = {"rope_theta": 5000000.0}
 # Its makers widened theta to between 5e6 and 1e7 for 200K tokens, by their own account; which of them it is here could
 # not be checked. No size depends on it.
@@ -120,6 +121,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3),
     "llama3.1-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_LLAMA3, rope_scaling=_LLAMA31_ROPE),
     "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3),
+    "pyramidkv-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_PYRAMID),
+    "pyramidkv-70b": _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_PYRAMID),
     "yi-6b": _llama(4096, 32, 32, 4, 11008, 64000, 4096, **_YI),
     "yi-6b-200k": _llama(4096, 32, 32, 4, 11008, 64000, 200000, **_YI_200K),
     "yi-34b": _llama(7168, 60, 56, 8, 20480, 64000, 4096, **_YI),

@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
+from quire.data.models.pyramid import read_budgets
 from quire.errors import StartupError, shown
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
 
 MAX_LAYERS = 4096
 
@@ -36,6 +37,8 @@ class LlamaSettings:
     tied: bool
     rope: Rope
     windows: tuple[int | None, ...]
+    budgets: tuple[int | None, ...]
+    selection: Selection
     max_len: int
     eos_ids: tuple[int, ...]
 
@@ -54,6 +57,11 @@ class LlamaSettings:
         if head_dim % 2 or not head_dim:
             raise StartupError(f"head_dim must be even for rotary embeddings, got {head_dim}")
         rope, max_len = read_rope(fields, fields.size("max_position_embeddings"))
+        layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
+        windows = read_windows(fields, architecture, layers)
+        budgets, selection = read_budgets(fields, layers, max_len)
+        if any(windows) and any(budgets):
+            raise StartupError("config.json has pyramid_kv and windows", "Give one of them")
         bias = fields.flag("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         return cls(
             vocab_size=fields.size("vocab_size"),
@@ -70,7 +78,9 @@ class LlamaSettings:
             qk_norm=qwen3,
             tied=fields.flag("tie_word_embeddings", False),
             rope=rope,
-            windows=read_windows(fields, architecture, fields.size("num_hidden_layers", most=MAX_LAYERS)),
+            windows=windows,
+            budgets=budgets,
+            selection=selection,
             max_len=max_len,
             eos_ids=fields.ids("eos_token_id"),
         )
@@ -89,7 +99,10 @@ class LlamaSettings:
     def spec(self) -> ModelSpec:
         return ModelSpec(
             family="llama",
-            layers=tuple(LayerSpec(self.kv_heads, self.head_dim, window) for window in self.windows),
+            layers=tuple(
+                LayerSpec(self.kv_heads, self.head_dim, window, budget=budget)
+                for window, budget in zip(self.windows, self.budgets)
+            ),
             vocab_size=self.vocab_size,
             max_len=self.max_len,
             hidden=self.hidden,
@@ -97,6 +110,7 @@ class LlamaSettings:
             intermediate=self.intermediate,
             parameters=self.parameters,
             eos_ids=self.eos_ids,
+            selection=self.selection,
         )
 
 

@@ -73,4 +73,7 @@ def _cache(buffer: Tensor, group: Group, g: int, layer: int, at: int, spec: Mode
     strides = page, tokens * kept.head_dim, kept.head_dim, 1
     keys, values = (buffer.as_strided(shape, strides, at + i * prod(shape[1:])) for i in range(2))
     scale = kept.head_dim**-0.5 if kept.scale is None else kept.scale
-    return LayerCache(keys, values, kept.heads or spec.heads, scale, g, kept.window, kept.softcap)
+    return LayerCache(
+        keys, values, kept.heads or spec.heads, scale, g, kept.window, kept.softcap,
+        budget=kept.budget, selection=spec.selection,
+    )  # fmt: skip
