@@ -19,7 +19,8 @@ from quire.cli import chat
 
 TESTS = Path(__file__).parent
 PROGRAM = f"""
-import os, sys, types
+import os, signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored, by inheritance, where tests run in background
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # a session's first terminal controls it: Ctrl-C interrupts
 sys.path.insert(0, {str(TESTS)!r})
 import echo_service

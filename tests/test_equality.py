@@ -37,7 +37,26 @@ FAMILIES = {
         max_position_embeddings=128, word_embed_proj_dim=32, dropout=0.0,
     ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    "ministral": lambda: transformers.MinistralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=9, head_dim=8,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=9, head_dim=8, query_pre_attn_scalar=5,
+        attn_logit_softcapping=3.0, final_logit_softcapping=4.0,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=9, head_dim=8, sliding_window_pattern=3,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
 }  # fmt: skip
+UNLIKE = ["ministral", "gemma2", "gemma3"]  # layers with a window beside layers without
 MORE = {
     "qwen2": lambda: transformers.Qwen2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -201,7 +220,7 @@ def test_branches_of_greedy_requests_agree(oracle) -> None:
     assert answers == [model.answers[3]] * 3
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", *UNLIKE])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_branches_are_requests_with_their_own_seeds(oracle, family: str, page_size: int) -> None:
     model, seed = oracle(family), 5
@@ -318,7 +337,16 @@ def assert_same(ran: Ran, expected: Ran) -> None:
 @pytest.mark.parametrize("policy", ["swap", "recompute", "auto"])
 @pytest.mark.parametrize(
     ("family", "page_size"),
-    [("llama", 1), ("llama", 4), ("llama", 16), ("mistral", 4), ("mistral", 16), ("opt", 4), ("gpt2", 16)],
+    [
+        ("llama", 1),
+        ("llama", 4),
+        ("llama", 16),
+        ("mistral", 4),
+        ("mistral", 16),
+        ("opt", 4),
+        ("gpt2", 16),
+        *((family, size) for family in UNLIKE for size in (1, 4, 16)),
+    ],
 )
 def test_requests_of_all_kinds_survive_preemption(oracle, plenty, family: str, page_size: int, policy: str) -> None:
     model = oracle(family)
@@ -341,7 +369,7 @@ def test_requests_of_all_kinds_survive_preemption(oracle, plenty, family: str, p
 @settings(max_examples=10)
 @given(data=st.data())
 def test_no_schedule_changes_what_anybody_gets(oracle, plenty, data: st.DataObject) -> None:
-    family = data.draw(st.sampled_from(["llama", "mistral", "gpt2"]), label="family")
+    family = data.draw(st.sampled_from(["llama", "mistral", "gpt2", *UNLIKE]), label="family")
     page_size = data.draw(st.sampled_from([1, 4, 16]), label="page_size")
     chunk = data.draw(st.sampled_from([8, 16, 64]), label="budget")
     kinds = data.draw(st.permutations(list(KINDS)), label="kinds")[: data.draw(st.integers(2, len(KINDS)))]
@@ -375,7 +403,7 @@ class Forced:
         return self.schedule()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", *UNLIKE])
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 @pytest.mark.parametrize("kind", GROUPS)
 def test_a_group_preempted_at_any_step_goes_on_as_before(oracle, plenty, family: str, policy: str, kind: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
+from contextlib import suppress
+from typing import Any
 
 import echo_service
 import httpx
@@ -16,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.server.http_counts import CountHttp, HttpCounts
 from quire.server.metrics import LABELS, Metrics, gauges
 from quire.server.status import status_line
 from quire.vocabulary.params import SamplingParams
@@ -132,6 +135,27 @@ def test_http_requests_are_counted_by_route_and_bounded() -> None:
         own = 'engine="0",handler="/v1/completions",method="POST",model_name="echo"'
         assert f'quire_http_requests_total{{{own},status="2xx"}} 2.0' in text
         assert f"quire_http_request_duration_seconds_count{{{own}}} 3.0" in text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_is_counted_once_and_before_its_last_part_leaves(fails: bool) -> None:
+    """Else a client that asks at once for the metrics finds its own request missing."""
+    counts, seen = HttpCounts(), []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        if fails:
+            raise ConnectionError("the client left")
+        await send({"type": "http.response.body", "body": b"b"})
+
+    async def send(message: Any) -> None:
+        seen.append(counts.requests.total())
+
+    with suppress(ConnectionError):
+        asyncio.run(CountHttp(answer, counts)({"type": "http", "method": "GET"}, None, send))  # type: ignore[arg-type]
+    assert seen == ([0, 0] if fails else [0, 0, 1])
+    assert counts.requests == {("none", "GET", "2xx"): 1}
 
 
 def test_cache_info() -> None:

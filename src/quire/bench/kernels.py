@@ -9,6 +9,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ MATRICES = {
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
 PROMPTS = (512, 2048, 4096, 8192, 32768)
 CHUNKS = ((512, 7680), (2048, 30720))  # tokens, and those before them
+WINDOWED = ((8192, 0, 4096), (8192, 73728, 32768), (2048, 30720, 4096))
 CHUNKED, CHUNK = 32768, 8192  # tokens of a prompt, and of a step
 TOKENS = (1, 32, 256, 8192)
 
@@ -151,6 +153,17 @@ def decodes() -> Iterator[Case]:
             yield Case(name, f"{batch} x {context}", decode_calls(where), size)
 
 
+def wide() -> Iterator[Case]:
+    """Decode attention with heads of 256, Gemma-2-9B's: plain, and with a softcap and a window."""
+    for batch, context in DECODES:
+        size = 2 * batch * KV_HEADS * context * 256 * 2
+        where = placed(batch, context, KV_HEADS, 256, PAGE, min(inputs(size), LAYERS), torch.bfloat16, 2 * KV_HEADS)
+        capped = where._replace(caches=[replace(cache, softcap=50.0, window=4096) for cache in where.caches])
+        for name, one in (("decode of 256", where), ("decode of 256, capped", capped)):
+            if context <= 4096 or one is where:
+                yield Case(name, f"{batch} x {context}", decode_calls(one), size)
+
+
 def decode_calls(where: Placed) -> list[Call]:
     """A decode step's attention in each layer."""
     from quire.data.kernels.triton.attention import choose_splits, decode, decode_scratch, multiprocessors
@@ -177,6 +190,19 @@ def prompts() -> Iterator[Case]:
             call = partial(attend, q, where.caches[0], where.tables, _tiles(where, start, length, queries), out)
             case = f"1 x {length}" + (f" after {start}" if start else "")
             yield Case(name, case, [call], _causal(start + length) - _causal(start), "compute")
+
+
+def windowed() -> Iterator[Case]:
+    """Causal attention of prompts' chunks through a window, as (tokens, those before them, window); operations are
+    those of what the window shows."""
+    for length, start, window in WINDOWED:
+        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
+        cache, q, out = replace(where.caches[0], window=window), *(_random(length, HEADS, DIM) for _ in range(2))
+        seen = int(np.minimum(np.arange(start, start + length) + 1, window).sum())
+        for name, attend, queries in _ours(cache):
+            call = partial(attend, q, cache, where.tables, _tiles(where, start, length, queries), out)
+            case = f"1 x {length} after {start}, window {window}"
+            yield Case(name, case, [call], 4 * HEADS * DIM * seen, "compute")
 
 
 def _ours(cache: LayerCache) -> Iterator[tuple[str, Any, int]]:
@@ -333,8 +359,8 @@ def sampling() -> Iterator[Case]:
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
-    "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "prompts": prompts, "chunks": chunks,
-    "small": small, "linears": linears, "sampling": sampling,
+    "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "wide": wide, "prompts": prompts,
+    "windowed": windowed, "chunks": chunks, "small": small, "linears": linears, "sampling": sampling,
 }  # fmt: skip
 
 

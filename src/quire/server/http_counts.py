@@ -57,7 +57,8 @@ class HttpCounts:
 
 
 class CountHttp:
-    """ASGI that counts what passes through it. `none` stands for a path without a route, or that no key opened."""
+    """ASGI that counts what passes through it, before the last of an answer leaves: whoever has read it whole finds it
+    counted. `none` stands for a path without a route, or that no key opened."""
 
     def __init__(self, app: ASGIApp, counts: HttpCounts) -> None:
         self.app, self.counts = app, counts
@@ -66,16 +67,24 @@ class CountHttp:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500
+        began, status, counted = time.perf_counter(), 500, False
+
+        def count() -> None:
+            nonlocal counted
+            if not counted:
+                route = getattr(scope.get("route"), "path", "none")
+                self.counts.add(route, scope["method"], status, time.perf_counter() - began)
+            counted = True
 
         async def seen(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                count()
             await send(message)
 
         try:
             await self.app(scope, receive, seen)
         finally:
-            route = getattr(scope.get("route"), "path", "none")
-            self.counts.add(route, scope["method"], status, time.perf_counter() - began)
+            count()  # one that failed, or whose client left, has no last part

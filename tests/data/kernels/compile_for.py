@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,8 +116,10 @@ def attend() -> None:
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, small=small)
-        if CAPABILITY == 90 and dim == 128 and window is None:
-            prompt_hopper.prompt(zeros(4, heads, dim), cache, tables, tiles)
+        if CAPABILITY == 90 and prompt_hopper.takes(cache):
+            apart = replace(cache, values=zeros(64, 2, kv, 16, dim)[:, 0], softcap=50.0)
+            for one in (cache, replace(cache, contiguous=True), apart):
+                prompt_hopper.prompt(zeros(4, heads, dim), one, tables, tiles)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
         for norms in (None, (zeros(dim), zeros(dim), 1e-6)):

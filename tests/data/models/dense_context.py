@@ -41,7 +41,9 @@ class DenseContext:
         mask = (self.sequences[:, None] == self.seen_sequences[None, :]) & (distance >= 0)
         if spec.window is not None:
             mask &= distance < spec.window
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * (spec.scale or spec.head_dim**-0.5)
+        if spec.softcap is not None:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 

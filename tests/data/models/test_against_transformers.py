@@ -36,8 +36,17 @@ OPT = {
     "word_embed_proj_dim": 32,
 }
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64}
+GEMMA = {**LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 11}
+GEMMA2 = {**GEMMA, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}  # so tight that they matter
+GEMMA3 = {**GEMMA, "num_hidden_layers": 7}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+YARN_GEMMA = {"rope_theta": 300.0, **YARN}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+}
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -69,6 +78,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, windows by layer_types": ("Qwen2", {**LLAMA, **QWEN_WINDOW, "layer_types": TYPES}),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16}),
     "qwen3, tied and biased": ("Qwen3", {**LLAMA, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2, bounds as published": ("Gemma2", {**GEMMA, "num_hidden_layers": 4}),
+    "gemma2, no bounds": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2, untied, biased": ("Gemma2", {**GEMMA2, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2, layer_types": ("Gemma2", {**GEMMA2, "layer_types": TYPES, "rope_parameters": YARN_GEMMA}),
+    "gemma3": ("Gemma3_Text", GEMMA3),
+    "gemma3, every third layer full": ("Gemma3_Text", {**GEMMA3, "sliding_window_pattern": 3}),
+    "gemma3, layer_types, ropes": ("Gemma3_Text", {**GEMMA, "layer_types": TYPES, "rope_parameters": ROPES}),
+    "gemma3, bounded logits, biased": (
+        "Gemma3_Text",
+        {**GEMMA3, "final_logit_softcapping": 1.5, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "opt": ("OPT", OPT),
     "opt, norm after, projected": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
     "opt, norm before, projected": ("OPT", {**OPT, "word_embed_proj_dim": 48}),

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire.data.layers.embedding import Embedding
 from quire.data.layers.linear import Linear, pack
 from quire.data.layers.norm import LayerNorm, RMSNorm
 from quire.data.layers.rotary import Rotary, inverse_frequencies, rotate
+from quire.data.layers.softcap import Softcap
 from quire.data.models.configs import named_config
 from quire.data.models.settings import LlamaSettings
 
@@ -111,6 +113,42 @@ def test_norms_equal_transformers_and_torch(dtype: torch.dtype) -> None:
     ) ** 0.5
     expected = plain * layer.weight.double() + layer.bias.double()
     torch.testing.assert_close(layer(x).double(), expected, atol=tolerance * 2, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
+    """Weights near -1 and near 0, where one plus them in bf16 would lose most of them; and the norm before a sum."""
+    x, delta = (torch.randn(5, 48) * 3).to(dtype), torch.randn(5, 48).to(dtype)
+    theirs, ours = [], []
+    for i in range(2):
+        theirs.append(transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(48, 1e-3).to(dtype))
+        ours.append(RMSNorm(48, 1e-3, dtype, CPU, offset=True))
+        ours[i].weight.copy_(torch.cat((torch.randn(24) * 0.01, torch.randn(24) * 0.001 - 1)))
+        theirs[i].weight.data.copy_(ours[i].weight)
+        with pytest.raises(AssertionError, match="prepare"):
+            ours[i](x)
+        ours[i].prepare()
+        assert torch.equal(ours[i].weight - 1, theirs[i].weight.detach().float() + 1 - 1), "nothing more is lost"
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours[0](x), theirs[0](x).detach(), atol=1e-6, rtol=step)
+    total = x + theirs[1](delta).detach()
+    torch.testing.assert_close(ours[0](x, delta, ours[1]), theirs[0](total).detach(), atol=1e-6, rtol=2 * step)
+    torch.testing.assert_close(x, total, atol=1e-6, rtol=step)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embeddings_and_bounds_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
+    module = transformers.models.gemma2.modeling_gemma2
+    theirs = module.Gemma2TextScaledWordEmbedding(7, 40, 0, embed_scale=40**0.5).to(dtype)
+    ours = Embedding(7, 40, dtype, CPU, scale=40**0.5)
+    ours.weight.copy_(theirs.weight)
+    assert torch.equal(ours(torch.arange(7)), theirs(torch.arange(7)).detach())
+    assert torch.equal(ours.weight, theirs.weight), "a tied head's weight stays as it was"
+    logits = (torch.randn(3, 50) * 40).to(dtype)
+    exact = 30 * torch.tanh(logits.double() / 30)
+    got = Softcap(30.0, CPU)(logits)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=torch.finfo(dtype).eps / 2)
 
 
 SCALINGS: list[dict[str, Any]] = [

@@ -10,24 +10,37 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place."""
+    """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place; or x +=
+    behind(delta), where the sum goes through a norm, of the same eps, before it is added.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    With `offset` a checkpoint keeps the weight's difference from one (Gemma): the sum of both is taken in fp32, and
+    kept so, since in a shorter dtype it would lose what is small beside one.
+    """
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: bool = False
+    ) -> None:
         super().__init__()
-        self.shape, self.eps = (size,), eps
+        self.shape, self.eps, self.offset = (size,), eps, offset
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None = None, behind: RMSNorm | None = None) -> Tensor:
         if self.kernel is not None:
-            return self.kernel(x, self.weight, self.eps, delta=delta, pdl=self.pdl)
+            added = None if behind is None else behind.weight
+            return self.kernel(x, self.weight, self.eps, delta=delta, behind=added, pdl=self.pdl)
+        assert not self.offset, "prepare() adds the one"
         if delta is not None:
-            x.add_(delta)
+            x.add_(delta if behind is None else behind(delta))
+        if self.weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a GPU the sum and the norm become one launch."""
+        """Call once, after loading. On a GPU sums and norms become one launch."""
+        if self.offset:
+            self.weight, self.offset = nn.Parameter(self.weight.float() + 1, requires_grad=False), False
         if self.weight.is_cuda:
             from quire.data.kernels.triton.launch import early
             from quire.data.kernels.triton.norm import rms_norm

@@ -7,6 +7,7 @@ from torch import nn
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import MLP, GatedMLP
 from quire.data.layers.norm import LayerNorm, RMSNorm
+from quire.data.layers.softcap import Softcap
 
 
 def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
@@ -15,5 +16,5 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, Linear | GatedMLP):
             module.prepare(deterministic)
-        elif isinstance(module, RMSNorm | LayerNorm | MLP):
+        elif isinstance(module, RMSNorm | LayerNorm | MLP | Softcap):
             module.prepare()

@@ -5,24 +5,30 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
+    from quire.data.models.gemma import Gemma
     from quire.data.models.gpt2 import GPT2
     from quire.data.models.llama import Llama
     from quire.data.models.opt import OPT
 
-    Model = Llama | OPT | GPT2
+    Model = Llama | Gemma | OPT | GPT2
+
+Settings = type[LlamaSettings] | type[GemmaSettings] | type[OPTSettings] | type[GPT2Settings]
 
 # The name in config.json -> the settings that read it, and the class as "module:name".
-ARCHITECTURES: dict[str, tuple[type[LlamaSettings] | type[OPTSettings] | type[GPT2Settings], str]] = {
+ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "LlamaForCausalLM": (LlamaSettings, "llama:Llama"),
     "MistralForCausalLM": (LlamaSettings, "llama:Llama"),
     "MinistralForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen2ForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen3ForCausalLM": (LlamaSettings, "llama:Llama"),
+    "Gemma2ForCausalLM": (GemmaSettings, "gemma:Gemma"),
+    "Gemma3ForCausalLM": (GemmaSettings, "gemma:Gemma"),
     "OPTForCausalLM": (OPTSettings, "opt:OPT"),
     "GPT2LMHeadModel": (GPT2Settings, "gpt2:GPT2"),
 }

@@ -72,6 +72,33 @@ def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float
     }
 
 
+def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scalar: int) -> dict[str, Any]:
+    """Half as many heads of keys as of queries, and a window in every second layer."""
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "intermediate_size": ffn,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+    }
+
+
 _LLAMA3 = {"rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
 _LLAMA31_ROPE = {
     "rope_type": "llama3",
@@ -81,11 +108,37 @@ _LLAMA31_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 _PYRAMID = {**_LLAMA3, "rope_scaling": _LLAMA31_ROPE, "pyramid_kv": {"average": 2048}}
+_LLAMA32_1B = {
+    **_LLAMA3,
+    "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0},
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+# The text of gemma-3-4b, whose own config.json leaves out what is transformers' default for it. The window, the pattern
+# and the ropes are as others state them who converted it; the file itself could not be read.
+_GEMMA3_4B = {
+    **_gemma2(2560, 34, 8, 10240, 256, 256),
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "eos_token_id": [1, 106],
+}
 _YI = {"rope_theta": 5000000.0}
 # Its makers widened theta to between 5e6 and 1e7 for 200K tokens, by their own account; which of them it is here could
 # not be checked. No size depends on it.
 _YI_200K = {"rope_theta": 10000000.0}
 _MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+# A draft for Ministral 8B that was never published: Llama-3.2-1B's shape (Jenga's evaluation says no more of it), with
+# the tokens of the model that it drafts for.
+_MINISTRAL_1B = {**_LLAMA32_1B, "bos_token_id": 1, "eos_token_id": 2}
 _MINISTRAL = {
     **_MISTRAL,
     "architectures": ["MinistralForCausalLM"],
@@ -123,11 +176,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3),
     "pyramidkv-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_PYRAMID),
     "pyramidkv-70b": _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_PYRAMID),
+    "llama3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, 131072, **_LLAMA32_1B),
     "yi-6b": _llama(4096, 32, 32, 4, 11008, 64000, 4096, **_YI),
     "yi-6b-200k": _llama(4096, 32, 32, 4, 11008, 64000, 200000, **_YI_200K),
     "yi-34b": _llama(7168, 60, 56, 8, 20480, 64000, 4096, **_YI),
     "mistral-7b": _llama(4096, 32, 32, 8, 14336, 32000, 32768, **_MISTRAL),
     "ministral-8b": _llama(4096, 36, 32, 8, 12288, 131072, 131072, **_MINISTRAL),
+    "ministral-1b": _llama(2048, 16, 32, 8, 8192, 131072, 131072, **_MINISTRAL_1B),
+    "gemma-2-2b": _gemma2(2304, 26, 8, 9216, 256, 256),
+    # 9B: mirrors of its config.json disagree on query_pre_attn_scalar (224, hidden / heads, in the first ones; 256, its
+    # heads' size, as its makers' own code has it). No size depends on it.
+    "gemma-2-9b": _gemma2(3584, 42, 16, 14336, 256, 256),
+    "gemma-2-27b": _gemma2(4608, 46, 32, 36864, 128, 144),
+    "gemma-3-4b": _GEMMA3_4B,
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
 }

@@ -6,6 +6,7 @@ The model knows tokens and an Attending; it knows no batch, no cache, no samplin
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
 from quire.data.layers.rotary import Rotary
 from quire.data.models.attending import Attending
+from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.names import Stored, expand
 from quire.data.models.settings import LlamaSettings
 from quire.vocabulary.specs import ModelSpec
@@ -44,16 +46,18 @@ NAMES: dict[str, str | tuple[str, ...]] = {
 class Attention(nn.Module):
     """Queries, keys and values from one product; rotated; attention through the context; the output projection."""
 
-    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: LlamaSettings | GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
         self.layer, self.head_dim = layer, head_dim
         rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv = Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
         self.out = Linear(heads * head_dim, settings.hidden, settings.out_bias, dtype, device)
-        norm = settings.qk_norm
-        self.q_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
-        self.k_norm = RMSNorm(head_dim, settings.norm_eps, dtype, device) if norm else None
+        norm = partial(RMSNorm, head_dim, settings.norm_eps, dtype, device, offset=settings.norm_offset)
+        self.q_norm = norm() if settings.qk_norm else None
+        self.k_norm = norm() if settings.qk_norm else None
 
     def forward(self, x: Tensor, rotary: Rotary, ctx: Attending, last: bool = False) -> Tensor:
         """What the heads of each token find; `out` comes next."""

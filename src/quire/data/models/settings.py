@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
@@ -16,6 +16,7 @@ from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
 
 MAX_LAYERS = 4096
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +42,17 @@ class LlamaSettings:
     selection: Selection
     max_len: int
     eos_ids: tuple[int, ...]
+    norm_offset: ClassVar[bool] = False
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
         fields = Fields(config)
-        _refuse_quantised(fields)
+        refuse_quantised(fields)
         architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
         qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
         hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-        kv_heads = fields.size("num_key_value_heads", heads)
-        head_dim = fields.size("head_dim", 128 if qwen3 else hidden // heads)
-        if heads % kv_heads:
-            raise StartupError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        if head_dim % 2 or not head_dim:
-            raise StartupError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        kv_heads, head_dim = read_heads(fields, heads, heads, 128 if qwen3 else hidden // heads)
         rope, max_len = read_rope(fields, fields.size("max_position_embeddings"))
         layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
         windows = read_windows(fields, architecture, layers)
@@ -136,7 +133,7 @@ class OPTSettings:
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
         fields = Fields(config)
-        _refuse_quantised(fields)
+        refuse_quantised(fields)
         fields.refuse("layer_norm_elementwise_affine", True)
         hidden, norm_before = fields.size("hidden_size"), fields.flag("do_layer_norm_before", True)
         return cls(
@@ -197,7 +194,7 @@ class GPT2Settings:
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
         fields = Fields(config)
-        _refuse_quantised(fields)
+        refuse_quantised(fields)
         fields.refuse("scale_attn_weights", True)
         fields.refuse("scale_attn_by_inverse_layer_idx", False)
         fields.refuse("add_cross_attention", False)
@@ -237,6 +234,16 @@ class GPT2Settings:
         )
 
 
+def read_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Heads of keys, beside `heads` of queries, and their size, with what they are by default."""
+    kv_heads, head_dim = fields.size("num_key_value_heads", kv_heads), fields.size("head_dim", head_dim)
+    if heads % kv_heads:
+        raise StartupError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2 or not head_dim:
+        raise StartupError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+    return kv_heads, head_dim
+
+
 def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     """The rotary embedding and the length that it reaches.
 
@@ -246,13 +253,18 @@ def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     section = fields.config.get(where) or {}
     if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
         raise StartupError(f"{where} must be one flat object, got {shown(section)}", "One rope a model is supported")
-    rope = Fields(section, f"{where} of config.json")
+    return rope_of(fields, Fields(section, f"{where} of config.json"), max_position, 10000.0)
+
+
+def rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tuple[Rope, int]:
+    """The embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta` is what it
+    turns by where neither says so."""
     for options in (fields, rope):
         options.refuse("partial_rotary_factor", 1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in KINDS:
         raise StartupError(f"the rope_type {shown(kind)} is not supported", f"Supported: {', '.join(KINDS)}")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
     if kind == "default":
         return Rope(kind=kind, theta=theta, original_len=max_position), max_position
     if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
@@ -264,7 +276,7 @@ def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if low == high:
-            raise StartupError(f"low_freq_factor and high_freq_factor of {where} must differ, both are {low}")
+            raise StartupError(f"low_freq_factor and high_freq_factor of {rope.where} must differ, both are {low}")
         llama3 = Rope(
             kind=kind,
             theta=theta,
@@ -301,30 +313,47 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
 
 
 def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window: Mistral's is one for all; `layer_types` says which of Ministral's and Qwen's layers
-    have one, or Qwen's max_window_layers does."""
+    """Each layer's sliding window: Mistral's is one for all, unless `layer_types` says which layers have one, as it may
+    for Ministral and Qwen too; or Qwen's max_window_layers does."""
     if architecture == "LlamaForCausalLM":
         return (None,) * layers
-    types = fields.config.get("layer_types")
+    types = read_layer_types(fields, layers)
     if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
-        absent = "sliding_window" not in fields.config
-        window = fields.size("sliding_window", 4096 if absent else None)
-        if types is None or architecture == "MistralForCausalLM":
+        window = read_window(fields)
+        if types is None:
             return (window,) * layers
     else:
         window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     if types is None:
         first = fields.config.get("max_window_layers", 28)
         return tuple(window if isinstance(first, int) and layer >= first else None for layer in range(layers))
-    known = {"full_attention": None, "sliding_attention": window}
+    return windows_of(types, window)
+
+
+def read_window(fields: Fields) -> int | None:
+    """`sliding_window`: 4,096 where it is absent, none where it is null."""
+    window: int | None = fields.size("sliding_window", None if "sliding_window" in fields.config else 4096)
+    return window
+
+
+def read_layer_types(fields: Fields, layers: int) -> tuple[str, ...] | None:
+    """A name for each of so many layers, known ones only; None if there are none."""
+    types = fields.config.get("layer_types")
+    if types is None:
+        return None
     if not isinstance(types, list) or len(types) != layers:
         raise StartupError(f"layer_types in {fields.where} must be a list of {layers} names, got {shown(types)}")
     for name in types:
-        if not isinstance(name, str) or name not in known:
-            raise StartupError(f"the layer type {shown(name)} is not supported", f"Supported: {', '.join(known)}")
+        if name not in LAYER_TYPES:
+            raise StartupError(f"the layer type {shown(name)} is not supported", f"Supported: {', '.join(LAYER_TYPES)}")
+    return tuple(types)
+
+
+def windows_of(types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer of these types."""
     if "sliding_attention" in types and window is None:
         raise StartupError("layer_types has sliding_attention, but there is no sliding window")
-    return tuple(known[name] for name in types)
+    return tuple(window if name == "sliding_attention" else None for name in types)
 
 
 def _divisor(fields: Fields, name: str, hidden: int) -> int:
@@ -334,6 +363,6 @@ def _divisor(fields: Fields, name: str, hidden: int) -> int:
     return heads
 
 
-def _refuse_quantised(fields: Fields) -> None:
+def refuse_quantised(fields: Fields) -> None:
     if fields.config.get("quantization_config"):
         raise StartupError("quantization_config in config.json is not supported", "Use the unquantised checkpoint")

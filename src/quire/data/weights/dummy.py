@@ -22,7 +22,8 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, RMSNorm | LayerNorm):
-                parameter.fill_(1.0 if name == "weight" else 0.0)
+                offset = isinstance(module, RMSNorm) and module.offset
+                parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
             else:
                 at = _lay(parameter.view(-1), noise, at)
 

@@ -19,6 +19,12 @@ SMALL = {
                    "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64},
     "opt-125m": {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                  "ffn_dim": 48, "vocab_size": 64, "max_position_embeddings": 64},
+    "gemma-2-2b": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                   "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64,
+                   "sliding_window": 4, "query_pre_attn_scalar": 5},
+    "gemma-3-4b": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                   "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64,
+                   "sliding_window": 4, "sliding_window_pattern": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64},
 }  # fmt: skip
 
@@ -30,6 +36,8 @@ def a_model(name: str) -> tuple[Any, Any]:
     fill_dummy(model, 3)
     for parameter in model.parameters():
         parameter.mul_(8)  # logits that differ
+        if parameter.count_nonzero() == 0:
+            parameter.uniform_(-0.5, 0.5)  # norms that keep their difference from one
     model.prepare(64)
     return model, kind.spec(config)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.data.kernels.triton.activation import ACTIVATIONS, act, gate
+from quire.data.kernels.triton.activation import ACTIVATIONS, act, gate, softcap
 from quire.data.layers import mlp
 
 CUDA = torch.cuda.is_available()
@@ -24,10 +24,10 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(2).to(dtype).to(DEVICE)
 
 
-def assert_rounded(got: Tensor, want: Tensor) -> None:
+def assert_rounded(got: Tensor, want: Tensor, atol: float = 2e-6) -> None:
     """got is want (fp64) rounded to got's dtype, but for fp32's own errors on the way."""
     half_ulp = 0.5 * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=2e-6)
+    torch.testing.assert_close(got.double(), want, rtol=1.01 * half_ulp + 2e-6, atol=atol)
 
 
 def test_every_activation_of_the_layers_is_here() -> None:
@@ -82,3 +82,17 @@ def test_far_values(name: str, dtype: torch.dtype) -> None:
     want = mlp.activation(name)(x.double())
     assert want.isnan().sum() == 1
     torch.testing.assert_close(act(x.clone(), name).double(), want, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@FAR
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 5000), (70, 1500)])
+def test_softcap_in_place(rows: int, size: int, dtype: torch.dtype, pdl: bool) -> None:
+    """Also of logits far beyond the bound, in rows with gaps, which stay."""
+    wide = (random(rows, size + 9, dtype=torch.float32) * 20).to(dtype)
+    wide[0, :2] = torch.tensor([1e4, -torch.inf])
+    x, before = wide[:, :size], wide.clone()
+    assert softcap(x, 30.0, pdl=pdl).data_ptr() == wide.data_ptr()
+    assert_rounded(x, 30 * torch.tanh(before[:, :size].double() / 30), atol=2e-5)
+    assert torch.equal(wide[:, size:], before[:, size:])

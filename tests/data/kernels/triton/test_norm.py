@@ -100,5 +100,22 @@ def test_rows_do_not_mix() -> None:
     assert torch.equal(rms_norm(x, weight, EPS)[1:2], alone)
 
 
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 100, 3584])
+def test_the_sum_may_go_through_a_norm_first(size: int, dtype: torch.dtype, pdl: bool) -> None:
+    """x += norm(delta), rounded where two launches would round; weights may be wider than x. delta stays as it was."""
+    x, delta = random(5, size, dtype=dtype), 3 * random(5, size, dtype=dtype, seed=1)
+    weight, behind = (random(size, dtype=torch.float32, seed=seed) + 1 for seed in (5, 6))
+    before, total = delta.clone(), x + rms_norm(delta, behind, EPS)
+    assert_rounded(rms_norm(delta, behind, EPS), F.rms_norm(delta.double(), (size,), behind.double(), EPS))
+    want = F.rms_norm(total.double(), (size,), weight.double(), EPS)
+    got = rms_norm(x, weight, EPS, delta=delta, behind=behind, pdl=pdl)
+    torch.testing.assert_close(x, total, atol=1e-6, rtol=torch.finfo(dtype).eps)
+    assert_rounded(got, F.rms_norm(x.double(), (size,), weight.double(), EPS))
+    torch.testing.assert_close(got.double(), want, atol=0.05 if dtype != torch.float32 else 1e-5, rtol=0)
+    assert torch.equal(delta, before)
+
+
 def test_no_rows() -> None:
     assert rms_norm(torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE), EPS).shape == (0, 64)

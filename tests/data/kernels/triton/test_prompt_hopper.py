@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 import torch
 import triton
-from test_paged_attention import BATCHES, CHUNKS, Memory, Shape, assert_close, dense, filled, random, run_backend
+from test_paged_attention import (
+    BATCHES,
+    CHUNKS,
+    CONTIGUOUS,
+    Memory,
+    Shape,
+    assert_close,
+    dense,
+    filled,
+    random,
+    run_backend,
+)
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
@@ -34,10 +45,7 @@ def test_what_it_takes() -> None:
     assert prompt_hopper.takes(cache_of(dtype=torch.float16))
     assert not prompt_hopper.takes(cache_of(dtype=torch.float32))
     assert not prompt_hopper.takes(cache_of(dim=64))
-    assert not prompt_hopper.takes(cache_of(window=4096))
-    assert not prompt_hopper.takes(replace(cache_of(), softcap=30.0))
-    assert not prompt_hopper.takes(replace(cache_of(), contiguous=True))
-    assert not prompt_hopper.takes(replace(cache_of(), values=cache_of().values))
+    assert prompt_hopper.takes(replace(cache_of(window=4096), softcap=30.0, contiguous=True))
     assert [prompt_hopper.tile_queries(group) for group in (1, 4, 7, 192)] == [192, 48, 27, 1]
 
 
@@ -54,7 +62,8 @@ def test_where_the_backend_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not chosen(TritonBackend(), (0, 4095))
     assert not chosen(TritonBackend(), (4094, 2), *((0, 64),) * 127), "nearly all of the work is in short ones"
     assert not chosen(TritonBackend(deterministic=True), (0, 8192))
-    assert not chosen(TritonBackend(), (0, 8192), softcap=30.0)
+    assert chosen(TritonBackend(), (0, 8192), softcap=30.0, window=4096)
+    assert not chosen(TritonBackend(), (0, 8192), window=4095)
     assert not chosen(TritonBackend(), (0, 8192), dim=64)
 
 
@@ -115,6 +124,37 @@ def test_every_page_size(page) -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("window", [1, 40, 64, 200, 700, 1000])
+def test_windows_and_caps(window, softcap) -> None:
+    """Pages are poisoned around what a sequence has written; a window's edge lies in the midst of blocks and tiles."""
+    memory, q, want, got = both(Shape(8, 2, 128, window=window, softcap=softcap), LONG, torch.bfloat16)
+    assert torch.equal(got, want), "to the bit"
+    bounds = np.cumsum([0] + [n for _, n in LONG]).tolist()
+    for (a, b), (start, _), history in zip(pairwise(bounds), LONG, memory.histories):
+        assert_close(got[a:b], dense(q[a:b], history, start, window, softcap))
+
+
+@on_hopper
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("layout", sorted(CONTIGUOUS))
+def test_contiguous_tokens(layout, window) -> None:
+    _, _, want, got = both(Shape(8, 2, 128, window=window, layout=layout), LONG, torch.bfloat16)
+    assert torch.equal(got, want)
+
+
+@on_hopper
+def test_pages_before_a_window_are_not_read() -> None:
+    memory = filled(Shape(8, 2, 128, window=100), (1000,), torch.bfloat16)
+    q, tiles = random(64, 8, 128, dtype=torch.bfloat16), tiles_of(((936, 64),), 48)
+    want = prompt_hopper.prompt(q, memory.cache, memory.tables, tiles)
+    for logical in range((936 - 99) // 16):
+        page = memory.tables[1, logical]
+        memory.cache.keys[page], memory.cache.values[page] = torch.nan, torch.nan
+    assert torch.equal(prompt_hopper.prompt(q, memory.cache, memory.tables, tiles), want)
+
+
+@on_hopper
 def test_the_same_every_time() -> None:
     """Waiting for the wrong block would show as a difference now and then."""
     chunks = tuple((1000 * i, 2000 - 100 * i) for i in range(8))
@@ -138,7 +178,13 @@ def test_rows_that_no_tile_names_stay() -> None:
 
 CHOICES = pytest.mark.parametrize(
     ("longest", "window", "deterministic", "chosen"),
-    [(50, None, False, True), (101, None, False, False), (50, 24, False, False), (50, None, True, False)],
+    [
+        (50, None, False, True),
+        (101, None, False, False),
+        (50, 60, False, True),
+        (50, 24, False, False),
+        (50, None, True, False),
+    ],
 )
 
 
@@ -174,7 +220,7 @@ def test_what_is_chosen_gets_tiles_of_its_own(
 ) -> None:
     """On any device: `prompt` in its place, in tiles of 7 queries."""
     monkeypatch.setattr(backend, "hopper", lambda device: True)
-    monkeypatch.setattr(prompt_hopper, "takes", lambda cache: cache.window is None)
+    monkeypatch.setattr(prompt_hopper, "takes", lambda cache: True)
     monkeypatch.setattr(prompt_hopper, "tile_queries", lambda group: 7)
     monkeypatch.setattr(prompt_hopper, "prompt", prompt.prompt)
     monkeypatch.setattr(prompt_hopper, "LONG", longest)

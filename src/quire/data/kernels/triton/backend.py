@@ -199,6 +199,8 @@ class TritonBackend:
     def is_long(self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray) -> bool:
         """Whether prompts of `lengths` tokens, which see up to `contexts`, are for another than the usual kernel: most
         of the work must be in long ones, as short ones take longer there."""
+        if cache.window is not None:
+            contexts = np.minimum(contexts, cache.window)
         long, work = self._long(cache), lengths * contexts
         return long is not None and bool((work * contexts).sum() >= long * max(int(work.sum()), 1))
 

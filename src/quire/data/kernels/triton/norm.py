@@ -1,7 +1,8 @@
-"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) in the same pass.
+"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) in the same pass, and with the
+norm that delta may go through before that (Gemma's norms behind attention and MLP).
 
-Computed in fp32 and rounded once, as torch's fused norms are; the sum with delta is rounded to x's dtype first, as
-`x.add_(delta)` rounds it, so that the residual stream is the same as unfused.
+Computed in fp32 and rounded once, as torch's fused norms are; the norm of delta and the sum with it are each rounded to
+x's dtype first, as `x.add_(delta)` rounds it, so that the residual stream is the same as unfused.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from quire.data.kernels.triton.quick import quick
 @quick
 @triton.jit
 def _norm(
-    x, delta, weight, bias, out, x_stride, delta_stride, out_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, LAYER: tl.constexpr, PDL: tl.constexpr,
+    x, delta, behind, weight, bias, out, x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. LAYER: subtract the mean and add the bias."""
+    """A row a program. BEHIND: delta is normalised before it is added. LAYER: subtract the mean and add the bias."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -29,6 +31,8 @@ def _norm(
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if BEHIND:
+        added_scale = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -36,6 +40,10 @@ def _norm(
     values = tl.load(place, mask=inside, other=0.0)
     if DELTA:
         added = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
+        if BEHIND:
+            wide = added.to(tl.float32)
+            added_variance = tl.sum(wide * wide, axis=0) / SIZE
+            added = (wide * tl.rsqrt(added_variance + eps) * added_scale).to(x.dtype.element_ty)
         values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(place, values, mask=inside)
     values = values.to(tl.float32)
@@ -59,15 +67,16 @@ def warps_of(block: int) -> int:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False
-) -> Tensor:
-    """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None.
+    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, behind: Tensor | None = None,
+    out: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None. Weights of any dtype.
 
-    With `delta` [T, size], x += delta in place first. Row strides are free. Without delta and out, x may be
-    [..., size]. pdl: programmatic dependent launch, on GPUs of capability 9 and more; weights are read before the
-    kernel waits for its predecessor.
+    With `delta` [T, size], x += delta in place first; with `behind`, a weight, delta's own norm is added in its place.
+    Row strides are free. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch, on GPUs of
+    capability 9 and more; weights are read before the kernel waits for its predecessor.
     """
-    return _launch(x, weight, None, eps, delta, out, pdl)
+    return _launch(x, weight, None, eps, delta, behind, out, pdl)
 
 
 def layer_norm(
@@ -75,24 +84,26 @@ def layer_norm(
     delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [T, size] -> (x - mean) / sqrt(variance + eps) * weight + bias; the rest as `rms_norm`."""
-    return _launch(x, weight, bias, eps, delta, out, pdl)
+    return _launch(x, weight, bias, eps, delta, None, out, pdl)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, out: Tensor | None, pdl: bool
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, behind: Tensor | None,
+    out: Tensor | None, pdl: bool,
+) -> Tensor:  # fmt: skip
     if x.dim() != 2 and delta is None and out is None:
-        return _launch(x.reshape(-1, x.shape[-1]), weight, bias, eps, None, None, pdl).view(x.shape)
+        return _launch(x.reshape(-1, x.shape[-1]), weight, bias, eps, None, None, None, pdl).view(x.shape)
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
     for tensor in (x, out) if delta is None else (x, out, delta):
         assert (tensor.shape, tensor.stride(1)) == (x.shape, 1), "rows of one shape, each contiguous"
-    for vector in (weight,) if bias is None else (weight, bias):
-        assert (vector.shape, vector.stride()) == ((size,), (1,)), "one weight and one bias a column"
+    assert delta is not None or behind is None, "no norm without what it is of"
+    for vector in (weight, bias, behind):
+        assert vector is None or (vector.shape, vector.stride()) == ((size,), (1,)), "one weight and one bias a column"
     block = power_of_2(size)
     _norm[(rows,)](
-        x, delta, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0), eps,
-        size, block, delta is not None, bias is not None, pdl,
+        x, delta, behind, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0), eps,
+        size, block, delta is not None, behind is not None, bias is not None, pdl,
         num_warps=warps_of(block), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

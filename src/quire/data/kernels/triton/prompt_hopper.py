@@ -41,10 +41,8 @@ for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself,
 
 
 def takes(cache: LayerCache) -> bool:
-    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without window and cap, keys and values in pages of
-    one buffer."""
-    plain = cache.window is None and cache.softcap is None and cache.head_dim == 128 and cache.dtype.itemsize == 2
-    return plain and not cache.contiguous and cache.values_after is not None
+    """Whether `prompt` is for this cache: heads of 128 in 16 bits."""
+    return cache.head_dim == 128 and cache.dtype.itemsize == 2
 
 
 def tile_queries(group: int) -> int:
@@ -53,25 +51,58 @@ def tile_queries(group: int) -> int:
 
 
 @gluon.jit
+def _oldest(earliest, WINDOW: gl.constexpr):
+    """The first position that a tile sees."""
+    oldest = earliest * 0
+    if WINDOW is not None:
+        oldest = gl.maximum(earliest - WINDOW + 1, 0)
+    return oldest
+
+
+@gluon.jit
+def _page(table, at, end, CONTIGUOUS: gl.constexpr, PAGE: gl.constexpr):
+    """The pages of these tokens; of contiguous ones all are in the first."""
+    if CONTIGUOUS:
+        pages = gl.load(table + at * 0, mask=at < end, other=0)
+    else:
+        pages = gl.load(table + at // PAGE, mask=at < end, other=0)
+    return pages
+
+
+@gluon.jit
 def _fetch(
-    keys, table, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr, UNIT: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, VALUES_AFTER: gl.constexpr,
+    keys, values, table, earliest, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr, UNIT: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, VALUES_AFTER: gl.constexpr, CONTIGUOUS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Every block in turn, once the ring has room for it; a block is announced when the next one is on its way."""
+    """Every block in turn, once the ring has room for it; a block is announced when the next one is on its way. What no
+    row sees isn't read: pages before a window may be another sequence's by now."""
     k_blocks, v_blocks, ready, free = ring
+    oldest = _oldest(earliest, WINDOW)
+    first = oldest // BLOCK * BLOCK
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     d = gl.arange(0, DIM, gl.SliceLayout(0, layout))
-    at = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-    pages = gl.load(table + at // PAGE, mask=at < end, other=0)
+    at = first + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    pages = _page(table, at, end, CONTIGUOUS, PAGE)
     turn = 0
-    for _ in range(0, end, BLOCK):
-        places = keys + (pages * stride * UNIT + (at % PAGE) * TOKEN_STRIDE)[:, None] + d[None, :]
-        real = (at < end)[:, None]
+    for _ in range(first, end, BLOCK):
+        if CONTIGUOUS:
+            offsets = (pages * stride * UNIT + at.to(gl.int64) * TOKEN_STRIDE)[:, None] + d[None, :]
+        else:
+            offsets = (pages * stride * UNIT + (at % PAGE) * TOKEN_STRIDE)[:, None] + d[None, :]
+        real = at < end
+        if WINDOW is not None:
+            real &= at >= oldest
+        real = real[:, None]
+        places = keys + offsets
         at += BLOCK
-        pages = gl.load(table + at // PAGE, mask=at < end, other=0)  # a turn ahead
+        pages = _page(table, at, end, CONTIGUOUS, PAGE)  # a turn ahead
         mbarrier.wait(free.index(turn % STAGES), (turn // STAGES & 1) ^ 1)
         async_copy.async_copy_global_to_shared(k_blocks.index(turn % STAGES), places, mask=real)
-        async_copy.async_copy_global_to_shared(v_blocks.index(turn % STAGES), places + VALUES_AFTER, mask=real)
+        if VALUES_AFTER is not None:
+            places += VALUES_AFTER
+        else:
+            places = values + offsets
+        async_copy.async_copy_global_to_shared(v_blocks.index(turn % STAGES), places, mask=real)
         async_copy.commit_group()
         async_copy.wait_group(1)
         fence_async_shared()  # here, once, rather than by all who read
@@ -83,6 +114,22 @@ def _fetch(
 
 
 @gluon.jit
+def _seen(scores, at, position, WINDOW: gl.constexpr):
+    """Scores of the keys that a row sees; the others' are -inf."""
+    seen = at[None, :] <= position[:, None]
+    if WINDOW is not None:
+        seen &= at[None, :] > position[:, None] - WINDOW
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _capped(scores, inner, CAPPED: gl.constexpr):
+    if CAPPED:
+        scores = 2.0 * (1 / (1 + gl.exp(-(scores * inner)))) - 1.0
+    return scores
+
+
+@gluon.jit
 def _soften(scores, best, weight, outer):
     new = gl.maximum(best, gl.max(scores, 1) * outer)
     weights = gl.exp2(scores * outer - new[:, None])
@@ -91,9 +138,12 @@ def _soften(scores, best, weight, outer):
 
 
 @gluon.jit
-def _sweep(query, shares, best, weight, total, position, ring, begin, end, blocks, outer, MASKED: gl.constexpr):
-    """Take in the keys of the blocks begin .. end, and the values of the block before each, weighted by `shares`; not
-    MASKED: every row sees all of these keys. Block `begin` is there already."""
+def _sweep(
+    query, shares, best, weight, total, position, ring, first, begin, end, blocks, inner, outer,
+    WINDOW: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Take in the keys of the blocks begin .. end, counted from position `first` on, and the values of the block before
+    each, weighted by `shares`; not MASKED: every row sees all of these keys. Block `begin` is there already."""
     k_blocks, v_blocks, ready, free = ring
     layout: gl.constexpr = best.type.layout.parent
     for turn in range(begin, end):
@@ -102,10 +152,10 @@ def _sweep(query, shares, best, weight, total, position, ring, begin, end, block
         scores = gl.zeros([PART, BLOCK], gl.float32, layout)
         coming = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
         adding = warpgroup_mma(shares, v_blocks.index(before), total, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[coming])
+        scores = _capped(warpgroup_mma_wait(1, deps=[coming]), inner, CAPPED)
         if MASKED:
-            at = turn * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-            scores = gl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+            at = first + turn * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            scores = _seen(scores, at, position, WINDOW)
         weights, best, shrink, weight = _soften(scores, best, weight, outer)
         following = gl.convert_layout(weights.to(shares.dtype), shares.type.layout)
         # This wait, a branch, keeps the compiler from moving the softmax behind the next one, where nothing overlaps.
@@ -117,7 +167,10 @@ def _sweep(query, shares, best, weight, total, position, ring, begin, end, block
 
 
 @gluon.jit
-def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr):
+def _attend(
+    q, out, tile, q_parts, ring, inner, outer, NUMBER: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    WINDOW: gl.constexpr, CAPPED: gl.constexpr,
+):  # fmt: skip
     """The rows of one part of the tile."""
     k_blocks, v_blocks, ready, _ = ring
     token, many, earliest, head, q_row, q_head, out_row = tile
@@ -133,26 +186,38 @@ def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.
     fence_async_shared()
     row = NUMBER * PART + gl.arange(0, PART, gl.SliceLayout(1, scored))
     position = earliest + gl.minimum(row // GROUP, many - 1)
-    blocks = gl.cdiv(earliest + many, BLOCK)
-    whole = (earliest + gl.minimum(NUMBER * PART // GROUP, many - 1) + 1) // BLOCK  # every row sees all keys of these
-    whole = gl.maximum(whole, 1)
+    first = _oldest(earliest, WINDOW) // BLOCK * BLOCK
+    blocks = gl.cdiv(earliest + many - first, BLOCK)
+    whole = (earliest + gl.minimum(NUMBER * PART // GROUP, many - 1) + 1 - first) // BLOCK
+    whole = gl.maximum(whole, 1)  # every row sees all keys of the blocks before, but for the window's edge
     best = gl.full([PART], LOWEST, gl.float32, gl.SliceLayout(1, scored))
     weight = gl.zeros([PART], gl.float32, gl.SliceLayout(1, scored))
     total = gl.zeros([PART, DIM], gl.float32, summed)
     mbarrier.wait(ready.index(0), 0)
     scores = gl.zeros([PART, BLOCK], gl.float32, scored)
     coming = warpgroup_mma(query, k_blocks.index(0).permute([1, 0]), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[coming])
-    at = gl.arange(0, BLOCK, gl.SliceLayout(0, scored))
-    scores = gl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+    scores = _capped(warpgroup_mma_wait(0, deps=[coming]), inner, CAPPED)
+    scores = _seen(scores, first + gl.arange(0, BLOCK, gl.SliceLayout(0, scored)), position, WINDOW)
     weights, best, _, weight = _soften(scores, best, weight, outer)
     shares = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, summed, 2))
     mbarrier.wait(ready.index(1), 0, pred=blocks > 1)
+    begin = 1
+    if WINDOW is not None:
+        latest = earliest + gl.minimum((NUMBER * PART + PART - 1) // GROUP, many - 1)
+        edge = gl.cdiv(gl.maximum(latest - WINDOW + 1 - first, 0), BLOCK)
+        edge = gl.minimum(gl.maximum(edge, 1), whole)
+        shares, best, weight, total = _sweep(
+            query, shares, best, weight, total, position, ring, first, 1, edge, blocks, inner, outer,
+            WINDOW, CAPPED, True,
+        )  # fmt: skip
+        begin = edge
     shares, best, weight, total = _sweep(
-        query, shares, best, weight, total, position, ring, 1, whole, blocks, outer, False
+        query, shares, best, weight, total, position, ring, first, begin, whole, blocks, inner, outer,
+        WINDOW, CAPPED, False,
     )  # fmt: skip
     shares, best, weight, total = _sweep(
-        query, shares, best, weight, total, position, ring, whole, blocks, blocks, outer, True
+        query, shares, best, weight, total, position, ring, first, whole, blocks, blocks, inner, outer,
+        WINDOW, CAPPED, True,
     )  # fmt: skip
     adding = warpgroup_mma(shares, v_blocks.index((blocks - 1) % STAGES), total, is_async=True)
     total, _ = warpgroup_mma_wait(0, deps=[adding, shares])
@@ -166,9 +231,10 @@ def _attend(q, out, tile, q_parts, ring, outer, NUMBER: gl.constexpr, GROUP: gl.
 @quick
 @gluon.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles", "tables"])
 def _prompt_hopper(
-    q, keys, tables, tiles, out, q_row, q_head, out_row, table_width, stride, outer,
+    q, keys, values, tables, tiles, out, q_row, q_head, out_row, table_width, stride, inner, outer,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, UNIT: gl.constexpr,
-    HEAD_STRIDE: gl.constexpr, TOKEN_STRIDE: gl.constexpr, VALUES_AFTER: gl.constexpr,
+    HEAD_STRIDE: gl.constexpr, TOKEN_STRIDE: gl.constexpr, VALUES_AFTER: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    WINDOW: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     index, head = gl.program_id(0) // KV_HEADS, gl.program_id(0) % KV_HEADS
     slot = gl.load(tiles + index * 4)
@@ -176,6 +242,7 @@ def _prompt_hopper(
     many = gl.load(tiles + index * 4 + 2)
     earliest = gl.load(tiles + index * 4 + 3)
     keys += head.to(gl.int64) * HEAD_STRIDE
+    values += head.to(gl.int64) * HEAD_STRIDE
     table = tables + slot.to(gl.int64) * table_width
     dtype: gl.constexpr = q.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], dtype)
@@ -191,10 +258,28 @@ def _prompt_hopper(
     tile = (token, many, earliest, head, q_row, q_head, out_row)
     gl.warp_specialize(
         [
-            (_attend, (q, out, tile, q_parts, ring, outer, 0, GROUP, DIM)),
-            (_attend, (q, out, tile, q_parts, ring, outer, 1, GROUP, DIM)),
-            (_attend, (q, out, tile, q_parts, ring, outer, 2, GROUP, DIM)),
-            (_fetch, (keys, table, earliest + many, stride, ring, DIM, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER)),
+            (_attend, (q, out, tile, q_parts, ring, inner, outer, 0, GROUP, DIM, WINDOW, CAPPED)),
+            (_attend, (q, out, tile, q_parts, ring, inner, outer, 1, GROUP, DIM, WINDOW, CAPPED)),
+            (_attend, (q, out, tile, q_parts, ring, inner, outer, 2, GROUP, DIM, WINDOW, CAPPED)),
+            (
+                _fetch,
+                (
+                    keys,
+                    values,
+                    table,
+                    earliest,
+                    earliest + many,
+                    stride,
+                    ring,
+                    DIM,
+                    PAGE,
+                    UNIT,
+                    TOKEN_STRIDE,
+                    VALUES_AFTER,
+                    CONTIGUOUS,
+                    WINDOW,
+                ),
+            ),
         ],
         [4, 4, 4],
         [HOLDING, HOLDING, FETCHING],
@@ -208,13 +293,12 @@ def prompt(q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Ten
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
-    assert takes(cache), "no windows, no caps, pages of one buffer"
+    assert takes(cache), "heads of 128 numbers in 16 bits"
     assert tile_queries(group), "more query heads a key head than a tile has rows"
-    layout = cache_layout(cache)
-    del layout["CONTIGUOUS"]
     _prompt_hopper[(tiles.shape[0] * cache.kv_heads,)](
-        q, cache.keys, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
-        cache.page_units, factors(cache.scale, None)[1],
-        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, num_warps=4, **layout,
+        q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
+        cache.page_units, *factors(cache.scale, cache.softcap),
+        KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, WINDOW=cache.window, CAPPED=cache.softcap is not None,
+        num_warps=4, **cache_layout(cache),
     )  # fmt: skip
     return out

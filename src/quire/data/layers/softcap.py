@@ -1,0 +1,31 @@
+"""The bound on logits: x becomes cap * tanh(x / cap) (Gemma 2, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class Softcap(nn.Module):
+    """x [R, size], of any dtype, in place where that can be; computed in fp32, rounded once."""
+
+    def __init__(self, cap: float, device: torch.device) -> None:
+        super().__init__()
+        self.cap, self.device = cap, device
+        self.kernel: Callable[..., Tensor] | None = None
+        self.pdl = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernel is not None:
+            return self.kernel(x, self.cap, pdl=self.pdl)
+        return x.float().div_(self.cap).tanh_().mul_(self.cap).to(x.dtype)
+
+    def prepare(self) -> None:
+        """Call once, after loading. On a GPU it becomes one launch."""
+        if self.device.type == "cuda":
+            from quire.data.kernels.triton.activation import softcap
+            from quire.data.kernels.triton.launch import early
+
+            self.kernel, self.pdl = softcap, early(self.device)

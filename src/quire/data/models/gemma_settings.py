@@ -1,0 +1,147 @@
+"""What the config.json of a Gemma-2 or of the text of a Gemma-3 says. No torch. Defaults are transformers'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from quire.data.layers.rope import Rope
+from quire.data.models.fields import Fields
+from quire.data.models.settings import (
+    LAYER_TYPES,
+    MAX_LAYERS,
+    read_heads,
+    read_layer_types,
+    read_rope,
+    read_window,
+    refuse_quantised,
+    rope_of,
+    windows_of,
+)
+from quire.errors import StartupError, shown
+from quire.vocabulary.specs import LayerSpec, ModelSpec
+
+FULL, LOCAL = LAYER_TYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaSettings:
+    """Gemma-2 and Gemma-3. `ropes` and `windows` have one entry a layer. `scale` multiplies products of queries and
+    keys, `softcap` bounds them, `final_softcap` bounds logits."""
+
+    vocab_size: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    activation: str
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+    tied: bool
+    scale: float
+    softcap: float | None
+    final_softcap: float | None
+    ropes: tuple[Rope, ...]
+    windows: tuple[int | None, ...]
+    max_len: int
+    eos_ids: tuple[int, ...]
+    norm_offset: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> Self:
+        """Raises StartupError for a value that is missing, wrong or not supported."""
+        fields = Fields(config)
+        refuse_quantised(fields)
+        fields.refuse("use_bidirectional_attention", False)
+        third = (config.get("architectures") or [""])[0] == "Gemma3ForCausalLM"
+        if third:
+            fields.refuse("attn_logit_softcapping", None)
+        heads, bias = fields.size("num_attention_heads"), fields.flag("attention_bias", False)
+        kv_heads, head_dim = read_heads(fields, heads, 4, 256)
+        types, max_len = read_types(fields, third), fields.size("max_position_embeddings")
+        ropes = read_ropes(fields, max_len) if third else dict.fromkeys(LAYER_TYPES, read_rope(fields, max_len)[0])
+        return cls(
+            vocab_size=fields.size("vocab_size"),
+            hidden=fields.size("hidden_size"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=fields.size("intermediate_size"),
+            activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=third,
+            tied=fields.flag("tie_word_embeddings", True),
+            scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            softcap=None if third else _softcap(fields, "attn_logit_softcapping", 50.0),
+            final_softcap=_softcap(fields, "final_logit_softcapping", None if third else 30.0),
+            ropes=tuple(ropes[name] for name in types),
+            windows=windows_of(types, read_window(fields)),
+            max_len=max_len,
+            eos_ids=fields.ids("eos_token_id"),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, tied ones once."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
+        attention += self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.hidden
+        attention += self.qk_norm * 2 * self.head_dim
+        layer = attention + 3 * self.hidden * self.intermediate + 4 * self.hidden
+        return len(self.windows) * layer + self.hidden + (1 if self.tied else 2) * self.vocab_size * self.hidden
+
+    def spec(self) -> ModelSpec:
+        layer = LayerSpec(self.kv_heads, self.head_dim, scale=self.scale, softcap=self.softcap)
+        return ModelSpec(
+            family="gemma",
+            layers=tuple(replace(layer, window=window) for window in self.windows),
+            vocab_size=self.vocab_size,
+            max_len=self.max_len,
+            hidden=self.hidden,
+            heads=self.heads,
+            intermediate=self.intermediate,
+            parameters=self.parameters,
+            eos_ids=self.eos_ids,
+        )
+
+
+def read_types(fields: Fields, third: bool) -> tuple[str, ...]:
+    """Each layer's type: every second layer attends to all, of Gemma-3 every sixth, unless `layer_types`, or of Gemma-3
+    `sliding_window_pattern`, says otherwise."""
+    layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
+    period = fields.size("sliding_window_pattern", 6) if third else 2
+    usual = tuple(LOCAL if layer % period else FULL for layer in range(1, layers + 1))
+    return read_layer_types(fields, layers) or usual
+
+
+def read_ropes(fields: Fields, max_len: int) -> dict[str, Rope]:
+    """Gemma-3's rotary embedding for each type of layers. `rope_parameters` holds an object a type; older configs have
+    `rope_local_base_freq`, and for layers that attend to all `rope_theta` and `rope_scaling`. Either way `max_len` is
+    the length behind a scaling, not the one before it."""
+    section, scaling = fields.config.get("rope_parameters") or {}, fields.config.get("rope_scaling") or {}
+    if not isinstance(section, dict) or not all(name in LAYER_TYPES for name in section):
+        raise StartupError(
+            f"rope_parameters in {fields.where} must be an object for each type of layers, got {shown(section)}",
+            f"The types are {' and '.join(LAYER_TYPES)}",
+        )
+    found = {name: section.get(name) or {} for name in LAYER_TYPES}
+    if not all(isinstance(rope, dict) for rope in (scaling, *found.values())):
+        raise StartupError(f"rope_parameters and rope_scaling in {fields.where} must hold objects")
+    found[FULL] = found[FULL] | scaling
+    local = Fields({**fields.config, "rope_theta": fields.config.get("rope_local_base_freq")}, fields.where)
+    full = Fields(found[FULL], f"the rope of {FULL} in {fields.where}")
+    return {
+        FULL: rope_of(fields, full, max_len, 1e6)[0],
+        LOCAL: rope_of(local, Fields(found[LOCAL], f"the rope of {LOCAL} in {fields.where}"), max_len, 1e4)[0],
+    }
+
+
+def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+    """A bound: `default` where it is absent, none where it is null."""
+    cap: float | None = fields.number(name, None if name in fields.config else default)
+    return cap
