@@ -26,6 +26,10 @@ KNOWN = {**WITH_SINKS, "state": StatePolicy}
 """The policies of the engine, and those of the tests."""
 
 
+QUERIES = 3
+"""Tokens at the end of a prompt that are computed in one step, where layers have budgets."""
+
+
 class Kind(NamedTuple):
     """A group: `run` tokens of `token_bytes` fill `pages` pages, behind which `padding` bytes are left."""
 
@@ -35,6 +39,7 @@ class Kind(NamedTuple):
     window: int | None = None
     kind: str = ""
     padding: int = 0
+    budget: int | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -53,11 +58,14 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
             Group(
                 (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run), ids[i],
                 range(rows[i].start + 1, rows[i].stop + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"),
+                kind.kind or ("full" if kind.window is None else "window"), budget=kind.budget,
             )
             for i, kind in enumerate(kinds)
         )  # fmt: skip
-        geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end)
+        least = min((kind.budget for kind in kinds if kind.budget is not None), default=0)
+        geometry = Geometry(
+            Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, budget=least, queries=min(least, QUERIES)
+        )
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
             policies=KNOWN,
@@ -66,6 +74,7 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
     return make
 
 
+BUDGETS = [Kind(16, 4, kind="budget", budget=budget) for budget in (9, 5, 3)]
 FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
 STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
 UNLIKE: dict[str, Callable[[Build], PagedMemory]] = {
@@ -79,5 +88,7 @@ UNLIKE: dict[str, Callable[[Build], PagedMemory]] = {
     "state": unlike(FULL, STATE),
     "state-uncached": unlike(STATE, WINDOW, caching=False, debug=True),
     "sink": unlike(SINK, FULL),
+    "budgets-uncached": unlike(*BUDGETS, debug=True),
+    "budgets-unlike-uncached": unlike(BUDGETS[2], FULL, WINDOW, Kind(24, 8, 3, kind="budget", budget=6)),
     "all": unlike(WINDOW, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
 }

@@ -161,7 +161,7 @@ class Geometry:
         """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones; `prompt`
         is the length of its prompt."""
         rest = prompt - planned
-        if rest <= 0 or prompt <= self.budget:
+        if not 0 < self.budget < prompt or rest <= 0:
             return count
         return rest if count >= rest else max(min(count, rest - self.queries), 0)
 

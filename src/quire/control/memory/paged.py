@@ -57,9 +57,9 @@ class PagedMemory(PageTables):
         policies: Policies = POLICIES,
     ) -> None:
         super().__init__(geometry, policies, order, debug)
-        self.chunk, self.caching = chunk, caching and not self.shrinking
-        # Where pages are dropped before a sequence's end it never holds all of them.
-        self.forgets = len(self.keeping) < len(self.policies)
+        self.chunk, self.caching = chunk, caching and not geometry.budget
+        # Where pages are dropped before a sequence's end it never holds all of them; or they change at a prompt's end.
+        self.forgets = bool(geometry.budget) or len(self.keeping) < len(self.policies)
         self.most = [most_at_once(policy, chunk) for policy in self.policies]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, self.caching)

@@ -191,7 +191,7 @@ class PageTables:
                 del table[stop:]
             resident.drops_at = min(resident.drops_at, self._next_drop(policy, seq, first))
         if self.shrinking:
-            resident.room = self._room(seq, resident)
+            resident.room = max(self._room(seq, resident), resident.held)  # steps in flight may be behind a prompt
 
     def _next_drop(self, policy: LayerPolicy, seq: Sequence, first: int) -> int:
         """Computed tokens from which on a group needs page `first` no more; no later than that is a page full."""

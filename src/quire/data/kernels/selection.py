@@ -19,11 +19,13 @@ from quire.data.kernels.limits import MAX_SCORES
 
 
 class End(NamedTuple):
-    """A row that computes the last token of its sequence's prompt, of `prompt` tokens: the step's token behind it."""
+    """A row that computes the end of its sequence's prompt, of `prompt` tokens: `count` of them, the last one in front
+    of the step's token `stop`."""
 
     slot: int
     stop: int
     prompt: int
+    count: int
 
 
 def ends_of(batch: Batch) -> list[End]:
@@ -32,22 +34,23 @@ def ends_of(batch: Batch) -> list[End]:
         return []
     prompts, stops = batch.prompts[0], batch.starts + batch.lengths
     rows = np.flatnonzero((batch.starts < prompts) & (stops >= prompts))
-    behind = (batch.offsets + batch.lengths)[rows]
-    ends = zip(batch.slots[rows].tolist(), behind.tolist(), prompts[rows].tolist(), stops[rows].tolist())
-    return [End(slot, stop - (end - prompt), prompt) for slot, stop, prompt, end in ends]
+    counts = (prompts - batch.starts)[rows]
+    ends = (batch.slots[rows], batch.offsets[rows] + counts, prompts[rows], counts)
+    return [End(*numbers) for numbers in zip(*(x.tolist() for x in ends))]
 
 
 def compress(q: Tensor, cache: LayerCache, tables: Tensor, ends: list[End]) -> None:
     """Leave of these prompts what the layer keeps: its keys and values are all written, and q [T, heads, dim] are the
     step's queries as they were compared with them."""
-    for slot, stop, prompt in ends:
+    queries = cache.selection.queries
+    for slot, stop, prompt, count in ends:
         if cache.budget is not None and prompt > cache.budget:
-            _compress(q[max(stop - cache.selection.queries, 0) : stop], cache, tables[slot], prompt)
+            assert count >= queries, f"the last {queries} tokens of a prompt were computed in several steps"
+            _compress(q[stop - queries : stop], cache, tables[slot], prompt)
 
 
 def _compress(q: Tensor, cache: LayerCache, table: Tensor, prompt: int) -> None:
     assert cache.budget is not None, "a layer that keeps all"
-    assert len(q) == cache.selection.queries, "the last queries of a prompt were computed in several steps"
     size, shared = cache.page_tokens, cache.heads // cache.kv_heads
     pages = table[: -(-prompt // size)]
     to = torch.arange(cache.budget, device=q.device)

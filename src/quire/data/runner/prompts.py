@@ -19,6 +19,7 @@ class Prompts:
 
     def __init__(self, slots: int, budget: int, staging: Staging) -> None:
         self.budget, self.staging = budget, staging
+        self.lengths = [0] * slots  # the same once more
         self.host = np.zeros(slots, dtype=np.int64)
         self.device = torch.zeros(slots, dtype=torch.int64, device=staging.device)
 
@@ -28,6 +29,8 @@ class Prompts:
             lengths = {birth.slot: birth.prompt_len for birth in births}
             slots, prompts = (np.array(list(part), dtype=np.int64) for part in (lengths, lengths.values()))
             self.host[slots] = prompts
+            for slot, length in lengths.items():
+                self.lengths[slot] = length
             to, new = self.staging.upload_all([slots, prompts])
             self.device.index_copy_(0, to, new)
 
@@ -37,7 +40,5 @@ class Prompts:
 
     def end(self, rows: Sequence[Row]) -> bool:
         """Whether some of these rows end a prompt that isn't kept whole."""
-        return any(
-            row.start < self.host[row.slot] <= row.start + len(row.tokens) and self.host[row.slot] > self.budget
-            for row in rows
-        )
+        lengths, budget = self.lengths, self.budget
+        return any(budget < lengths[row.slot] > row.start >= lengths[row.slot] - len(row.tokens) for row in rows)
