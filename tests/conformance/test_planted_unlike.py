@@ -12,6 +12,7 @@ from traces import Trace, run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, StatePolicy, unlike
 
 from quire.control.memory.paged import PagedMemory
+from quire.control.memory.policies import BudgetPolicy, FullPolicy
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.tables import Resident
 from quire.control.request import Sequence
@@ -25,6 +26,7 @@ every_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
 """Pages of five sizes whose numbers overlap."""
 PLAIN = unlike(FULL, Kind(24, 8))
+BUDGETS = UNLIKE["budgets-uncached"]
 
 
 class Traveller(EchoRunner):
@@ -145,6 +147,27 @@ def plan_that_changes_on_its_way(patch: Patch) -> None:
     patch.setattr(wire, "decode", changed)
 
 
+def budget_a_token_short(patch: Patch) -> None:
+    gone = BudgetPolicy.gone
+    patch.setattr(BudgetPolicy, "gone", lambda policy, seq: gone(policy, seq) + (seq.prompt_len > 5))
+
+
+def writes_behind_a_prompt_by_position(patch: Patch) -> None:
+    """What a fork writes to isn't copied."""
+    patch.setattr(BudgetPolicy, "writes", FullPolicy.writes)
+
+
+def prefix_found_in_pages_that_changed(patch: Patch) -> None:
+    init = PagedMemory.__init__
+
+    def caching(memory: PagedMemory, *arguments: Any, **settings: Any) -> None:
+        init(memory, *arguments, **settings)
+        memory.caching = memory.prefixes.caching = True
+
+    patch.setattr(BudgetPolicy, "unit", FullPolicy.unit)
+    patch.setattr(PagedMemory, "__init__", caching)
+
+
 PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
     "a copy keyed without its group": (copy_keyed_without_its_group, TWINS, EchoRunner),
     "a state page shared while written": (state_page_shared_while_written, unlike(STATE, FULL), EchoRunner),
@@ -152,6 +175,9 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
         window_page_dropped_before_its_chunk_ran, UNLIKE["3-to-2"], EchoRunner
     ),
     "a hit valid for one group only": (hit_valid_for_one_group_only, unlike(FULL, WINDOW, STATE), EchoRunner),
+    "a budget a token short": (budget_a_token_short, BUDGETS, EchoRunner),
+    "writes behind a prompt by position": (writes_behind_a_prompt_by_position, BUDGETS, EchoRunner),
+    "a prefix found in pages that changed": (prefix_found_in_pages_that_changed, BUDGETS, EchoRunner),
     "`ahead` not done": (ahead_not_done, eager, EchoRunner),
     "a birth that inherits the wrong rules": (birth_that_inherits_the_wrong_rules, PLAIN, EchoRunner),
     "a plan that changes when encoded and decoded": (plan_that_changes_on_its_way, PLAIN, Traveller),
