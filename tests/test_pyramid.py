@@ -120,18 +120,18 @@ def test_preemption(folder: Path, roomy: list[list[int]], page: int, chunk: int,
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
-@pytest.mark.parametrize("memory", ["paged", "orca-max"])
+@pytest.mark.parametrize("memory", ["paged", "uniform", "orca-max"])
 def test_backends_and_memories(folder: Path, roomy: list[list[int]], attention: str, memory: str) -> None:
     with opened(folder, attention=attention, memory=memory, max_num_batched_tokens=32) as llm:
         assert [result.outputs[0].token_ids for result in served(llm, prompts(), params())] == roomy
 
 
 @pytest.mark.parametrize("way", ["recompute", "swap"])
-@pytest.mark.parametrize("page", [1, 16])
-def test_forks(folder: Path, said: Said, page: int, way: str) -> None:
+@pytest.mark.parametrize(("page", "memory"), [(1, "paged"), (16, "paged"), (4, "uniform")])
+def test_forks(folder: Path, said: Said, page: int, memory: str, way: str) -> None:
     """Branches share what is left of their prompt, and copy what they write to."""
     how, asked = params(n=3, temperature=1.0, seed=7, logprobs=3), prompts()[:5]
-    with opened(folder, page_size=page) as llm:
+    with opened(folder, page_size=page, memory=memory) as llm:
         expected = served(llm, asked, how)
         assert llm.engine.scheduler.memory.copies > 0 or page == 1
         assert len({tuple(output.token_ids) for output in expected[0].outputs}) == 3
@@ -139,7 +139,8 @@ def test_forks(folder: Path, said: Said, page: int, way: str) -> None:
         for output in result.outputs:
             said.check(prompt, output)
     starved = {"kv_tokens": 400, "max_model_len": 128, "swap_gib": 0.01, "debug": True}
-    with opened(folder, page_size=page, max_num_batched_tokens=32, preemption=way, depth=2, **starved) as llm:
+    starved |= {"page_size": page, "memory": memory, "preemption": way, "depth": 2}
+    with opened(folder, max_num_batched_tokens=32, **starved) as llm:
         again = served(llm, asked, how)
         assert llm.engine.scheduler.preempted[way] > 0
     assert [[o.token_ids for o in r.outputs] for r in again] == [[o.token_ids for o in r.outputs] for r in expected]

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import psutil
 
-from quire.config import EngineConfig
-from quire.control.memory.layout import page_layout
+from quire.config import IN_PAGES, EngineConfig
+from quire.control.memory import Size, build_memory, longest
+from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.specs import ModelSpec
@@ -17,6 +19,8 @@ from quire.vocabulary.specs import ModelSpec
 GIB = 2**30
 CPU_KV_SHARE = 0.4  # of the memory that is free, when no size is given
 CPU_KV_MOST = 4 * GIB
+SHOWN = (1024, 8192, 32768, 131072)
+"""Tokens of the requests that are counted in a plan."""
 
 
 class MemoryPlan(NamedTuple):
@@ -65,10 +69,6 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     activations = activation_bytes(config, spec, itemsize)
     if device != "cpu":
         activations += replay_bytes(config, spec, itemsize)
-    pages = sum(sheet.page_bytes for sheet in page_layout(config, spec, itemsize))
-    token_bytes = -(-pages // config.page_size)  # what pads smaller groups' pages is taken too
-    if config.memory == "virtual":
-        token_bytes = spec.token_bytes(itemsize)
     usable = free if device == "cpu" else int(total * config.gpu_memory_utilization) - (total - free)
     room = usable - weights - activations
     wanted_len = config.max_model_len or spec.max_len
@@ -77,36 +77,83 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
             f"--max-model-len is {config.max_model_len}, but the model was made for {spec.max_len} tokens",
             f"Use at most {spec.max_len}",
         )
-    if config.kv_tokens is not None:
-        tokens = config.kv_tokens
-    elif config.kv_gib is not None:
-        tokens = int(config.kv_gib * GIB) // token_bytes
-    else:
-        share = min(int(free * CPU_KV_SHARE), CPU_KV_MOST, room) if device == "cpu" else room
-        tokens = min(share // token_bytes, config.max_num_seqs * wanted_len)
-    tokens = tokens // config.page_size * config.page_size
-    if config.kv_tokens is not None:
-        tokens = -(-config.kv_tokens // config.page_size) * config.page_size
+    share = min(int(free * CPU_KV_SHARE), CPU_KV_MOST, room) if device == "cpu" else room
+    kv = _kv_size(config, spec, itemsize, share, config.max_num_seqs * wanted_len)
     fixed = config.kv_tokens is not None or config.kv_gib is not None
-    if tokens < 2 or (fixed and tokens * token_bytes > room):
+    if kv.tokens < 2 or (fixed and kv.bytes > room):
         raise StartupError(
             f"out of memory: {_size(weights)} of weights, {_size(activations)} of activations and "
-            f"{_size(max(tokens, config.page_size) * token_bytes)} of KV cache don't fit into "
+            f"{_size(max(kv.bytes, config.page_size * kv.token_bytes))} of KV cache don't fit into "
             f"{_size(max(usable, 0))} on {device}",
             "Use a smaller --kv-gib, --max-num-batched-tokens or model",
         )
-    max_len, clipped = wanted_len, ""
-    if tokens < wanted_len:
+    max_len, clipped = longest(config, spec, Size(kv.tokens, wanted_len, itemsize, kv.bytes)), ""
+    if max_len < wanted_len:
         if config.max_model_len is not None:
             raise StartupError(
-                f"--max-model-len is {config.max_model_len}, but the KV cache holds {tokens} tokens",
-                f"Use --max-model-len {tokens} or less, or a larger --kv-gib",
+                f"--max-model-len is {config.max_model_len}, but the KV cache holds {max_len} tokens",
+                f"Use --max-model-len {max_len} or less, or a larger --kv-gib",
             )
-        max_len, clipped = tokens, f" (the model allows {wanted_len:,}; a larger --kv-gib would too)"
+        clipped = f" (the model allows {wanted_len:,}; a larger --kv-gib would too)"
     return MemoryPlan(
-        name, spec.parameters, dtype, device, total, free, weights, activations, tokens * token_bytes, tokens,
-        token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
+        name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
+        kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
     )  # fmt: skip
+
+
+class KVSize(NamedTuple):
+    """Bytes of the KV memory, the tokens that it holds in every layer, and the bytes of one of those."""
+
+    bytes: int
+    tokens: int
+    token_bytes: int
+
+
+def _kv_size(config: EngineConfig, spec: ModelSpec, itemsize: int, share: int, most: int) -> KVSize:
+    """The size that was asked for, in whole pages; else all of `share` bytes, as far as `most` tokens need them."""
+    pool = share if config.kv_gib is None else int(config.kv_gib * GIB)
+    if config.kv_tokens is not None:
+        pool = config.kv_tokens * spec.token_bytes(itemsize)
+    sheets = page_layout(config, spec, itemsize, pool)
+    if config.memory == "virtual":  # pages are the device's
+        token = spec.token_bytes(itemsize)
+        sheets = Sheets((Sheet((), token, config.page_size * token),))
+    token_bytes = -(-sum(sheet.page_bytes for sheet in sheets.pages) // config.page_size)  # with what pads pages
+    if config.kv_tokens is not None:
+        pages = -(-config.kv_tokens // config.page_size)
+        return KVSize(sheets.bytes(pages), pages * config.page_size, token_bytes)
+    if pool > 0:
+        check_large(sheets, pool)
+    pages = sheets.most(pool)
+    if config.kv_gib is None and pages * config.page_size > most:
+        pages, pool = most // config.page_size, sheets.bytes(most // config.page_size)
+    whole = pool // sheets.large_bytes * sheets.large_bytes if sheets.large_bytes else sheets.bytes(pages)
+    return KVSize(whole, pages * config.page_size, token_bytes)
+
+
+def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: MemoryPlan) -> list[str]:
+    """The page plan: what each group of layers keeps, in pages of how many bytes, and the large pages that these are
+    parts of; and how many requests of some lengths fit at once. Nothing for memories that aren't in pages."""
+    if config.memory not in IN_PAGES:
+        return []
+    memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, itemsize, plan.kv_bytes))
+    large, rows = memory.geometry.large_bytes, []
+    for group in memory.geometry.groups:
+        parts = [f"{len(group.layers)} layers, {group.kind}", f"{_size(group.page_bytes)} a page of {group.run_tokens}"]
+        if group.window is not None:
+            parts[0] += f" of {group.window:,}"
+        if padding := group.page_bytes - group.run_tokens * group.token_bytes:
+            parts.append(f"{padding / group.page_bytes:.1%} padding")
+        if large:
+            parts.append(f"{large // group.page_bytes} in a large page")
+        rows.append(("layers", ", ".join(parts)))
+    if large:
+        rows.append(("large pages", f"{plan.kv_bytes // large:,} of {_size(large)}"))
+    lengths = sorted({n for n in SHOWN if n < plan.max_len} | {plan.max_len})
+    seqs = range(1, plan.max_seqs + 1)
+    counts = [bisect_left(seqs, True, key=lambda count: not memory.fits([n] * count)) for n in lengths]
+    rows.append(("requests", ", ".join(f"{count:,} of {n:,} tokens" for n, count in zip(lengths, counts))))
+    return [f"{name:<12} {text}" for name, text in rows]
 
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
@@ -136,7 +183,7 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     sequence has said each token, and room to double that; page tables."""
     assert config.max_num_seqs is not None, "a sized config"
     rows = min(config.max_num_seqs, MOST_GRAPH_ROWS)
-    groups = len(page_layout(config, spec, itemsize))
+    groups = len(layer_sets(config, spec, itemsize))
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     tables = groups * (config.max_num_seqs + 1) * -(-longest // config.page_size) * 8
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.budget import MemoryPlan, plan_memory
+from quire.budget import MemoryPlan, page_lines, plan_memory
 from quire.config import VENDORS, EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
@@ -60,7 +60,8 @@ def plan(config: EngineConfig) -> list[str]:
     device = device_of(config)
     config = config.sized(device)
     dtype = _dtype(config, source.config, device)
-    return plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device).lines()
+    made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
+    return made.lines() + page_lines(config, source.spec, ITEMSIZE[dtype], made)
 
 
 def build(config: EngineConfig, progress: bool = False) -> Built:
@@ -93,7 +94,7 @@ def build_engine(
         runner = _runner(config, source, getattr(torch, dtype), torch.device(device), ends, plan.max_len, progress)
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
-    size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype])
+    size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
     memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
     if config.memory == "virtual":  # pages and buffers aren't always filled
         plan = plan._replace(kv_tokens=capacity(memory.geometry))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from quire.errors import StartupError
 
 RESERVED = ("orca-oracle", "orca-pow2", "orca-max", "ft")
-MEMORIES = ("paged", "virtual", *RESERVED)
+IN_PAGES = ("paged", "uniform")  # wherever page tables say
+MEMORIES = (*IN_PAGES, "virtual", *RESERVED)
 PREEMPTIONS = ("recompute", "swap", "auto")
 VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of pages, beside Triton's
 ATTENTIONS = ("auto", "reference", "sdpa", "contiguous", "triton", *VENDORS)
@@ -16,7 +17,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
-PAGE_SIZES = ("one", "own")
+PAGE_SIZES = ("lcm", "max", "gcd", "own")
+ASSOCIATIONS = ("paper", "bulk", "none")
 AHEAD = ("inline", "thread", "off")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
@@ -31,15 +33,18 @@ CPU_SLOTS = 48  # ... of --memory virtual on a CPU: Linux bounds a process's map
 class EngineConfig:
     """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
 
-    `memory` is how the KV memory is managed: in pages; contiguous in virtual addresses under which pages are mapped
+    `memory` is how the KV memory is managed: in pages; in pages where every layer keeps every token, whatever it looks
+    at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual addresses under which pages are mapped
     (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED), which share nothing, preempt nobody, and
     hence ignore the settings of prefix caching and preemption. Of "virtual", `virtual_page_kib` is the size of a page
     of the device, and `virtual_layout` which layers share a buffer (control.memory.buffers); None: 2048 and "sliced" on
     a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead` says whether what the next step needs is mapped while
     one computes, by whoever launched it or by a thread.
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
-    "one" gives layers of unlike kinds pages of one size, padded, out of one pool; "own" pages as large as their tokens
-    are, and a share of the memory for each size.
+    "lcm" cuts large pages, of which any layer type may get any, into pages as large as each type's tokens are (Jenga
+    §4); "max" pads all to one size, "gcd" gives fewer layers a table, so that all pages are equal, and "own" gives each
+    size a share of the memory for good. `association` says which sequences' pages lie in one large page (§4.3): as the
+    "paper" has it, only those of one; whole large pages to one and the rest together ("bulk"); or any ("none").
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
     `max_num_seqs` depend on the device where they are None (MOST, `sized`).
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
@@ -67,7 +72,8 @@ class EngineConfig:
     attention: str = "auto"
     page_size: int = 16
     table_scope: str = "model"
-    page_sizes: str = "one"
+    page_sizes: str = "lcm"
+    association: str = "bulk"
     virtual_page_kib: int | None = None
     virtual_layout: str | None = None
     map_ahead: str = "inline"
@@ -104,6 +110,7 @@ class EngineConfig:
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
             ("page_sizes", PAGE_SIZES),
+            ("association", ASSOCIATIONS),
             ("map_ahead", AHEAD),
             ("preemption", PREEMPTIONS),
         ):
@@ -138,16 +145,20 @@ class EngineConfig:
                 f"--prefix-tokens is given, and --memory is {self.memory}, which shares no prefixes",
                 "Use --memory paged",
             )
-        if self.memory != "paged" and self.page_sizes != "one":
+        if self.memory != "paged" and self.page_sizes not in ("lcm", "max"):
             whose = "each buffer's" if self.memory == "virtual" else "one size for all"
             raise StartupError(
                 f"--page-sizes is {self.page_sizes}, and --memory is {self.memory}, whose pages are {whose}",
                 "Use --memory paged",
             )
-        if self.memory == "virtual" and self.table_scope != "model":
+        if self.memory in ("virtual", "uniform") and self.table_scope != "model":
+            remedy = "Leave --table-scope out"
+            if self.memory == "virtual":
+                remedy += "; --virtual-layout layer gives each layer buffers of its own"
             raise StartupError(
-                f"--table-scope is {self.table_scope}, and --memory is virtual, whose layers share a sequence's place",
-                "Leave --table-scope out; --virtual-layout layer gives each layer buffers of its own",
+                f"--table-scope is {self.table_scope}, and --memory is {self.memory}, whose layers share a sequence's "
+                "place",
+                remedy,
             )
         if not 0.05 <= self.gpu_memory_utilization <= 1:
             raise StartupError(

@@ -184,6 +184,8 @@ def _geometry(said: dict[str, Any]) -> Geometry:
         raise ValueError("it has no groups, or what is unknown here")
     if sum(geometry.slots * group.table_width for group in groups) > MOST_CELLS:
         raise ValueError(f"its page tables have more than {MOST_CELLS} cells")
+    if geometry.large_bytes and any(geometry.large_bytes % group.page_bytes for group in groups):
+        raise ValueError("its pages aren't parts of its large pages")
     if any(group.host_ids.stop * group.run_tokens > MOST_CELLS for group in groups):
         raise ValueError(f"its host memory holds more than {MOST_CELLS} tokens")
     return geometry

@@ -8,6 +8,7 @@ must find real pages wherever it reads and writes. Tokens mean nothing here, so 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -142,14 +143,18 @@ class Replay:
 
 
 def _tiny(geometry: Geometry) -> Geometry:
-    """The same tables and page ids, and as few bytes in a page as there can be: one token."""
+    """The same tables and page ids, and as few bytes in a page as there can be: one token; where pages are parts of
+    large ones, so many that they still are."""
+    ratios = [max(geometry.large_bytes // group.page_bytes, 1) for group in geometry.groups]
+    whole = math.lcm(*ratios) * TOKEN if geometry.large_bytes else TOKEN
+    alike = {"token_bytes": TOKEN, "run_tokens": 1, "run_pages": 1, "kind": "full"}
     groups = tuple(
-        replace(group, layers=(g,), page_bytes=TOKEN, token_bytes=TOKEN, run_tokens=1, run_pages=1, kind="full")
-        for g, group in enumerate(geometry.groups)
+        replace(group, layers=(g,), page_bytes=whole // ratio, **alike)
+        for g, (group, ratio) in enumerate(zip(geometry.groups, ratios))
     )
     return replace(
-        geometry, groups=groups, bytes=max(group.ids.stop for group in groups) * TOKEN,
-        host_bytes=max(group.host_ids.stop for group in groups) * TOKEN, itemsize=ITEM,
+        geometry, groups=groups, bytes=max(group.ids.stop * group.page_bytes for group in groups), large_bytes=0,
+        host_bytes=max(group.host_ids.stop * group.page_bytes for group in groups), itemsize=ITEM,
     )  # fmt: skip
 
 

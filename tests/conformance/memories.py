@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from quire.config import EngineConfig
 from quire.control.memory import KVMemory, Later, Size, Usage, build_memory
 from quire.control.memory.buffers import buffers_of
+from quire.control.memory.large import LargePages
 from quire.control.memory.paged import PagedMemory
+from quire.control.memory.pages import Ledger
 from quire.control.memory.reserved import ReservedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
@@ -51,7 +53,8 @@ def paged(windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Ca
         if build.host:
             total = memory.account().usage.total
             count = sum(len(ids) for ids in {group.ids for group in memory.geometry.groups})
-            config = replace(config, swap_gib=build.host * total / count / 2**30)
+            each = memory.geometry.large_bytes or total / count
+            config = replace(config, swap_gib=build.host * each / 2**30)
             memory = build_memory(config, spec(windows, build.max_len), size)
         assert isinstance(memory, PagedMemory)
         return memory
@@ -127,10 +130,17 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "poisoned": paged(page_size=4, debug=True),
     "layer-tables": paged(page_size=4, table_scope="layer"),
     "window": paged((6, 6), page_size=4),
-    "mixed": paged((None, 6, None, 2), page_size=4),
-    "mixed-16": paged((None, 2), page_size=16),
+    "mixed": paged((None, 6, None, 2), page_size=4, page_sizes="max"),
+    "mixed-16": paged((None, 2), page_size=16, page_sizes="max"),
     "own-sizes": paged((None, 6, 6), page_size=4, page_sizes="own"),
-    "mixed-uncached": paged((6, None), page_size=4, enable_prefix_caching=False),
+    "mixed-uncached": paged((6, None), page_size=4, page_sizes="max", enable_prefix_caching=False),
+    "large": paged((None, 6, None, 2), page_size=4),
+    "large-1": paged((None, 6, 6, 6), page_size=1, association="paper"),
+    "large-16": paged((None, 6, None), page_size=16, association="none"),
+    "large-uncached": paged((None, 6, 6, 9, 9, 9), page_size=4, enable_prefix_caching=False),
+    "large-poisoned": paged((None, 6, 6), page_size=4, debug=True),
+    "gcd": paged((None, 6, 6, 6), page_size=4, page_sizes="gcd"),
+    "uniform": paged((None, 6, None, 2), page_size=4, memory="uniform"),
     **VIRTUAL,
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]
@@ -162,10 +172,25 @@ def check_published(memory: KVMemory, seqs: Iterable[Sequence]) -> None:
     assert isinstance(memory, PagedMemory)
     for seq in seqs:
         for g, table in enumerate(memory.place(seq).tables):
-            keys = memory.pages.of[g].keys
+            published = set(memory.pages.index[g].values())
             coming = memory.policies[g].writes(seq, seq.computed, seq.computed + 1)
             for page in table[coming.start :] if coming else ():
-                assert not page or keys[page] is None, f"page {page} is published before it is computed"
+                assert page not in published, f"page {page} is published before it is computed"
+
+
+def contents(pages: Ledger | LargePages) -> tuple[object, ...]:
+    """All that a ledger keeps, in the order in which it would give it out."""
+    if isinstance(pages, Ledger):
+        return tuple((tuple(p.empty), tuple(p.cached), tuple(p.refs), tuple(p.keys)) for p in pages.pools)
+    kept = {name: value for name, value in vars(pages).items() if name != "slack"}
+    return (repr(kept),)
+
+
+def total_bytes(geometry: Geometry) -> int:
+    """Bytes of all pages but the scratch ones. Groups with the same ids have the same pages."""
+    if geometry.large_bytes:
+        return geometry.bytes - geometry.large_bytes
+    return sum({group.ids: len(group.ids) * group.page_bytes for group in geometry.groups}.values())
 
 
 def insides(memory: KVMemory) -> tuple[object, ...]:
@@ -184,12 +209,12 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
     pages, swap = memory.pages, memory.swap
     return (
         memory.account(),
-        [(tuple(pool.empty), tuple(pool.cached), tuple(pool.refs), tuple(pool.keys)) for pool in pages.pools],
+        contents(pages),
         tuple(memory.slots),
         tuple(memory.entries),
         {id: (r.slot, r.room, r.committed, tuple(map(tuple, r.tables))) for id, r in memory.residents.items()},
         {id: tuple(map(tuple, r.tables)) for id, r in swap.residents.items()},
-        [tuple(pool.empty) for pool in swap.host.pools],
+        contents(swap.host),
         tuple(memory.prefixes.registered),
         pages.evictions,
         [tuple(queue.promised.items()) for queue in memory.queues] if isinstance(memory, VirtualMemory) else (),
@@ -222,9 +247,13 @@ def is_unused(memory: KVMemory) -> bool:
 
 def host_free(memory: PagedMemory) -> int:
     """Host pages that nothing is in."""
-    return sum(pool.available for pool in memory.swap.host.pools)
+    host = memory.swap.host
+    if isinstance(host, Ledger):
+        return sum(pool.available for pool in host.pools)
+    return host.total - sum(host.used)
 
 
 def host_total(memory: PagedMemory) -> int:
     """Host pages."""
-    return sum(len(pool.ids) for pool in memory.swap.host.pools)
+    host = memory.swap.host
+    return sum(len(pool.ids) for pool in host.pools) if isinstance(host, Ledger) else host.total

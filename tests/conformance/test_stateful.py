@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from memories import EVERY, Build, admit_one, check_published, insides, is_unused, reset
+from memories import EVERY, Build, admit_one, check_published, insides, is_unused, reset, total_bytes
 from traces import STEMS
 
 from quire.control.request import Sequence
@@ -53,8 +53,7 @@ class Calls(RuleBasedStateMachine):
     def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
         self.memory = EVERY[self.name](Build(tokens, chunk, max_seqs))
         self.chunk = chunk
-        pools = {group.ids: len(group.ids) * group.page_bytes for group in self.memory.geometry.groups}
-        self.total = sum(pools.values())  # groups with the same ids share them
+        self.total = total_bytes(self.memory.geometry)
         self.device = Device()
         self.alive: dict[int, Sequence] = {}
         self.contents: dict[int, list[Content]] = {}  # the reference

@@ -3,7 +3,8 @@ whole ones; a running state; a group with a length of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from memories import Build
@@ -22,6 +23,7 @@ class StatePolicy(FullPolicy):
         return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
 
 
+Make = Callable[[Build], PagedMemory]
 KNOWN = {**WITH_SINKS, "state": StatePolicy}
 """The policies of the engine, and those of the tests."""
 
@@ -46,7 +48,13 @@ class Kind(NamedTuple):
         return self.run * self.token_bytes // self.pages + self.padding
 
 
-def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[[Build], PagedMemory]:
+def ending(kinds: Sequence[Kind]) -> tuple[int, int]:
+    """A geometry's least budget, and the queries at the end of a prompt."""
+    least = min((kind.budget for kind in kinds if kind.budget is not None), default=0)
+    return least, min(least, QUERIES)
+
+
+def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
     """A memory of these groups, each with room for the tokens that are asked for."""
 
     def make(build: Build) -> PagedMemory:
@@ -62,10 +70,7 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
             )
             for i, kind in enumerate(kinds)
         )  # fmt: skip
-        least = min((kind.budget for kind in kinds if kind.budget is not None), default=0)
-        geometry = Geometry(
-            Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, budget=least, queries=min(least, QUERIES)
-        )
+        geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, 0, *ending(kinds))
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
             policies=KNOWN,
@@ -74,10 +79,44 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Callable[
     return make
 
 
+def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: str = "bulk") -> Make:
+    """A memory of these groups in large pages, with room for the tokens that are asked for in each of them."""
+    whole = math.lcm(*(kind.page_bytes for kind in kinds))
+    ratios = [whole // kind.page_bytes for kind in kinds]
+
+    def make(build: Build) -> PagedMemory:
+        pages = [-(-build.tokens * kind.pages // kind.run) for kind in kinds]
+        count = sum(-(-many // ratio) for many, ratio in zip(pages, ratios))
+        hosts = min(build.host, count)
+        groups = tuple(
+            Group(
+                (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run),
+                range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1), kind.run, kind.pages, kind.window,
+                kind.kind or ("full" if kind.window is None else "window"), budget=kind.budget,
+            )
+            for i, (kind, ratio) in enumerate(zip(kinds, ratios))
+        )  # fmt: skip
+        slots = build.max_seqs + 1
+        geometry = Geometry(
+            Layout.PAGED, (count + 1) * whole, slots, groups, 2, hosts * whole, whole, *ending(kinds)
+        )  # fmt: skip
+        return PagedMemory(
+            geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
+            policies=KNOWN, association=association,
+        )  # fmt: skip
+
+    return make
+
+
+def parts(*kinds: tuple[int, int, int | None], large_bytes: int = 1920) -> list[Kind]:
+    """Kinds of (pages of a large page, tokens of a page, window)."""
+    return [Kind(large_bytes // ratio // run, run, window=window) for ratio, run, window in kinds]
+
+
 BUDGETS = [Kind(16, 4, kind="budget", budget=budget) for budget in (9, 5, 3)]
 FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
 STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
-UNLIKE: dict[str, Callable[[Build], PagedMemory]] = {
+UNLIKE: dict[str, Make] = {
     "3-to-2": unlike(WINDOW, FULL),
     "84-to-1": unlike(Kind(8, 1, window=5), Kind(84 * 8, 1)),
     "1-and-16-tokens": unlike(Kind(16, 16), Kind(16, 1), Kind(16, 4, window=6)),
@@ -91,4 +130,15 @@ UNLIKE: dict[str, Callable[[Build], PagedMemory]] = {
     "budgets-uncached": unlike(*BUDGETS, debug=True),
     "budgets-unlike-uncached": unlike(BUDGETS[2], FULL, WINDOW, Kind(24, 8, 3, kind="budget", budget=6)),
     "all": unlike(WINDOW, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
+    "large-84-1": large(Kind(8, 1, window=5), Kind(84 * 8, 1)),
+    "large-1-84": large(Kind(84 * 16, 1, window=9), Kind(1, 16, kind="state"), association="paper"),
+    "large-6-10-15": large(*parts((6, 4, None), (10, 1, 6), (15, 16, 9))),
+    "large-8-12-1-3": large(*parts((8, 1, None), (12, 4, 6), (1, 16, None), (3, 8, 2)), association="none"),
+    "large-uncached": large(*parts((6, 16, 9), (1, 16, None), (4, 1, 3)), caching=False, debug=True),
+    "large-poisoned": large(WINDOW, FULL, debug=True),
+    "large-state": large(FULL, STATE, SINK, WINDOW),
+    "large-budgets-uncached": large(
+        Kind(32, 4, kind="budget", budget=9), Kind(16, 2, kind="budget", budget=5), FULL, WINDOW, debug=True
+    ),
+    "large-not-whole": large(Kind(24, 8, 3, window=7), Kind(16, 4)),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench import (
+    allocator,
     arrivals,
     beams,
     calibrate,
@@ -208,6 +209,7 @@ ENTRIES: dict[str, Entry] = {
     "serve": Entry("requests that come over time, here or at a server", _traced(_serve), runs.show, _serve_flags),
     "events": Entry("what rare events cost the control plane", events.run, events.show, events.flags),
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
+    "allocator": Entry("what a page costs, given out and taken back", allocator.run, allocator.show, allocator.flags),
     "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),

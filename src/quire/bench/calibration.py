@@ -75,6 +75,8 @@ def _lengths(engine: Engine) -> list[int]:
 
 def host_tokens(geometry: Geometry) -> int:
     """Tokens of the longest sequence that host memory holds."""
+    if geometry.large_bytes:
+        return geometry.in_large_pages(host=True)
     sharing = Counter(group.host_ids for group in geometry.groups)
     return min(group.until(len(group.host_ids) // sharing[group.host_ids]) for group in geometry.groups)
 

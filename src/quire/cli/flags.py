@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from quire.cli.vllm import add_vllm_flags, said_as_vllm, settled
 from quire.config import (
     AHEAD,
+    ASSOCIATIONS,
     ATTENTIONS,
     DEVICES,
     DTYPE_ALIASES,
@@ -59,8 +60,8 @@ ENGINE = (
     Flag("kv_gib", float, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB"),
     Flag("kv_tokens", int, "size of the KV memory in tokens", metavar="N"),
     Flag("page_size", int, "tokens of a page", aliases=("--block-size",), metavar="N"),
-    Flag("memory", str, "how the KV memory is managed: in pages, in pages mapped under contiguous addresses, or as "
-         "earlier systems did", MEMORIES),
+    Flag("memory", str, "how the KV memory is managed: in pages, in pages that are alike for all layers, in pages "
+         "mapped under contiguous addresses, or as earlier systems did", MEMORIES),
     Flag("virtual_page_kib", int, "KiB of a page that --memory virtual maps (default: 2048 on a GPU, from 64 on a CPU)",
          metavar="N"),
     Flag("virtual_layout", str, "buffers of --memory virtual: layer (one a layer), sliced (one for all), or sliced:N",
@@ -68,7 +69,10 @@ ENGINE = (
     Flag("map_ahead", str, "when --memory virtual maps what the next step needs: while one computes, the same in a "
          "thread, or in its way", AHEAD),
     Flag("table_scope", str, "one page table for all layers, or one a layer", TABLE_SCOPES),
-    Flag("page_sizes", str, "pages of one size for layers of all kinds, padded, or of their own sizes", PAGE_SIZES),
+    Flag("page_sizes", str, "pages of layers of unlike kinds: parts of large pages, of one size with padding, of one "
+         "size for fewer layers, or in a share of the memory for each size", PAGE_SIZES),
+    Flag("association", str, "whose pages lie together in a large page: one sequence's, one's as far as they fill it, "
+         "or anyone's", ASSOCIATIONS),
     Flag("attention", str, "the attention backend", ATTENTIONS),
     Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),
     Flag("device", str, "where to compute", DEVICES),

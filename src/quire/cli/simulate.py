@@ -25,6 +25,8 @@ from quire.build import ITEMSIZE
 from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig
+from quire.control.memory import Size, longest
+from quire.control.memory.layout import tokens_in
 from quire.data.models.configs import CONFIGS
 from quire.errors import InputError, StartupError
 from quire.sim.cost import Calibration, Cost, load, names
@@ -50,18 +52,21 @@ LEAST_RATE, MOST_RATE = 1e-6, 1e5
 
 
 class Plant(NamedTuple):
-    """A model on a device with so much memory for KV."""
+    """A model on a device with so much memory for KV: `kv_bytes`, or as `kv_tokens` tokens in every layer need."""
 
     config: EngineConfig
     spec: ModelSpec
     cost: Cost
     calibration: Calibration
     kv_tokens: int
+    kv_bytes: int = 0
 
     @property
     def max_len(self) -> int:
         """Tokens that a sequence may have."""
-        return min(self.config.max_model_len or self.spec.max_len, self.kv_tokens)
+        wanted = self.config.max_model_len or self.spec.max_len
+        size = Size(self.kv_tokens, wanted, self.cost.shape.itemsize, self.kv_bytes)
+        return longest(self.config.sized(self.calibration.kind), self.spec, size)
 
     def limited(self, requests: int) -> Plant:
         """The same, running at most so many sequences at a time."""
@@ -70,7 +75,10 @@ class Plant(NamedTuple):
     def simulation(self, draw: Draw | None = None) -> Simulation:
         """A fresh engine; `draw` as SimRunner takes it."""
         kind, depth = self.calibration.kind, self.calibration.depth
-        return Simulation(self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw)
+        return Simulation(
+            self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw,
+            kv_bytes=self.kv_bytes,
+        )  # fmt: skip
 
     def simulate(self, trace: Sequence[Arriving], objectives: Sequence[Objective] = ()) -> Outcome:
         """A fresh engine serves the trace."""
@@ -159,16 +167,16 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
         raise StartupError(
             f"the calibration has the number format {dtype[:40]!r}", f"Give --dtype {', '.join(ITEMSIZE)}"
         )
-    token_bytes = source.spec.token_bytes(itemsize)
     config = config.sized(found.kind)
-    tokens = config.kv_tokens
+    tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
-        tokens = _kv_bytes(config, source.spec, source.name, itemsize, found) // token_bytes
+        kv_bytes = max(_kv_bytes(config, source.spec, source.name, itemsize, found), 0)
+        tokens = tokens_in(config, source.spec, itemsize, kv_bytes)
     if tokens < 2:
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
-    return Plant(config, source.spec, Cost(shape_of(source, itemsize), found.coefficients), found, tokens)
+    return Plant(config, source.spec, Cost(shape_of(source, itemsize), found.coefficients), found, tokens, kv_bytes)
 
 
 def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, found: Calibration) -> int:
@@ -221,12 +229,12 @@ def _stretched(trace: Traced, plant: Plant, rate: float | None) -> list[Arriving
 
 
 def _arriving(workload: Workload, times: Sequence[float], plant: Plant) -> list[Arriving]:
-    found = []
+    found, most = [], plant.max_len
     for time, job in zip(times, workload.jobs(plant.spec.vocab_size, plant.config.seed)):
-        if len(job.prompt) + job.output > plant.max_len:
+        if len(job.prompt) + job.output > most:
             raise StartupError(
                 f"a request of {workload.name[:60]} has {len(job.prompt) + job.output} tokens, but sequences may have "
-                f"{plant.max_len}",
+                f"{most}",
                 "Use a shorter workload, another model or a larger --kv-gib",
             )
         params = SamplingParams(temperature=0.0, max_tokens=job.output, ignore_eos=True, detokenize=False)

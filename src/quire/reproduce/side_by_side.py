@@ -101,7 +101,7 @@ class Place(NamedTuple):
         """The system by the calibration. This engine doesn't compute what FasterTransformer computes for nothing, so
         a simulation beside it does so only if `padded`."""
         plant = plant_of(replace(self.config, memory=system), self.calibration)
-        plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens)
+        plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
         made = plant.simulation()
         if not padded:
             made.runner.padding = None
@@ -209,7 +209,7 @@ def engine_of(made: Built, config: EngineConfig, system: str) -> Engine:
     large whatever the memory, so what `made` has captured and compiled serves on."""
     runner: Any = made.engine.runner
     config = replace(config, memory=system).sized(made.plan.device)
-    size = Size(made.plan.kv_tokens, made.plan.max_len, ITEMSIZE[made.plan.dtype])
+    size = Size(made.plan.kv_tokens, made.plan.max_len, ITEMSIZE[made.plan.dtype], made.plan.kv_bytes)
     memory = build_memory(config, made.spec, size, made.name)
     assert memory.geometry == runner.store.geometry, "the memories have other tables"
     limits = made.engine.limits._replace(max_queued=sys.maxsize)

@@ -178,7 +178,9 @@ class Budgeted:
                 pages.put(slot, place, kept)
 
 
-RULES: dict[str, Rule] = {"full": Attended(), "window": Attended(), "budget": Budgeted(), "state": Running()}
+RULES: dict[str, Rule] = {
+    "full": Attended(), "uniform": Attended(), "window": Attended(), "budget": Budgeted(), "state": Running()
+}  # fmt: skip
 """By the kind of a group."""
 FULL = Group((0,), 16, 16, 1, range(1), run_tokens=1)
 """A group of full attention, where nothing else is said."""

@@ -16,7 +16,7 @@ import numpy as np
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.edge import Limits
-from quire.control.memory import Size, Usage, build_memory
+from quire.control.memory import Size, Usage, build_memory, longest
 from quire.errors import StartupError
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost
@@ -171,7 +171,8 @@ def _check_pages(kv_tokens: int, page: int) -> None:
 
 
 class Simulation:
-    """An engine of `config`'s memory and scheduler, with `kv_tokens` tokens of KV for `spec`, on a device of `cost`."""
+    """An engine of `config`'s memory and scheduler, with `kv_tokens` tokens of KV for `spec` (or all that `kv_bytes`
+    hold, see Size), on a device of `cost`."""
 
     def __init__(
         self,
@@ -183,16 +184,18 @@ class Simulation:
         kind: str = "cuda",
         depth: int = 1,
         draw: Draw | None = None,
+        kv_bytes: int = 0,
     ) -> None:
         config = config.sized(kind)
         _check_pages(kv_tokens, config.page_size)
-        max_len = min(config.max_model_len or spec.max_len, kv_tokens)
+        size = Size(kv_tokens, config.max_model_len or spec.max_len, cost.shape.itemsize, kv_bytes)
+        size = size._replace(max_len=longest(config, spec, size))
         self.config, self.spec, self.clock = config, spec, VirtualClock()
         depth = config.depth or depth
         self.runner = SimRunner(cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw)
-        memory = build_memory(config, spec, Size(kv_tokens, max_len, cost.shape.itemsize), "simulated")
+        memory = build_memory(config, spec, size, "simulated")
         self.runner.bind(memory.geometry)
-        limits = Limits(spec.vocab_size, max_len, sys.maxsize)
+        limits = Limits(spec.vocab_size, size.max_len, sys.maxsize)
         self.engine = assemble(
             config, memory, self.runner, limits, clock=self.clock, eos_ids=spec.eos_ids, costs=cost.preemption(),
             depth=depth,

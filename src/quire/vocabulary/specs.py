@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 
 class Layout(Enum):
@@ -164,6 +165,16 @@ class Geometry:
         if not 0 < self.budget < prompt or rest <= 0:
             return count
         return rest if count >= rest else max(min(count, rest - self.queries), 0)
+
+    def in_large_pages(self, host: bool = False) -> int:
+        """Tokens that every group holds at once in large pages, on the device or on the host."""
+        ratios = [self.large_bytes // group.page_bytes for group in self.groups]
+        count = len(self.groups[0].host_ids if host else self.groups[0].ids) // ratios[0]
+        runs = sum(Fraction(group.run_pages, group.run_tokens * ratio) for group, ratio in zip(self.groups, ratios))
+        tokens = int(count / runs)
+        while sum(-(-group.pages(tokens) // ratio) for group, ratio in zip(self.groups, ratios)) > count:
+            tokens -= 1
+        return tokens
 
 
 def lay_out(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:

@@ -33,7 +33,7 @@ def test_the_interface_is_small_and_every_memory_has_all_of_it_and_nothing_set_f
 def test_used_is_what_tokens_take_padding_is_waste() -> None:
     """Three full layers and one with a window: pages of one size, of which the window's tokens take a third."""
     layers = (LayerSpec(1, 4), LayerSpec(1, 4), LayerSpec(1, 4), LayerSpec(1, 4, window=64))
-    config = EngineConfig(page_size=4, max_num_seqs=8, swap_gib=0)
+    config = EngineConfig(page_size=4, max_num_seqs=8, swap_gib=0, page_sizes="max")
     memory = build_memory(config, ModelSpec("echo", layers, 64, 48, 4, 1, 4, 1), Size(256, 48, 2))
     seq = sequence(1, 16)
     assert serve(memory, seq) == 0

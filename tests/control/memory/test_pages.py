@@ -117,12 +117,12 @@ def test_what_is_found_in_the_cache_cannot_be_given_away_too() -> None:
     cached(pages, old, b"old")
     pages.publish(0, used, b"used")
     assert pages.affords([3])
-    assert pages.resting([(0, used)]) == [0]  # it wasn't free before
-    assert pages.resting([(0, old), (0, used)]) == [1]
+    assert pages.resting([(0, used)]).pages == [0]  # it wasn't free before
+    assert pages.resting([(0, old), (0, used)]).pages == [1]
     for rest, affords in ((2, True), (3, False)):
-        assert pages.affords([rest + pages.resting([(0, old)])[0]]) is affords
+        assert pages.affords([rest + pages.resting([(0, old)]).pages[0]]) is affords
     pages.share(0, old)
-    assert pages.resting([(0, old)]) == [0]
+    assert pages.resting([(0, old)]).pages == [0]
     assert pages.affords([2])
     assert not pages.affords([3])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memories import MEMORIES, Build, admit_one, reset, spec
 
 from quire.config import EngineConfig
@@ -59,4 +61,7 @@ def test_geometry() -> None:
     assert each.bytes == 33 * 4 * 2 * 4 * 2
     mixed = build_memory(config, spec((None, 6, None), 48), Size(64, 48, 2)).geometry
     assert [(group.layers, group.window) for group in mixed.groups] == [((0, 2), None), ((1,), 6)]
-    assert len({group.page_bytes for group in mixed.groups}) == 1
+    assert [(group.page_bytes, group.ids) for group in mixed.groups] == [(128, range(1, 25)), (64, range(2, 50))]
+    assert (mixed.large_bytes, mixed.bytes) == (128, 25 * 128)  # 16 pages of each: 16 and 8 large ones
+    mixed = build_memory(replace(config, page_sizes="max"), spec((None, 6, None), 48), Size(64, 48, 2)).geometry
+    assert {(group.page_bytes, group.ids) for group in mixed.groups} == {(128, range(1, 33))}

@@ -5,10 +5,11 @@ The scheduler drives a KVMemory without knowing which one it is; the runner repl
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from quire.config import EngineConfig
+from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
@@ -22,7 +23,7 @@ from quire.vocabulary.specs import Geometry, ModelSpec
 
 __all__ = [
     "LATER", "Account", "Admitted", "KVMemory", "Later", "Placement", "Prefixes", "Sharing", "Size", "Usage",
-    "build_memory",
+    "build_memory", "longest",
 ]  # fmt: skip
 
 
@@ -143,3 +144,12 @@ def _check_budgets(config: EngineConfig, spec: ModelSpec) -> None:
         raise StartupError(
             "--memory is virtual, and the model's layers keep a part of each prompt", "Use --memory paged"
         )
+
+
+def longest(config: EngineConfig, spec: ModelSpec, size: Size) -> int:
+    """Tokens of the longest sequence, of up to `size.max_len`, that a memory of `size` holds: what `fits` says, which
+    is asked of requests too. What isn't known before it is built is bounded by the tokens that every layer holds."""
+    if size.tokens >= size.max_len or config.memory not in IN_PAGES:
+        return min(size.tokens, size.max_len)
+    memory = build_memory(config, spec, size)
+    return bisect_left(range(1, size.max_len + 1), True, key=lambda length: not memory.fits([length]))

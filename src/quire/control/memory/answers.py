@@ -70,6 +70,17 @@ class Sharing(NamedTuple):
     hits: int = 0  # and found
 
 
+class LargeCounts(NamedTuple):
+    """Large pages (Jenga §4): free ones, those bound to groups, a group, and what happened to them from the start."""
+
+    free: int
+    active: list[int]
+    reclaimable: list[int]
+    evicted_large: int  # reclaimable ones that were taken
+    evicted_small: int  # cached small pages that were taken, one at a time
+    rebound: int  # large pages that went from one group to another
+
+
 class Account(NamedTuple):
     """Both."""
 

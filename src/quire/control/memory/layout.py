@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from quire.config import EngineConfig
+from quire.config import IN_PAGES, EngineConfig
+from quire.control.memory.sizes import LayerType, equal_sets, large_limit, max_page, plan_pages
+from quire.errors import StartupError
 from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, lay_out
+
+ANOTHER = "Use --page-sizes max, or another --page-size"
 
 
 class Size(NamedTuple):
-    """How large a memory is to be: `tokens` of capacity, for sequences of up to `max_len` tokens."""
+    """How large a memory is to be: `tokens` of capacity in every layer, for sequences of up to `max_len` tokens. Where
+    all layers have all of the memory in common it has `bytes`, if they are given: what some don't use others may."""
 
     tokens: int
     max_len: int
     itemsize: int
+    bytes: int = 0
 
 
 class Sheet(NamedTuple):
@@ -25,22 +33,112 @@ class Sheet(NamedTuple):
     page_bytes: int
 
 
-def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[Sheet]:
-    """The pages of each group. A token takes a place in a page of each group. Where `config.page_sizes` is "one", all
-    have the size of the largest, so that any page may be given to any group: smaller ones are padded, to a whole number
-    of every group's head rows."""
-    sets: list[tuple[int, ...]]
-    if config.table_scope == "layer":
-        sets = [(i,) for i in range(len(spec.layers))]
-    else:
-        kept = [layer.kept for layer in spec.layers]
-        sets = [tuple(i for i, other in enumerate(kept) if other == kind) for kind in dict.fromkeys(kept)]
+class Sheets(NamedTuple):
+    """The pages of each group, of which a token takes a place in one of each; and the bytes of the large pages that all
+    of them are parts of, or 0 where there are none."""
+
+    pages: tuple[Sheet, ...]
+    large_bytes: int = 0
+
+    @property
+    def ratios(self) -> list[int]:
+        """Pages of a large one, a group."""
+        return [self.large_bytes // sheet.page_bytes for sheet in self.pages]
+
+    def bytes(self, pages: int) -> int:
+        """Bytes of a memory in which every group has so many pages at once."""
+        if self.large_bytes:
+            return sum(-(-pages // ratio) for ratio in self.ratios) * self.large_bytes
+        return pages * sum(sheet.page_bytes for sheet in self.pages)
+
+    def most(self, pool: int) -> int:
+        """The most pages that every group has at once in so many bytes."""
+        most = pool // sum(sheet.page_bytes for sheet in self.pages)
+        while self.bytes(most) > pool:
+            most -= 1
+        return most
+
+
+def uniform(spec: ModelSpec) -> ModelSpec:
+    """The model as PagedAttention has it, of vLLM 0.6.3: every layer keeps every token. What layers look at stays what
+    it is: the runner knows."""
+    return replace(spec, layers=tuple(replace(one, window=None, chunk=None, budget=None) for one in spec.layers))
+
+
+def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int = 0) -> Sheets:
+    """The pages of a memory of `pool` bytes, as `config.page_sizes` says. StartupError if layers can't be cut so, or if
+    large pages were larger than the pool can have them."""
+    sets = layer_sets(config, spec, itemsize)
     tokens = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets]
-    sizes = [config.page_size * size for size in tokens]
-    if config.page_sizes == "one":
-        row = math.lcm(*(spec.layers[layers[0]].head_dim * config.page_size * itemsize for layers in sets))
-        sizes = [-(-max(sizes) // row) * row] * len(sets)
-    return list(map(Sheet, sets, tokens, sizes))
+    types = [
+        LayerType(str(layers[0]), config.page_size * size, _row(config, spec, layers, itemsize))
+        for layers, size in zip(sets, tokens)
+    ]
+    sizes, large = [-(-kind.page_bytes // kind.row) * kind.row for kind in types], 0
+    if config.page_sizes == "max" or config.memory not in IN_PAGES:
+        sizes = [max_page(types)] * len(types)
+    elif config.page_sizes == "lcm" and len(set(sizes)) > 1:
+        sizes, large = _large(types, large_limit(pool))
+    return Sheets(tuple(map(Sheet, sets, tokens, sizes)), large)
+
+
+def check_large(sheets: Sheets, pool: int) -> None:
+    """StartupError if there are fewer large pages in so many bytes than groups, each of which needs one."""
+    large, groups = sheets.large_bytes, len(sheets.pages)
+    if large and pool // large < groups:
+        least = plan_pages([LayerType("", sheet.page_bytes) for sheet in sheets.pages], 0).large_bytes
+        padded = f" ({least:,} if pages were padded by at most 3 %)" if least < large else ""
+        raise StartupError(
+            f"a large page has {large:,} bytes{padded}, and {pool:,} bytes of KV memory are {pool // large} of them; "
+            f"each of {groups} groups of layers needs one",
+            f"{ANOTHER}, or a larger --kv-gib",
+        )
+
+
+def tokens_in(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int) -> int:
+    """Tokens that a memory of so many bytes holds in every layer."""
+    sheets = page_layout(config, spec, itemsize, pool)
+    if len(sheets.pages) == 1 or config.memory == "virtual":
+        return pool // spec.token_bytes(itemsize)
+    return sheets.most(pool) * config.page_size
+
+
+def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tuple[int, ...]]:
+    """The layers of each group: those that share page tables."""
+    owners = [i for i, layer in enumerate(spec.layers) if layer.shares is None]
+    if config.memory == "uniform":
+        return [tuple(owners)]
+    if config.table_scope == "layer":
+        return [(i,) for i in owners]
+    kept = {i: spec.layers[i].kept for i in owners}
+    sets = [tuple(i for i in owners if kept[i] == kind) for kind in dict.fromkeys(kept.values())]
+    if config.page_sizes == "gcd":
+        sizes = [(len(layers), spec.layers[layers[0]].token_bytes(itemsize)) for layers in sets]
+        counts = equal_sets(sizes)
+        if counts is None:
+            shown = ", ".join(f"{many} of {size:,} bytes a token" for many, size in sizes)
+            raise StartupError(f"--page-sizes is gcd, and no sets of layers have equal bytes: {shown}"[:400], ANOTHER)
+        return [layers[at : at + n] for layers, n in zip(sets, counts) for at in range(0, len(layers), n)]
+    return sets
+
+
+def _row(config: EngineConfig, spec: ModelSpec, layers: Sequence[int], itemsize: int) -> int:
+    """Bytes of a head's tokens in a page: pages are a whole number of them."""
+    return math.lcm(*(spec.layers[i].head_dim * config.page_size * itemsize for i in layers))
+
+
+def _large(types: Sequence[LayerType], limit: int) -> tuple[list[int], int]:
+    """The sizes of the types' pages, and that of the large ones; 0 where padding made them equal."""
+    plan = plan_pages(types, limit)
+    if plan.large_bytes > limit:
+        exact = plan_pages(types, None).large_bytes
+        raise StartupError(
+            f"a large page would have {exact:,} bytes ({plan.large_bytes:,} with pages that are padded by at most 3 %) "
+            f"for pages of {', '.join(f'{kind.page_bytes:,}' for kind in types)}"[:400]
+            + f"; at most {limit:,}",
+            f"{ANOTHER}, or a larger --kv-gib",
+        )
+    return list(plan.sizes), 0 if len(set(plan.sizes)) == 1 else plan.large_bytes
 
 
 class Share(NamedTuple):
@@ -58,13 +156,55 @@ class Share(NamedTuple):
 
 
 def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layout = Layout.PAGED) -> Geometry:
-    """The pages for `size.tokens` tokens in every layer."""
+    """The pages for `size.tokens` tokens in every layer, or those in `size.bytes`."""
+    pool = size.bytes or size.tokens * spec.token_bytes(size.itemsize)
+    sheets = page_layout(config, spec, size.itemsize, pool)
+    kept = uniform(spec) if config.memory == "uniform" else spec
     count, width = -(-size.tokens // config.page_size), -(-size.max_len // config.page_size)
     shares = [
         Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
-        for sheet in page_layout(config, spec, size.itemsize)
+        for sheet in sheets.pages
     ]
-    return shared_out(shares, config, spec, size, layout)
+    if sheets.large_bytes:
+        found = _in_large_pages(shares, sheets, config, kept, size)
+    else:
+        found = shared_out(shares, config, kept, size, layout)
+    least, groups = spec.least_budget, found.groups
+    if least and config.memory == "uniform":
+        groups = tuple(replace(group, kind="uniform", budget=least) for group in groups)
+    return replace(found, groups=groups, budget=least, queries=spec.selection.queries if least else 0)
+
+
+def _in_large_pages(
+    shares: Sequence[Share], sheets: Sheets, config: EngineConfig, spec: ModelSpec, size: Size
+) -> Geometry:
+    """All groups' pages in large pages, behind a scratch one (Jenga §4.1)."""
+    assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
+    large = sheets.large_bytes
+    count = (size.bytes or sheets.bytes(shares[0].many)) // large
+    check_large(sheets, count * large)
+    hosts = min(int(config.swap_gib * 2**30) // large, count)
+    groups = tuple(
+        _group(share, spec, range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1))
+        for share, ratio in zip(shares, sheets.ratios)
+    )
+    slots = config.max_num_seqs + 1
+    return Geometry(Layout.PAGED, (count + 1) * large, slots, groups, size.itemsize, hosts * large, large)
+
+
+def _group(share: Share, spec: ModelSpec, ids: range, host_ids: range) -> Group:
+    layer = spec.layers[share.layers[0]]
+    return Group(
+        share.layers, share.page_bytes, share.token_bytes, share.table_width, ids, host_ids, share.run_tokens,
+        share.run_pages, layer.window, kind_of(layer), share.parts, layer.budget,
+    )  # fmt: skip
+
+
+def kind_of(layer: LayerSpec) -> str:
+    """The kind of a group of such layers."""
+    if layer.budget is not None:
+        return "budget"
+    return "full" if layer.window is None else "window"
 
 
 def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size: Size, layout: Layout) -> Geometry:
@@ -81,23 +221,5 @@ def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size:
     host_rows, host_end = lay_out(hosts, 0)
     own = dict(zip(counts, ids))
     own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
-    groups = tuple(
-        Group(
-            share.layers, share.page_bytes, share.token_bytes, share.table_width, own[share.page_bytes],
-            own_host[share.page_bytes], share.run_tokens, share.run_pages, layer.window, kind_of(layer), share.parts,
-            layer.budget,
-        )
-        for share in shares
-        for layer in [spec.layers[share.layers[0]]]
-    )  # fmt: skip
-    return Geometry(
-        layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end,
-        budget=spec.least_budget, queries=spec.selection.queries,
-    )  # fmt: skip
-
-
-def kind_of(layer: LayerSpec) -> str:
-    """The kind of a group of such layers."""
-    if layer.budget is not None:
-        return "budget"
-    return "full" if layer.window is None else "window"
+    groups = tuple(_group(share, spec, own[share.page_bytes], own_host[share.page_bytes]) for share in shares)
+    return Geometry(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)

@@ -8,7 +8,7 @@ their own.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import add
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size, geometry_of
+from quire.control.memory.pages import Resting
 from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
@@ -55,12 +56,14 @@ class PagedMemory(PageTables):
         order: Iterable[int] | None = None,
         prefix_tokens: int = 0,
         policies: Policies = POLICIES,
+        association: str = "bulk",
     ) -> None:
-        super().__init__(geometry, policies, order, debug)
+        super().__init__(geometry, policies, order, debug, association)
         self.chunk, self.caching = chunk, caching and not geometry.budget
         # Where pages are dropped before a sequence's end it never holds all of them; or they change at a prompt's end.
         self.forgets = bool(geometry.budget) or len(self.keeping) < len(self.policies)
         self.most = [most_at_once(policy, chunk) for policy in self.policies]
+        self.edges = [self.pages.edges(g) for g in range(len(self.groups))]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, self.caching)
         self.unit = self.prefixes.unit
@@ -78,14 +81,15 @@ class PagedMemory(PageTables):
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            association=config.association,
         )
 
     # Admission
 
     def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
         needs = [
-            sum(peak(policy, length, most) for length in lengths) + kept
-            for policy, most, kept in zip(self.policies, self.most, self.prefixes.set_aside)
+            sum(peak(policy, length, most + edges) for length in lengths) + kept
+            for policy, most, edges, kept in zip(self.policies, self.most, self.edges, self.prefixes.set_aside)
         ]
         # What is common is shared, also when the sequences come back after a preemption, see `_common`.
         if not self.forgets:
@@ -111,13 +115,14 @@ class PagedMemory(PageTables):
             return None
         if self.prefixes.waits(first):
             return LATER  # as below, and nothing new was heard
-        coming = self._arrivals(seqs, budget)
-        *branches, whole = self._needs(seqs, coming)
-        if self.caching and self.prefixes.is_coming(first, coming[0].tokens, whole):
+        coming = self._arrivals(seqs, budget, self.caching)
+        needs, resting = self._needs(seqs, coming)
+        if self.caching and self.prefixes.is_coming(first, coming[0].tokens, needs[-1]):
             return LATER  # the same prompt is being computed: a step later its pages can be shared
-        alone, promised = not self.residents, self.prefixes.promised
-        for i, needs in enumerate((*branches, whole)):
-            if not self.pages.affords(list(map(add, needs, promised)), margin=not alone or i > 0):
+        if not self._reserve(needs, resting):
+            if not self.residents:  # what is found may lie in more large pages than it would fill
+                coming = self._arrivals(seqs, budget, look=False)
+            if self.residents or not self._reserve(*self._needs(seqs, coming)):
                 self.refused = (first.id, self.pages.releases)
                 return None
         for one in coming:  # used from now on, so that they aren't evicted for a sequence's own tail
@@ -130,16 +135,25 @@ class PagedMemory(PageTables):
         self._share_common(coming, residents)
         return [Admitted(one.tokens, seqs[one.owner] if one.ready < one.tokens else None) for one in coming]
 
-    def _arrivals(self, seqs: Seq[Sequence], budget: int) -> list[Arrival]:
+    def _reserve(self, needs: list[list[int]], resting: Resting) -> bool:
+        """Whether there is room for each of these needs, the last of which are met next. A little stays free, unless
+        one sequence is alone."""
+        alone, promised = not self.residents, self.prefixes.promised
+        return all(
+            self.pages.reserve(list(map(add, need, promised)), resting, margin=not alone or i > 0)
+            for i, need in enumerate(needs)
+        )
+
+    def _arrivals(self, seqs: Seq[Sequence], budget: int, look: bool) -> list[Arrival]:
         """One sequence alone gets room for its next chunk, several for all of their tokens: only then can they share
-        what one of them computes."""
+        what one of them computes. With `look` cached pages are looked up."""
         coming: list[Arrival] = []
         owners: dict[bytes, int] = {}  # the first sequence that has the tokens which a key names
         for i, seq in enumerate(seqs):
             common, owner = self._common(seq, i, owners) if len(seqs) > 1 else (0, i)
             ready = min(common, coming[owner].ready) if common else 0
             found = Reuse(common, self.prefixes.nothing().tables)
-            if self.caching and ready == common:  # what is still to be computed isn't followed by what has been
+            if look and ready == common:  # what is still to be computed isn't followed by what has been
                 found = self.prefixes.cached(seq, common)
             pinned = self.prefixes.pinned(seq)
             if pinned.tokens >= max(found.tokens, 1):
@@ -167,12 +181,13 @@ class PagedMemory(PageTables):
         owners.update(dict.fromkeys(keys[known:], index))
         return known * prefixes.stride, owners[keys[known - 1]] if known else index
 
-    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival]) -> Iterator[list[int]]:
+    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival]) -> tuple[list[list[int]], Resting]:
         """Pages of each group that must be free for the first of them to come in, for the first two, and so on: with
         what the last one needs to go on, and pages of its branches to come. What is found and no sequence uses yet is
-        about to be, so it isn't free."""
+        about to be, so it isn't free; it is told too."""
         found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
-        taken = self.pages.resting(found)
+        resting = self.pages.resting(found)
+        taken, all_needs = list(resting.pages), []
         for seq, one in zip(seqs, coming):
             needs = []
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
@@ -183,7 +198,8 @@ class PagedMemory(PageTables):
                 whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
                 needs.append(taken[g] + whole + copied + seq.branches)
                 taken[g] += more + copied
-            yield needs
+            all_needs.append(needs)
+        return all_needs, resting
 
     def _come(self, seq: Sequence, one: Arrival, before: list[Resident]) -> Resident:
         """Give it a slot and tables. References to pages that it has in common with others are not counted yet."""
@@ -192,7 +208,7 @@ class PagedMemory(PageTables):
             owner = before[one.owner].tables
             stops = [policy.required(seq, one.common).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
-        resident = self.reside(seq, tables, one.length)
+        resident = self.reside(seq, tables, one.length, before[0].owner if before else seq.id)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
         resident.room = self._room(seq, resident)
         resident.forked = one.tokens % self.prefixes.stride > 0
@@ -200,8 +216,7 @@ class PagedMemory(PageTables):
         self.prefixes.hits += one.tokens
         if self.caching:
             resident.expected = self.prefixes.expect(seq, one.tokens)
-        extended = self._extend(seq, resident, one.length, one.tokens)
-        assert extended, "pages counted for an admission were not there"
+        self._extend(seq, resident, one.length, one.tokens, reserved=True)
         return resident
 
     def _share_common(self, coming: list[Arrival], residents: list[Resident]) -> None:
@@ -283,23 +298,22 @@ class PagedMemory(PageTables):
             here = self.pages.used[g] * full - sum(full - held for held in filled.values())
             used += here
             padding += self.pages.used[g] * group.page_bytes - here
-        cached = sum(len(pool.cached) * self.groups[pool.groups[0]].page_bytes for pool in self.pages.pools)
-        free = sum(len(pool.empty) * self.groups[pool.groups[0]].page_bytes for pool in self.pages.pools)
-        return Usage(used, cached, 0, padding, 0, free)
+        space = self.pages.space([group.page_bytes for group in self.groups])
+        return Usage(used, space.cached, 0, padding, space.external, space.free)
 
     def _sharing(self) -> Sharing:
         tables = distinct = 0
         pins = self.prefixes.pins
         for g, group in enumerate(self.groups):
             named = sum(len(resident.tables[g]) - resident.first[g] for resident in self.residents.values())
-            refs = self.pages.of[g].refs
-            idle = sum(at == g and refs[page] == count for (at, page), count in pins.items())  # no sequence's, now
+            names = self.pages.names
+            idle = sum(at == g and names(g, page) == count for (at, page), count in pins.items())  # no sequence's, now
             tables += named * group.page_bytes
             distinct += (self.pages.used[g] - idle) * group.page_bytes
         registered, host = self.prefixes.registered.values(), self.swap.host
         return Sharing(
             tables, tables - distinct, self.copies, self.swap.out_bytes, self.swap.in_bytes,
-            sum(len(pool.ids) for pool in host.pools), sum(host.used),
+            host.total, sum(host.used),
             len(registered), sum(len(prefix.tokens) for prefix in registered),
             min(group.until(kept) for group, kept in zip(self.groups, self.prefixes.set_aside)),
             self.prefixes.queries, self.prefixes.hits,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 SCRATCH = 0
 WATERMARK = 100  # a hundredth of a pool stays free when a sequence joins others
@@ -25,6 +25,25 @@ class Empty(Protocol):
     def pop(self) -> int: ...
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[int]: ...
+
+
+class Resting(NamedTuple):
+    """Cached pages that are about to be used again: how many of each group, and, of two levels, in how many large pages
+    of which nothing is used now."""
+
+    pages: list[int]
+    large: Sequence[int] = ()
+
+
+NONE_RESTING = Resting([])
+
+
+class Space(NamedTuple):
+    """Bytes of pages that aren't used: as in Usage."""
+
+    cached: int
+    external: int
+    free: int
 
 
 Place = tuple[int, int, int]
@@ -109,9 +128,11 @@ class Ledger:
         self.used = [0] * len(ids)  # pages of each group that tables name
         self.releases = self.evictions = 0
 
-    def affords(self, needs: Sequence[int], *, margin: bool = False, idle: bool = False) -> bool:
-        """Could needs[g] pages be given to each group g, or, of cached pages, be used again (`resting` counts them)?
-        With `margin` a little stays free. `idle`: were the memory otherwise empty."""
+    def affords(
+        self, needs: Sequence[int], resting: Resting = NONE_RESTING, *, margin: bool = False, idle: bool = False
+    ) -> bool:
+        """Could needs[g] pages be given to each group g, or, of cached pages, be used again (`resting` of them)? With
+        `margin` a little stays free. `idle`: were the memory otherwise empty."""
         for pool in self.pools:
             room = len(pool.ids) if idle else pool.available
             if margin:
@@ -120,15 +141,42 @@ class Ledger:
                 return False
         return True
 
-    def resting(self, pages: Iterable[tuple[int, int]]) -> list[int]:
-        """How many of these pages (group, page), each named once, are cached and used by nobody, a group."""
+    def reserve(self, needs: Sequence[int], resting: Resting = NONE_RESTING, *, margin: bool = False) -> bool:
+        """Whether that is so; if it is, taking this much, in any order, will succeed."""
+        return self.affords(needs, resting, margin=margin)
+
+    def resting(self, pages: Iterable[tuple[int, int]]) -> Resting:
+        """Of these pages (group, page), each named once, those that are cached and used by nobody."""
         counts = [0] * len(self.of)
         for group, page in pages:
             counts[group] += not self.of[group].refs[page]
-        return counts
+        return Resting(counts)
 
-    def take(self, group: int) -> int:
-        """A private page. The caller has asked `affords`."""
+    def within(self, needs: Sequence[int], limits: Sequence[int]) -> bool:
+        """Whether pages for `needs` take no more room than pages for `limits`."""
+        return all(sum(needs[g] - limits[g] for g in pool.groups) <= 0 for pool in self.pools)
+
+    def edges(self, group: int) -> int:
+        """Pages that a sequence which drops pages may hold empty, before and behind those it needs."""
+        return 0
+
+    def take_all(self, group: int, count: int, owner: int | None = None) -> list[int]:
+        """Private pages, for a request `owner`; who that is makes no difference here. The caller has reserved them."""
+        pool = self.of[group]
+        empty = pool.empty
+        if count == 1 or not isinstance(empty, list) or len(empty) < count:
+            return [self.take(group) for _ in range(count)]
+        pages: list[int] = empty[: -count - 1 : -1]
+        del empty[len(empty) - count :]
+        refs = pool.refs
+        for page in pages:
+            assert refs[page] == 0, f"page {page} is given out but has {refs[page]} references"
+            refs[page] = 1
+        self.used[group] += count
+        return pages
+
+    def take(self, group: int, owner: int | None = None) -> int:
+        """A private page. The caller has reserved it."""
         pool = self.of[group]
         if pool.empty:
             page = pool.empty.pop()
@@ -182,6 +230,18 @@ class Ledger:
         self.used[group] -= freed
         self.releases += freed > 0
 
+    def release_all(self, tables: Sequence[Sequence[int]]) -> None:
+        """One sequence fewer names the pages of its tables, one a group."""
+        for group, pages in enumerate(tables):
+            self.release(group, pages)
+
+    def leave(self, owner: int) -> None:
+        """A request has left: nothing, here."""
+
+    def names(self, group: int, page: int) -> int:
+        """How many tables name the page."""
+        return self.of[group].refs[page]
+
     def is_shared(self, group: int, page: int) -> bool:
         """Several tables name the page."""
         return self.of[group].refs[page] > 1
@@ -228,6 +288,16 @@ class Ledger:
         assert entry is not None, f"page {page} is cached without a key"
         del self.index[entry[0]][entry[1]]
         pool.keys[page] = None
+
+    @property
+    def total(self) -> int:
+        """All pages."""
+        return sum(len(pool.ids) for pool in self.pools)
+
+    def space(self, sizes: Sequence[int]) -> Space:
+        """The bytes of its pages that aren't used; groups' pages have `sizes`."""
+        cached = sum(len(pool.cached) * sizes[pool.groups[0]] for pool in self.pools)
+        return Space(cached, 0, sum(len(pool.empty) * sizes[pool.groups[0]] for pool in self.pools))
 
     def check(self, named: Sequence[dict[int, int]]) -> None:
         """Assert conservation: empty + cached + used = total, each page in one state; and that each group's pages have

@@ -95,9 +95,21 @@ class BudgetPolicy(FullPolicy):
         return super().writes(seq, start - gone, end - gone)
 
 
+class UniformPolicy(FullPolicy):
+    """Layers with unlike budgets in the same pages, all of which stay to the end (PagedAttention): in layers of the
+    least budget later tokens lie closest to the front."""
+
+    def writes(self, seq: Sequence | None, start: int, end: int) -> range:
+        assert self.group.budget is not None, "a budget has a number"
+        gone = 0 if seq is None or end < seq.prompt_len else max(seq.prompt_len - self.group.budget, 0)
+        if seq is not None and gone and start < seq.prompt_len:
+            return self.reads(seq, start, end)
+        return range(self.group.whole(start - gone), self.group.pages(end))
+
+
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
-POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy, "budget": BudgetPolicy}
+POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy, "budget": BudgetPolicy, "uniform": UniformPolicy}
 """By the kind of a group."""
 
 

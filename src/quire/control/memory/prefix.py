@@ -206,8 +206,7 @@ class Prefixes:
         """Could a prefix of `length` tokens be registered now?"""
         held = Counter(group for group, _ in self.pins)
         need = [held[g] + policy.group.pages(length) for g, policy in enumerate(self.policies)]
-        fits = all(sum(need[g] - self.set_aside[g] for g in pool.groups) <= 0 for pool in self.pages.pools)
-        return fits and len(self.registered) < MAX_PREFIXES
+        return self.pages.within(need, self.set_aside) and len(self.registered) < MAX_PREFIXES
 
     def pin(self, name: str, seq: Sequence) -> bool:
         """Register the computed tokens of a resident sequence as the prefix `name`; they stay until `unpin`. False if

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import groupby
+from operator import itemgetter
 
+from quire.control.memory.large import LargePages
 from quire.control.memory.pages import SCRATCH, Ledger
 from quire.control.memory.prefix import Prefixes
-from quire.control.memory.tables import PageTables, Resident, Tables
+from quire.control.memory.tables import PageTables, Resident, Tables, ledger_of
 from quire.control.request import Sequence
 from quire.vocabulary.plan import In, Out, Poison
 
@@ -24,7 +27,11 @@ class Swap:
 
     def __init__(self, tables: PageTables, prefixes: Prefixes) -> None:
         self.tables, self.prefixes = tables, prefixes
-        self.host = Ledger([group.host_ids for group in tables.groups])
+        host_ids = [group.host_ids for group in tables.groups]
+        self.host = ledger_of(tables.geometry, host_ids, tables.association)
+        # The ledger of large pages has a scratch one too, and host memory none: its pages are numbered from 1 on.
+        large = tables.geometry.large_bytes
+        self.shift = [large // group.page_bytes - 1 if large else 0 for group in tables.groups]
         self.residents: dict[int, Resident] = {}  # with host pages in their tables
         self.out_bytes = self.in_bytes = 0
 
@@ -34,12 +41,15 @@ class Swap:
         tables = self.tables
         residents = [tables.residents[seq.id] for seq in seqs]
         moves = _pages(residents)
-        if not self.host.affords(self._counts(moves)):
+        if not self.host.reserve(self._counts(moves)):
             return False
-        for g, page in moves:
-            moves[g, page] = self.host.take(g)
-            tables.entries.append(Out(g, page, moves[g, page]))
-            self.out_bytes += tables.groups[g].page_bytes
+        owner = residents[0].owner
+        for g, run in groupby(list(moves), itemgetter(0)):
+            pages = [page for _, page in run]
+            for page, to in zip(pages, self.host.take_all(g, len(pages), owner)):
+                moves[g, page] = to
+                tables.entries.append(Out(g, page, to - self.shift[g]))
+            self.out_bytes += len(pages) * tables.groups[g].page_bytes
         for seq, resident in zip(seqs, residents):
             tables.free(seq)
             resident.tables = _renamed(resident.tables, moves)
@@ -57,29 +67,40 @@ class Swap:
         moves, names = _pages(away), self._names(seqs, away)
         for (g, host), name in names.items():
             moves[g, host] = ledger.find(g, name) or SCRATCH
-        # Of sequences that drew the same tokens several host pages may come back to one.
-        cached = list(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
-        missing = self._counts(move for move, page in moves.items() if not page)
         spare = len(seqs) if tables.residents else 0  # a page more for each, to go on; alone they fit
-        needs = [need + rest + spare for need, rest in zip(missing, ledger.resting(cached))]
-        if len(seqs) > len(tables.slots) or not ledger.affords(needs):
+        if len(seqs) > len(tables.slots):
             return False
-        for g, page in cached:
+        if not self._reserve(moves, spare):
+            # What is found may lie in more large pages than it would fill: alone they come back without it.
+            moves = dict.fromkeys(moves, SCRATCH)
+            if tables.residents or not self._reserve(moves, spare):
+                return False
+        for g, page in dict.fromkeys((g, page) for (g, _), page in moves.items() if page):
             ledger.share(g, page)
-        for (g, host), page in moves.items():
-            if not page:
-                moves[g, host] = page = tables.take(g)
-                tables.entries.append(In(g, host, page))
-                self.in_bytes += tables.groups[g].page_bytes
+        owner = away[0].owner
+        for g, run in groupby([move for move, page in moves.items() if not page], itemgetter(0)):
+            hosts = list(run)
+            for (_, host), page in zip(hosts, tables.take(g, len(hosts), owner)):
+                moves[g, host] = page
+                tables.entries.append(In(g, host - self.shift[g], page))
                 if (g, host) in names:
                     ledger.publish(g, page, names[g, host])
+            self.in_bytes += len(hosts) * tables.groups[g].page_bytes
         for seq, old in zip(seqs, away):
             self.free(seq)
-            resident = tables.reside(seq, _renamed(old.tables, moves))
+            resident = tables.reside(seq, _renamed(old.tables, moves), owner=owner)
             resident.room, resident.held, resident.gone = old.room, old.held, old.gone
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
         return True
+
+    def _reserve(self, moves: Moves, spare: int) -> bool:
+        """Whether there are pages for all that has no page yet, `spare` more a group, and those that are cached."""
+        ledger = self.tables.pages
+        # Of sequences that drew the same tokens several host pages may come back to one.
+        resting = ledger.resting(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
+        missing = self._counts(move for move, page in moves.items() if not page)
+        return ledger.reserve([need + rest + spare for need, rest in zip(missing, resting.pages)], resting)
 
     def _names(self, seqs: Seq[Sequence], away: list[Resident]) -> dict[tuple[int, int], bytes]:
         """What host pages hold, where it may be found on the device."""
@@ -101,8 +122,9 @@ class Swap:
 
     def free(self, seq: Sequence) -> None:
         """A swapped sequence ended, or came back: let go of its host pages."""
-        for g, table in enumerate(self.residents.pop(seq.id).tables):
-            self.host.release(g, table)
+        resident = self.residents.pop(seq.id)
+        self.host.release_all(resident.tables)
+        self.host.leave(resident.owner)
 
     def check(self) -> None:
         """Assert that every host page is free or named by a swapped sequence."""
@@ -124,7 +146,7 @@ def _renamed(tables: Tables, moves: Moves) -> Tables:
     return [[moves[g, page] if page else SCRATCH for page in table] for g, table in enumerate(tables)]
 
 
-def _count(ledger: Ledger, residents: list[Resident]) -> None:
+def _count(ledger: Ledger | LargePages, residents: list[Resident]) -> None:
     """Count the references of these tables, of whose pages each was counted once."""
     counted: set[tuple[int, int]] = set()
     for resident in residents:

@@ -10,6 +10,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
+from quire.control.memory.large import LargePages
 from quire.control.memory.pages import SCRATCH, Empty, Ledger
 from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
@@ -23,10 +24,13 @@ Tables = list[list[int]]
 class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
-    __slots__ = ("committed", "drops_at", "expected", "first", "forked", "gone", "held", "room", "slot", "tables")
+    __slots__ = (
+        "committed", "drops_at", "expected", "first", "forked", "gone", "held", "owner", "room", "slot", "tables",
+    )  # fmt: skip
 
-    def __init__(self, slot: int, tables: Tables) -> None:
+    def __init__(self, slot: int, tables: Tables, owner: int) -> None:
         self.slot, self.tables = slot, tables
+        self.owner = owner  # whose pages these are, for the ledger: a sequence of its request
         # The first logical page still held, a group
         self.first = [next((i for i, page in enumerate(table) if page), len(table)) for table in tables]
         self.room = 0  # tokens that all tables have pages for
@@ -40,29 +44,31 @@ class Resident:
 
 class PageTables:
     """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order` as in
-    Ledger. With `debug` pages are poisoned when they are given out."""
+    Ledger, `association` as in LargePages. With `debug` pages are poisoned when they are given out."""
 
     stack: Callable[[Iterable[int]], Empty] = list
 
     def __init__(
-        self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None, debug: bool = False
-    ) -> None:
-        self.geometry, self.debug = geometry, debug
+        self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None,
+        debug: bool = False, association: str = "bulk",
+    ) -> None:  # fmt: skip
+        self.geometry, self.debug, self.association = geometry, debug, association
         self.groups = geometry.groups
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
         self.growing = [grows(policy) for policy in self.policies]
         self.shrinking = any(policy.shrinks for policy in self.policies)
-        self.pages = Ledger([group.ids for group in geometry.groups], order, self.stack)
+        ids = [group.ids for group in geometry.groups]
+        self.pages = ledger_of(geometry, ids, association, order, self.stack)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
         self.copies = 0  # pages copied on write
 
-    def reside(self, seq: Sequence, tables: Tables, length: int = 0) -> Resident:
+    def reside(self, seq: Sequence, tables: Tables, length: int = 0, owner: int | None = None) -> Resident:
         """Give a slot and page tables; the pages' references are counted by the caller. It will have `length` tokens
-        soon."""
-        resident = Resident(self.take_slot(tables, length), tables)
+        soon. `owner` as in Resident, where it isn't the sequence itself."""
+        resident = Resident(self.take_slot(tables, length), tables, seq.id if owner is None else owner)
         self.residents[seq.id] = resident
         for g, pages in enumerate(tables):
             if pages:
@@ -77,9 +83,9 @@ class PageTables:
             return True
         return self._extend(seq, resident, length, seq.planned)
 
-    def _extend(self, seq: Sequence, resident: Resident, length: int, start: int) -> bool:
+    def _extend(self, seq: Sequence, resident: Resident, length: int, start: int, reserved: bool = False) -> bool:
         """What computing tokens [start, length) reads or writes is there, and what it writes is private; or no change
-        at all."""
+        at all. `reserved`: pages for this and more were reserved before."""
         tables = resident.tables
         if length > start:
             copies = self._shared(seq, resident, start, length) if resident.forked else []
@@ -88,14 +94,14 @@ class PageTables:
                 needs = [count if count > 0 else 0 for count in more]
                 for g, _ in copies:
                     needs[g] += 1
-                if not self.pages.affords(needs):
+                if not reserved and not self.pages.reserve(needs):
                     return False
                 for g, at in copies:
                     self._copy_on_write(resident, g, at)
                 for g, count in enumerate(more):
                     if count > 0:
                         at, slot = len(tables[g]), resident.slot
-                        fresh = tuple([self.take(g, slot, at + i) for i in range(count)])
+                        fresh = tuple(self.take(g, count, resident.owner, slot, at))
                         self.entries.append(Table(slot, g, at, fresh))
                         tables[g].extend(fresh)
                 resident.room = self._room(seq, resident)
@@ -124,21 +130,21 @@ class PageTables:
         """A free slot, for a sequence with these tables that will have `length` tokens soon."""
         return self.slots.pop()
 
-    def take(self, group: int, slot: int = 0, at: int = 0) -> int:
-        """A page of its own for logical page `at` of a slot (0: of one that isn't known yet)."""
-        page = self.pick(group, slot, at)
+    def take(self, group: int, count: int, owner: int, slot: int = 0, at: int = 0) -> list[int]:
+        """Pages of its own for logical pages `at`, `at` + 1, ... of a slot (0: of one that isn't known yet)."""
+        pages = self.pick(group, count, owner, slot, at)
         if self.debug:
-            self.entries.append(Poison(group, page))
-        return page
+            self.entries += [Poison(group, page) for page in pages]
+        return pages
 
-    def pick(self, group: int, slot: int, at: int) -> int:
-        """Which page that is. The caller has asked whether there is one."""
-        return self.pages.take(group)
+    def pick(self, group: int, count: int, owner: int, slot: int, at: int) -> list[int]:
+        """Which pages these are. The caller has reserved them."""
+        return self.pages.take_all(group, count, owner)
 
     def _copy_on_write(self, resident: Resident, group: int, at: int) -> None:
         """Replace the shared page at logical page `at` by a private copy (§4.4, Figure 8)."""
         old = resident.tables[group][at]
-        new = self.take(group, resident.slot, at)
+        [new] = self.take(group, 1, resident.owner, resident.slot, at)
         self.copies += 1
         self.entries.append(Copy(group, old, new))
         self.entries.append(Table(resident.slot, group, at, (new,)))
@@ -155,7 +161,7 @@ class PageTables:
             pages = table[: policy.reads(parent, computed, computed).stop]
             self.pages.share_all(g, pages)
             tables.append(pages)
-        resident = self.reside(child, tables)
+        resident = self.reside(child, tables, owner=source.owner)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
         resident.gone = list(source.gone)
         resident.room = min(source.room, self._room(child, resident))
@@ -167,8 +173,8 @@ class PageTables:
         self._leave(self.residents.pop(seq.id))
 
     def _leave(self, resident: Resident) -> None:
-        for g, table in enumerate(resident.tables):
-            self.pages.release(g, table)
+        self.pages.release_all(resident.tables)
+        self.pages.leave(resident.owner)
         self.slots.append(resident.slot)
         self.pages.releases += 1
 
@@ -230,3 +236,16 @@ class PageTables:
                     counts[g][page] = counts[g].get(page, 0) + 1
         assert slots == set(range(1, self.geometry.slots)), "a slot is lost"
         return counts
+
+
+def ledger_of(
+    geometry: Geometry, ids: Seq[range], association: str = "bulk", order: Iterable[int] | None = None,
+    stack: Callable[[Iterable[int]], Empty] = list,
+) -> Ledger | LargePages:  # fmt: skip
+    """The ledger of a memory's pages, whose ids are those, a range a group; of two levels where there are large pages.
+    `order` and `stack` as in Ledger."""
+    if not geometry.large_bytes:
+        return Ledger(ids, order, stack)
+    ratios = [geometry.large_bytes // group.page_bytes for group in geometry.groups]
+    spans = [group.run_tokens // group.run_pages for group in geometry.groups]
+    return LargePages(ratios, len(ids[0]) // ratios[0], association, spans)

@@ -23,7 +23,7 @@ from quire.control.memory.answers import Usage
 from quire.control.memory.buffers import Buffers, buffers_of
 from quire.control.memory.layout import Share, Size, shared_out
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.pages import Empty, Place, Queue
+from quire.control.memory.pages import Empty, Ledger, Place, Queue
 from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
 from quire.errors import StartupError
@@ -73,6 +73,8 @@ class VirtualMemory(PagedMemory):
         self.lying: list[list[list[int]]] = [[[] for _ in range(geometry.slots)] for _ in self.groups]
         self.soon: dict[int, tuple[Sequence, Resident, int]] = {}  # who will need room, and for how many tokens
         self.queues: list[Queue] = []  # the empty pages of each group; those that are mapped ahead are promised
+        assert isinstance(self.pages, Ledger), "pages that are mapped are of one level"
+        self.pools = self.pages.pools
         for pool in self.pages.of:
             assert isinstance(pool.empty, Queue), "remembered pages are given out in a certain order"
             self.queues.append(pool.empty)
@@ -121,11 +123,14 @@ class VirtualMemory(PagedMemory):
         """Whether the page that lies at a place can be had there."""
         return page > 0 and self.pages.is_empty(group, page)
 
-    def pick(self, group: int, slot: int, at: int) -> int:
-        page = self._there((group, slot, at))
-        if page:
-            self.queues[group].put_first(page)
-        return self.pages.take(group)
+    def pick(self, group: int, count: int, owner: int, slot: int, at: int) -> list[int]:
+        pages = []
+        for place in range(at, at + count):
+            page = self._there((group, slot, place))
+            if page:
+                self.queues[group].put_first(page)
+            pages.append(self.pages.take(group))
+        return pages
 
     def _there(self, place: Place) -> int:
         """The page that lies at a place, if it is empty and not promised to another one; else 0."""
@@ -163,7 +168,7 @@ class VirtualMemory(PagedMemory):
         """Of what is promised keep the next page of each sequence in memory. Who needs more says so in every step, and
         who left needs nothing."""
         tables = {resident.slot: resident.tables for resident in self.residents.values()}
-        for pool in self.pages.pools:
+        for pool in self.pools:
             queue = self.queues[pool.groups[0]]
             for page, (group, slot, at) in list(queue.promised.items()):
                 next_one = slot in tables and at == len(tables[slot][group])
@@ -235,7 +240,7 @@ class VirtualMemory(PagedMemory):
 
     def _usage(self) -> Usage:
         usage = super()._usage()
-        first = [pool.groups[0] for pool in self.pages.pools]
+        first = [pool.groups[0] for pool in self.pools]
         ahead = sum(len(self.queues[g].promised) * self.groups[g].page_bytes for g in first)
         return usage._replace(reserved=ahead, free=usage.free - ahead)
 

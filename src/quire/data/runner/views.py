@@ -16,13 +16,22 @@ from quire.errors import StartupError
 from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec
 
 SMALLER = "Use another --page-size or --table-scope"
+ALIGNED = 16
+"""Bytes of one access, where pages are parts of large ones."""
 
 
 def check_geometry(geometry: Geometry, spec: ModelSpec) -> None:
     """StartupError for a geometry of which these views can't be made, with its numbers."""
-    size = geometry.itemsize
+    size, large = geometry.itemsize, geometry.large_bytes
     for group in geometry.groups:
         tokens = sum(spec.layers[i].token_bytes(size) for i in group.layers)
+        keys = {spec.layers[i].token_bytes(size) // 2 * group.run_tokens for i in group.layers}
+        if large and (large % group.page_bytes or any(bytes % ALIGNED for bytes in (group.page_bytes, *keys))):
+            raise StartupError(
+                f"a page of {group.page_bytes:,} bytes, of keys of {', '.join(map(str, sorted(keys)))} bytes a layer, "
+                f"isn't a part of a large page of {large:,} bytes, or doesn't begin at multiples of {ALIGNED}",
+                f"{SMALLER}, or --page-sizes max",
+            )
         if group.page_bytes % size:
             raise StartupError(
                 f"a page of {group.page_bytes:,} bytes isn't a whole number of numbers of {size} bytes", SMALLER

@@ -1,0 +1,152 @@
+"""The cost of pages alone: what a ledger takes to give one out and to take it back, in microseconds of the CPU.
+
+Two groups as in a model of Ministral's shape, three small pages of the one and one of the other in a large page; beside
+them a ledger of one level, whose pages all have one size. Hashing is apart: keys are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.bench.document import short, table
+from quire.bench.machine import Others
+from quire.control.memory.large import LargePages
+from quire.control.memory.pages import Ledger
+from quire.errors import StartupError
+
+RATIOS = (3, 1)
+PAGES = 6250  # of each group: 100,000 tokens in pages of 16
+REPEATS = 9
+
+AnyLedger = Ledger | LargePages
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """How often."""
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N",
+                        help="take the median of so many (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def two_level() -> LargePages:
+    """Little more than two groups of PAGES fill."""
+    return LargePages(RATIOS, PAGES * 4 // 3 + 10)
+
+
+def one_level() -> Ledger:
+    """The same, of groups that have all pages in common."""
+    return Ledger([range(1, PAGES * 2 + 10)] * 2)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A result for each ledger and case."""
+    if not 1 <= args.repeats <= 1000:
+        raise StartupError(f"--repeats is {args.repeats}", "Give a number from 1 to 1000")
+    results = []
+    for name, build in (("one level", one_level), ("two levels", two_level)):
+        for case, measure in CASES.items():
+            others = Others()
+            times = [_alone(measure, build()) for _ in range(args.repeats)]
+            results.append({
+                "ledger": name, "case": case, "us_a_page": statistics.median(times),
+                "cores_used_by_others": others.load(),
+            })  # fmt: skip
+    return results
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """Microseconds a page."""
+    head = ("ledger", "case", "us a page", "others' cores")
+    rows = [
+        (one["ledger"], one["case"], short(one["us_a_page"]), f"{one['cores_used_by_others']:.2f}") for one in results
+    ]
+    return table(head, rows)
+
+
+def _alone(measure: Callable[[AnyLedger], tuple[float, int]], ledger: AnyLedger) -> float:
+    gc.collect()
+    gc.disable()
+    try:
+        seconds, pages = measure(ledger)
+    finally:
+        gc.enable()
+    return seconds / pages * 1e6
+
+
+def _filled(ledger: AnyLedger, published: bool) -> list[list[int]]:
+    ledger.reserve([PAGES, PAGES])
+    tables = [ledger.take_all(group, PAGES, 1) for group in (0, 1)]
+    for group, pages in enumerate(tables) if published else ():
+        for page in pages:
+            ledger.publish(group, page, page.to_bytes(4))
+    return tables
+
+
+def steady(ledger: AnyLedger) -> tuple[float, int]:
+    """Decoding: a page of each group for one request after another."""
+    began = time.process_time()
+    for i in range(PAGES):
+        ledger.reserve((1, 1))
+        ledger.take_all(0, 1, i & 255)
+        ledger.take_all(1, 1, i & 255)
+    return time.process_time() - began, 2 * PAGES
+
+
+def steady_evicting(ledger: AnyLedger) -> tuple[float, int]:
+    """The same where all pages are cached."""
+    while ledger.affords((PAGES // 2, PAGES // 2)):
+        ledger.reserve((PAGES // 2, PAGES // 2))
+        for group in (0, 1):
+            for page in ledger.take_all(group, PAGES // 2, 1):
+                ledger.publish(group, page, page.to_bytes(4))
+    tables: list[list[int]] = [list(set(index.values())) for index in ledger.index]
+    ledger.release_all(tables)
+    ledger.leave(1)
+    return steady(ledger)
+
+
+def bulk(ledger: AnyLedger) -> tuple[float, int]:
+    """A prompt of 100,000 tokens comes in."""
+    began = time.process_time()
+    _filled(ledger, published=False)
+    return time.process_time() - began, 2 * PAGES
+
+
+def bulk_evicting(ledger: AnyLedger) -> tuple[float, int]:
+    """The same where another one's pages are cached."""
+    ledger.release_all(_filled(ledger, published=True))
+    ledger.leave(1)
+    return bulk(ledger)
+
+
+def release(ledger: AnyLedger) -> tuple[float, int]:
+    """It leaves; its pages stay cached."""
+    tables = _filled(ledger, published=True)
+    began = time.process_time()
+    ledger.release_all(tables)
+    ledger.leave(1)
+    return time.process_time() - began, 2 * PAGES
+
+
+def release_uncached(ledger: AnyLedger) -> tuple[float, int]:
+    """It leaves; nothing was published."""
+    tables = _filled(ledger, published=False)
+    began = time.process_time()
+    ledger.release_all(tables)
+    ledger.leave(1)
+    return time.process_time() - began, 2 * PAGES
+
+
+CASES: dict[str, Callable[[AnyLedger], tuple[float, int]]] = {
+    "one at a time": steady,
+    "one at a time, evicting": steady_evicting,
+    "100,000 tokens at once": bulk,
+    "100,000 tokens at once, evicting": bulk_evicting,
+    "100,000 tokens released, cached": release,
+    "100,000 tokens released": release_uncached,
+}

@@ -1,0 +1,400 @@
+"""The two-level ledger of one memory's pages (Jenga §4, §5.4): large pages, any of which may be cut into the small
+pages of any group. The interface is Ledger's; it knows neither tables nor what a group keeps.
+
+A small page is empty, cached (the paper's "evictable") or used. A large page is free, active while one of its small
+pages is used, or reclaimable: none is used and some are cached. The paper calls it evictable only if all are, which
+would lose those that are in part empty for good. A page of group g with id i lies in large page i // ratios[g]; large
+page 0 is scratch.
+
+A need is feasible exactly if there are large pages for what the groups' small pages in active large pages can't serve.
+The paper's five steps alone don't find every such assignment: a step that takes a large page may starve another group.
+So `reserve` counts the large pages that no group needs, and only those are taken where small ones would do.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from quire.control.memory.answers import LargeCounts
+from quire.control.memory.audit import CACHED, EMPTY, audit, space_of
+from quire.control.memory.pages import NONE_RESTING, SCRATCH, WATERMARK, Resting
+from quire.control.memory.partial import Partial
+
+DEEP = 32  # bits of a large page's number
+LOW = (1 << DEEP) - 1
+
+ASSOCIATIONS = ("paper", "bulk", "none")
+"""Whose small pages share a large page. "paper": one request's, as far as possible (§4.3). "bulk": of what a request
+takes at once, as much as fills large pages; the rest of all requests goes together. "none": all go together."""
+
+
+class LargePages:
+    """`count` large pages; one of them is `ratios[g]` pages of group g, whose pages hold `spans[g]` tokens (default:
+    all equally many). `association` says whose pages lie together, see ASSOCIATIONS."""
+
+    def __init__(
+        self, ratios: Sequence[int], count: int, association: str = "bulk", spans: Sequence[int] | None = None
+    ) -> None:
+        assert association in ASSOCIATIONS, f"association is {association!r}, not one of {ASSOCIATIONS}"
+        self.ratios, self.count, self.association = list(ratios), count, association
+        self.spans = list(spans or [1] * len(ratios))
+        groups = range(len(ratios))
+        self.free = list(range(count, 0, -1))  # a stack
+        self.kind = [-1] * (count + 1)  # by large page: the group that it is or was bound to
+        self.busy = [0] * (count + 1)  # its used small pages
+        self.holes = [0] * (count + 1)  # its empty ones; 0 of a free one
+        self.reclaimable: OrderedDict[int, None] = OrderedDict()  # of all groups, oldest use first
+        self.refs = [[EMPTY] * ((count + 1) * ratio) for ratio in ratios]  # by small page: references, or EMPTY, CACHED
+        self.keys: list[list[bytes | None]] = [[None] * len(refs) for refs in self.refs]
+        self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in groups]  # oldest use first
+        self.index: list[dict[bytes, int]] = [{} for _ in groups]  # content -> small page
+        self.partial = [Partial(count + 1) for _ in groups]  # active large pages with empty small ones
+        self.used = [0] * len(ratios)
+        self.active, self.idle = [0] * len(ratios), [0] * len(ratios)  # large pages a group; idle: reclaimable
+        self.slack = 0  # large pages that may be taken where small ones would do
+        self.releases = self.evictions = 0
+        self.evicted_large = self.evicted_small = self.rebound = 0
+
+    def affords(
+        self, needs: Sequence[int], resting: Resting = NONE_RESTING, *, margin: bool = False, idle: bool = False
+    ) -> bool:
+        """As Ledger.affords. `resting` are those among the needs that are cached now."""
+        return self._left(needs, resting, margin, idle) >= 0
+
+    def reserve(self, needs: Sequence[int], resting: Resting = NONE_RESTING, *, margin: bool = False) -> bool:
+        """Whether that is so; if it is, taking this much, in any order, will succeed."""
+        left = self._left(needs, resting, margin, idle=False)
+        self.slack = max(left, 0)
+        return left >= 0
+
+    def _left(self, needs: Sequence[int], resting: Resting, margin: bool, idle: bool) -> int:
+        """Large pages that are left over; negative: that are missing."""
+        left = self.count if idle else len(self.free) + len(self.reclaimable)
+        if margin:
+            left -= self.count // WATERMARK
+        for group, (need, ratio) in enumerate(zip(needs, self.ratios)):
+            if not idle:
+                need -= ratio * self.active[group] - self.used[group]
+            if resting.large:  # their large pages become active, with all that is in them
+                left -= resting.large[group]
+                need -= ratio * resting.large[group]
+            if need > 0:
+                left -= -(-need // ratio)
+        return left
+
+    def resting(self, pages: Iterable[tuple[int, int]]) -> Resting:
+        """Of these pages (group, page), each named once, those that are cached."""
+        counts = [0] * len(self.ratios)
+        large: list[set[int]] = [set() for _ in self.ratios]
+        for group, page in pages:
+            if self.refs[group][page] == CACHED:
+                counts[group] += 1
+                home = page // self.ratios[group]
+                if not self.busy[home]:
+                    large[group].add(home)
+        return Resting(counts, list(map(len, large)))
+
+    def within(self, needs: Sequence[int], limits: Sequence[int]) -> bool:
+        """Whether pages for `needs` take no more large pages than pages for `limits`."""
+        both = zip(self.ratios, needs, limits)
+        return sum([-(-limit // ratio) - -(-need // ratio) for ratio, need, limit in both]) >= 0
+
+    def edges(self, group: int) -> int:
+        """As Ledger.edges: the rest of the first large page, and that of the last."""
+        return 2 * (self.ratios[group] - 1)
+
+    def find(self, group: int, key: bytes) -> int | None:
+        """The page that holds the content `key`, used or cached."""
+        return self.index[group].get(key)
+
+    def names(self, group: int, page: int) -> int:
+        """How many tables name the page."""
+        return max(self.refs[group][page], 0)
+
+    def is_shared(self, group: int, page: int) -> bool:
+        """Several tables name the page."""
+        return self.refs[group][page] > 1
+
+    def is_empty(self, group: int, page: int) -> bool:
+        """Nothing names the page and its content isn't kept."""
+        return self.refs[group][page] == EMPTY
+
+    # Taking
+
+    def take(self, group: int, owner: int | None = None) -> int:
+        """A private page. The caller has reserved it."""
+        return self.take_all(group, 1, owner)[0]
+
+    def take_all(self, group: int, count: int, owner: int | None = None) -> list[int]:
+        """Private pages, for a request `owner`. The caller has reserved them. By the steps of §5.4: empty pages that
+        are associated with the request, free large pages, reclaimable ones, any empty pages, cached ones one by one."""
+        ratio, partial, alone = self.ratios[group], self.partial[group], self.association == "paper"
+        if owner is not None:
+            partial.living.add(owner)
+        lacking = count - ratio * self.active[group] + self.used[group]
+        least = -(-lacking // ratio) if lacking > 0 else 0
+        budget = most = least + self.slack  # large pages
+        pages: list[int] = []
+        if self.association == "bulk" and count >= ratio:
+            whole = min(count // ratio, budget)
+            pages = self._bind(group, whole, whole * ratio, owner)
+            budget -= whole
+        if len(pages) < count:
+            for whose in (owner, None) if not alone else (owner,):
+                while len(pages) < count and (home := partial.first(whose)):
+                    self._fill(group, home, pages, count)
+        if len(pages) < count and budget:
+            large = min(-(-(count - len(pages)) // ratio), budget)
+            small = min(large * ratio, count - len(pages))
+            pages += self._bind(group, large, small, owner if alone else None)
+            budget -= large
+        while len(pages) < count and (home := partial.any()):
+            self._fill(group, home, pages, count)
+        self.slack -= max(most - budget - least, 0)
+        if len(pages) < count:
+            self._evict_small(group, count - len(pages), pages)
+        return pages
+
+    def _bind(self, group: int, large: int, small: int, owner: int | None) -> list[int]:
+        """Cut so many free or reclaimable large pages into pages of a group, and take so many of these."""
+        lacking = large - len(self.free)
+        assert lacking <= len(self.reclaimable), f"no large page is left for group {group}: what is taken is reserved"
+        for _ in range(lacking):
+            self._reclaim()
+        ratio, refs, busy, kind = self.ratios[group], self.refs[group], self.busy, self.kind
+        homes = self.free[: -large - 1 : -1]
+        del self.free[len(self.free) - large :]
+        self.active[group] += large
+        self.used[group] += small
+        for home in homes:
+            busy[home] = ratio
+            if kind[home] != group:
+                self.rebound += kind[home] >= 0
+                kind[home] = group
+        if ratio == 1:
+            for home in homes:
+                refs[home] = 1
+            return homes
+        pages, ones, owners = list[int](), [1] * ratio, self.partial[group].owner
+        for home in homes:
+            owners[home] = owner
+            first = home * ratio
+            refs[first : first + ratio] = ones
+            pages += range(first, first + ratio)
+        if len(pages) > small:  # the last one in part
+            over = len(pages) - small
+            refs[pages[small] : pages[small] + over] = [EMPTY] * over
+            busy[home], self.holes[home] = ratio - over, over
+            self.partial[group].add(home)
+            del pages[small:]
+        return pages
+
+    def _fill(self, group: int, home: int, pages: list[int], count: int) -> None:
+        """Take empty pages of an active large page, until there are `count`."""
+        refs, page = self.refs[group], home * self.ratios[group]
+        taken = min(self.holes[home], count - len(pages))
+        for _ in range(taken):
+            page = refs.index(EMPTY, page)
+            refs[page] = 1
+            pages.append(page)
+        self.used[group] += taken
+        self.busy[home] += taken
+        self.holes[home] -= taken
+        if not self.holes[home]:
+            self.partial[group].remove(home)
+
+    def _evict_small(self, group: int, count: int, pages: list[int]) -> None:
+        """Take the cached pages of active large pages that were used longest ago. Others are passed over: their large
+        pages are for another group. No more of those are left then than that group is about to take."""
+        ratio, busy = self.ratios[group], self.busy
+        victims: list[int] = []
+        for page in self.cached[group]:
+            if busy[page // ratio]:
+                victims.append(page)
+                if len(victims) == count:
+                    break
+        assert len(victims) == count, f"no page is left for group {group}: what is taken is reserved"
+        for page in victims:
+            self._forget(group, page)
+            self.refs[group][page] = 1
+            busy[page // ratio] += 1
+        self.used[group] += count
+        self.evicted_small += count
+        self.evictions += count
+        pages += victims
+
+    def _reclaim(self) -> None:
+        """Free the reclaimable large page that was used longest ago."""
+        home, _ = self.reclaimable.popitem(last=False)
+        group = self.kind[home]
+        ratio, refs = self.ratios[group], self.refs[group]
+        for page in range(home * ratio, home * ratio + ratio):
+            if refs[page] == CACHED:
+                self._forget(group, page)
+                refs[page] = EMPTY
+                self.evictions += 1
+        self.idle[group] -= 1
+        self._free(home)
+        self.evicted_large += 1
+
+    def _forget(self, group: int, page: int) -> None:
+        """A cached page's content is given up."""
+        key = self.keys[group][page]
+        assert key is not None, f"page {page} is cached without a key"
+        del self.cached[group][page]
+        del self.index[group][key]
+        self.keys[group][page] = None
+
+    # Sharing and releasing
+
+    def share(self, group: int, page: int, times: int = 1) -> None:
+        """So many more tables name the page."""
+        refs = self.refs[group]
+        if refs[page] > 0:
+            refs[page] += times
+            return
+        assert refs[page] == CACHED, f"page {page} is shared but empty"
+        del self.cached[group][page]
+        refs[page] = times
+        self.used[group] += 1
+        home = page // self.ratios[group]
+        self.busy[home] += 1
+        if self.busy[home] == 1:
+            del self.reclaimable[home]
+            self.idle[group] -= 1
+            self.active[group] += 1
+            if self.holes[home]:
+                self.partial[group].add(home)
+
+    def share_all(self, group: int, pages: Sequence[int]) -> None:
+        """One more table names these pages, all of them used (scratch is passed over)."""
+        refs = self.refs[group]
+        for page in pages:
+            refs[page] += 1
+        refs[SCRATCH] = EMPTY
+
+    def release(self, group: int, pages: Sequence[int]) -> None:
+        """As Ledger.release. A large page of which nothing is used any more is free or reclaimable."""
+        for code in self._release(group, pages):
+            self.reclaimable[code & LOW] = None
+
+    def release_all(self, tables: Sequence[Sequence[int]]) -> None:
+        """One sequence fewer names the pages of its tables, one a group. Of what was used equally long ago, the deeper
+        is evicted first, whatever its group (§5.1, aligned)."""
+        found = [self._release(group, pages) for group, pages in enumerate(tables)]
+        reclaimable = self.reclaimable
+        for code in sorted([code for codes in found for code in codes], reverse=True):
+            reclaimable[code & LOW] = None
+
+    def _release(self, group: int, pages: Sequence[int]) -> list[int]:
+        """Release them. Returns the large pages that are to become reclaimable, as numbers: of the tokens before their
+        first page, and which ones."""
+        refs, keys, cached, ratio = self.refs[group], self.keys[group], self.cached[group], self.ratios[group]
+        busy, holes, freed, at, first, last = self.busy, self.holes, 0, len(pages), 0, SCRATCH
+        touched: dict[int, int] = {}
+        for page in reversed(pages):
+            at -= 1
+            left = refs[page] = refs[page] - 1
+            if left > 0:
+                continue
+            if page == SCRATCH:
+                refs[SCRATCH] = EMPTY
+                continue
+            assert left == 0, f"page {page} is released but has no references"
+            freed += 1
+            home = page // ratio
+            if home != last:
+                touched[last] = first
+                last = home
+            first = at
+            busy[home] -= 1
+            if keys[page] is None:
+                holes[home] += 1
+            else:
+                refs[page] = CACHED
+                cached[page] = None
+        touched[last] = first
+        touched.pop(SCRATCH, None)
+        self.used[group] -= freed
+        self.releases += freed > 0
+        resting, emptied, partial, span = list[int](), 0, self.partial[group], self.spans[group]
+        for home, first in touched.items():
+            if busy[home]:
+                if holes[home]:
+                    partial.add(home)
+                continue
+            emptied += 1
+            if ratio > 1:
+                partial.remove(home)
+            if holes[home] == ratio:
+                holes[home] = 0
+                self.free.append(home)
+            else:
+                resting.append(first * span << DEEP | home)
+        self.active[group] -= emptied
+        self.idle[group] += len(resting)
+        return resting
+
+    def _free(self, home: int) -> None:
+        self.holes[home] = 0
+        self.free.append(home)
+
+    def leave(self, owner: int) -> None:
+        """A request has left: what it leaves empty in its large pages is everybody's."""
+        for partial in self.partial:
+            partial.leave(owner)
+
+    def publish(self, group: int, page: int, key: bytes) -> None:
+        """The page's content is complete and may be found by `key`. A second page of the same content stays private."""
+        if self.keys[group][page] is None and key not in self.index[group]:
+            self.keys[group][page] = key
+            self.index[group][key] = page
+
+    def evict(self, group: int, page: int) -> None:
+        """Empty a cached page."""
+        self._forget(group, page)
+        self.refs[group][page] = EMPTY
+        home = page // self.ratios[group]
+        self.holes[home] += 1
+        if self.busy[home]:
+            self.partial[group].add(home)
+        elif self.holes[home] == self.ratios[group]:
+            del self.reclaimable[home]
+            self.idle[group] -= 1
+            self._free(home)
+
+    def make_room(self, group: int) -> None:
+        """One empty page more, if a cached one can be had for it."""
+        if self.reclaimable:
+            self._reclaim()
+        elif self.cached[group]:
+            self.evict(group, next(iter(self.cached[group])))
+            self.evictions += 1
+
+    def drop_cached(self) -> int:
+        """Empty every cached page. Returns how many there were."""
+        count = sum(map(len, self.cached))
+        for group, cached in enumerate(self.cached):
+            for page in list(cached):
+                self.evict(group, page)
+        return count
+
+    @property
+    def total(self) -> int:
+        """The most pages that it can hold."""
+        return self.count * max(self.ratios)
+
+    def counts(self) -> LargeCounts:
+        """For an allocator's statistics."""
+        return LargeCounts(
+            len(self.free), list(self.active), list(self.idle), self.evicted_large, self.evicted_small, self.rebound
+        )
+
+    def coldest(self) -> Iterator[tuple[int, int]]:
+        """The large pages that could leave the device, the one used longest ago first, and their groups (§8: one size
+        to offload, and an order)."""
+        return ((home, self.kind[home]) for home in self.reclaimable)
+
+    space = space_of
+    check = audit

@@ -1,0 +1,332 @@
+"""The two-level ledger: the paper's examples (Jenga §4, §5.4), the order of its steps, and what they don't say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from quire.control.memory.large import LargePages
+from quire.control.memory.pages import SCRATCH, WATERMARK
+
+
+def take(pages: LargePages, group: int, count: int, owner: int | None = None) -> list[int]:
+    """As a memory takes them: reserved before."""
+    needs = [0] * len(pages.ratios)
+    needs[group] = count
+    assert pages.reserve(needs)
+    return pages.take_all(group, count, owner)
+
+
+def cached(pages: LargePages, group: int, table: Sequence[int], keys: bytes) -> None:
+    """Publish a page under each of these keys, and let all go."""
+    for page, key in zip(table, keys, strict=True):
+        pages.publish(group, page, bytes([key]))
+    pages.release(group, table)
+
+
+def homes(pages: LargePages, group: int, table: Sequence[int]) -> list[int]:
+    """The paper's number of the large page of each: ours less the scratch."""
+    return [page // pages.ratios[group] - 1 for page in table]
+
+
+def test_figure_6() -> None:
+    """Pages of 256 and 384 bytes in large ones of 768: four image tokens and two of text take large pages 0 and 2 of
+    the one kind, 1 of the other; they are returned when all in them is freed."""
+    image, text = 0, 1
+    pages = LargePages([768 // 256, 768 // 384], 4, "paper")
+    tables = [take(pages, image, 3, 1), take(pages, text, 2, 1)]
+    tables[image] += take(pages, image, 1, 1)
+    assert homes(pages, image, tables[image]) == [0, 0, 0, 2]
+    assert homes(pages, text, tables[text]) == [1, 1]
+    begins = [[page * size for page in table] for size, table in zip((256, 384), tables)]
+    assert begins == [[768, 1024, 1280, 2304], [1536, 1920]]  # in one buffer, behind the scratch
+    assert pages.counts()[:2] == (1, [2, 1])
+    pages.release(image, tables[image][3:])
+    assert pages.counts()[:2] == (2, [1, 1])
+    pages.release_all([tables[image][:3], tables[text]])
+    assert pages.counts()[:2] == (4, [0, 0])
+
+
+@pytest.mark.parametrize(("association", "returned"), [("none", 0), ("paper", 1)])
+def test_figure_8(association: str, returned: int) -> None:
+    """Requests A and B take pages in turn, four in a large page. When A ends, its pages are a large page only if each
+    request's lie together."""
+    pages = LargePages([4], 2, association)
+    a, b = [], []
+    for _ in range(4):
+        a += take(pages, 0, 1, 1)
+        b += take(pages, 0, 1, 2)
+    assert pages.counts().active == [2]
+    pages.release_all([a])
+    pages.leave(1)
+    assert pages.counts().free == returned
+    pages.check([dict.fromkeys(b, 1)])
+
+
+def test_in_bulk_whole_large_pages_are_a_requests_own_and_the_rest_lies_together() -> None:
+    pages = LargePages([4, 1], 8)
+    a, b = take(pages, 0, 10, 1), take(pages, 0, 5, 2)
+    assert homes(pages, 0, a) == [0] * 4 + [1] * 4 + [2] * 2
+    assert homes(pages, 0, b) == [3] * 4 + [2]
+    assert homes(pages, 0, take(pages, 0, 1, 1)) == [2]
+    pages.release_all([b])
+    pages.leave(2)
+    assert pages.counts()[:2] == (5, [3, 0])
+
+
+def test_the_five_steps_in_order() -> None:
+    pages = LargePages([2], 4, "paper")
+    [mine] = take(pages, 0, 1, 1)  # large page 0 is request 1's
+    old = take(pages, 0, 2, 9)
+    cached(pages, 0, old, b"xy")  # 1 is reclaimable
+    pages.leave(9)
+    used, kept = take(pages, 0, 2, 3)
+    cached(pages, 0, [kept], b"z")  # 2 is active, with a cached page; 3 is free
+    assert take(pages, 0, 1, 1) == [mine + 1]
+    fresh = take(pages, 0, 1, 1)
+    assert homes(pages, 0, fresh) == [3]
+    assert pages.evictions == 0
+    evicted = take(pages, 0, 1, 2)
+    assert homes(pages, 0, evicted) == [1]
+    assert pages.find(0, b"x") is pages.find(0, b"y") is None
+    assert (pages.evictions, pages.counts().evicted_large, pages.counts().evicted_small) == (2, 1, 0)
+    others = take(pages, 0, 1, 4) + take(pages, 0, 1, 4)
+    assert sorted(homes(pages, 0, others)) == [1, 3]
+    assert pages.find(0, b"z") == kept
+    assert take(pages, 0, 1, 4) == [kept]
+    assert pages.find(0, b"z") is None
+    assert pages.counts().evicted_small == 1
+    assert not pages.reserve([1])
+    pages.check([dict.fromkeys([mine, mine + 1, used, kept, *fresh, *evicted, *others], 1)])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("association", ["paper", "bulk", "none"])
+def test_no_group_takes_the_large_page_that_another_needs(first: int, association: str) -> None:
+    """The steps as they are written would take a free large page for group 0, though another request's has room, and
+    none would be left for group 1."""
+    pages = LargePages([2, 1], 2, association)
+    [there] = take(pages, 0, 1, 1)
+    assert pages.reserve([1, 1])
+    got = {group: pages.take(group, 2) for group in (first, 1 - first)}
+    assert got[0] == there + 1
+    assert not pages.affords([1, 0])
+    assert not pages.affords([0, 1])
+    pages.check([{there: 1, got[0]: 1}, {got[1]: 1}])
+
+
+def test_what_a_request_leaves_empty_is_found_before_new_large_pages() -> None:
+    """Where its large pages stay in use by others: what was empty when it left, and what becomes so later."""
+    pages = LargePages([4], 3)
+    a = take(pages, 0, 4, 1)
+    pages.share(0, a[0])
+    pages.share(0, a[1])
+    pages.release_all([a])
+    pages.leave(1)
+    assert take(pages, 0, 1, 2) == [a[2]]
+    assert take(pages, 0, 1, 3) == [a[3]]
+    pages.release(0, [a[1]])
+    assert take(pages, 0, 1, 4) == [a[1]]
+    assert pages.counts().active == [1]
+
+
+def test_a_request_fills_its_own_large_pages_before_it_uses_what_all_share() -> None:
+    """A window's pages come back while it goes on."""
+    pages = LargePages([4], 8)
+    table = take(pages, 0, 4, 1)
+    [shared] = take(pages, 0, 1, 2)
+    pages.release(0, table[:1])
+    assert take(pages, 0, 1, 2) == [shared + 1]
+    assert take(pages, 0, 1, 1) == table[:1]
+    assert take(pages, 0, 1, 1) == [shared + 2]
+
+
+def test_a_large_page_in_part_cached_and_in_part_empty_is_not_lost() -> None:
+    """The paper calls a large page empty or evictable if all of its pages are."""
+    pages = LargePages([3, 1], 1)
+    table = take(pages, 0, 2, 1)
+    cached(pages, 0, table, b"ab")
+    assert pages.counts()[:3] == (0, [0, 0], [1, 0])
+    [page] = take(pages, 1, 1, 2)
+    assert page == 1
+    assert pages.counts()[:3] == (0, [0, 1], [0, 0])
+    assert pages.counts().rebound == 1
+
+
+def test_no_key_stays_on_a_page_that_goes_to_another_group_and_back() -> None:
+    pages = LargePages([2, 1], 1)
+    cached(pages, 0, take(pages, 0, 2, 1), b"ab")
+    pages.release(1, take(pages, 1, 1, 2))
+    assert [pages.find(group, key) for group in (0, 1) for key in (b"a", b"b")] == [None] * 4
+    table = take(pages, 0, 2, 3)
+    assert [pages.find(0, key) for key in (b"a", b"b")] == [None] * 2
+    pages.publish(0, table[0], b"a")
+    pages.check([dict.fromkeys(table, 1), {}])
+
+
+def test_a_second_page_of_the_same_content_stays_private() -> None:
+    pages = LargePages([2], 2)
+    first, second = take(pages, 0, 2, 1)
+    pages.publish(0, first, b"k")
+    pages.publish(0, second, b"k")
+    assert pages.find(0, b"k") == first
+    pages.release(0, [second])
+    assert pages.is_empty(0, second)
+    pages.release(0, [first])
+    assert not pages.is_empty(0, first)
+    pages.check([{}])
+
+
+def test_a_large_page_is_as_old_as_the_latest_use_in_it() -> None:
+    pages = LargePages([2], 3)
+    a, b = take(pages, 0, 2, 1), take(pages, 0, 2, 2)
+    cached(pages, 0, a[:1], b"a")  # the first of all
+    cached(pages, 0, b, b"bc")
+    cached(pages, 0, a[1:], b"d")
+    assert [home - 1 for home, _ in pages.coldest()] == [*homes(pages, 0, b[:1]), *homes(pages, 0, a[:1])]
+    pages.share(0, b[1])
+    pages.release(0, [b[1]])
+    assert [home - 1 for home, _ in pages.coldest()] == [*homes(pages, 0, a[:1]), *homes(pages, 0, b[:1])]
+
+
+def test_of_what_was_released_together_the_deepest_goes_first_whatever_its_group() -> None:
+    """Aligned (§5.1): depth counts in tokens. Group 1 has pages of one token each, group 0 of two, two in a large
+    page, so that its second large page begins at token 4."""
+    pages = LargePages([2, 1], 20, spans=[2, 1])
+    tables = [take(pages, 0, 4, 1), take(pages, 1, 8, 1)]
+    for group, table in enumerate(tables):
+        for page in table:
+            pages.publish(group, page, bytes([page]))
+    pages.release_all(tables)
+    deep = {home: max(0, 2 * tables[0].index(2 * home)) for home in {page // 2 for page in tables[0]}}
+    depths = [deep[home] if group == 0 else tables[1].index(home) for home, group in pages.coldest()]
+    assert depths == sorted(depths, reverse=True)
+    assert depths == [7, 6, 5, 4, 4, 3, 2, 1, 0, 0]
+
+
+def test_what_is_found_binds_the_large_pages_it_lies_in() -> None:
+    """Two cached pages in two large ones: used again they leave none to another group, though they'd fill one."""
+    pages = LargePages([2, 1], 2)
+    a, b = take(pages, 0, 2, 1), take(pages, 0, 2, 2)
+    cached(pages, 0, a, b"ab")
+    cached(pages, 0, b, b"cd")
+    found = [(0, a[0]), (0, b[0])]
+    resting = pages.resting(found)
+    assert resting == ([2, 0], [2, 0])
+    assert not pages.affords([2, 1], resting)
+    assert pages.affords([4, 0], resting)
+    assert not pages.affords([5, 0], resting)
+    together = pages.resting([(0, a[0]), (0, a[1])])
+    assert together == ([2, 0], [1, 0])
+    assert pages.reserve([2, 1], together)
+    for page in a:
+        pages.share(0, page)
+    pages.check([dict.fromkeys(a, 1), {pages.take(1, 3): 1}])
+
+
+def test_a_large_page_that_is_used_again_gives_out_its_empty_pages() -> None:
+    pages = LargePages([3], 2)
+    table = take(pages, 0, 1, 1)
+    cached(pages, 0, table, b"a")
+    pages.leave(1)
+    pages.share(0, table[0])
+    assert take(pages, 0, 2, 2) == [table[0] + 1, table[0] + 2]
+    assert pages.counts().active == [1]
+
+
+def test_a_margin_is_a_hundredth_of_the_large_pages_and_idle_counts_all() -> None:
+    pages = LargePages([2, 1], 2 * WATERMARK)
+    assert pages.affords([2, 2 * WATERMARK - 1])
+    assert not pages.affords([3, 2 * WATERMARK - 1])
+    assert pages.affords([0, 2 * WATERMARK - 2], margin=True)
+    assert not pages.affords([1, 2 * WATERMARK - 2], margin=True)
+    take(pages, 1, 2 * WATERMARK, 1)
+    assert not pages.affords([1, 0])
+    assert pages.affords([2, 2 * WATERMARK - 1], idle=True)
+    assert not pages.affords([2, 2 * WATERMARK], idle=True)
+    assert pages.within([3, 1], [2, 2])
+    assert not pages.within([3, 2], [2, 2])
+
+
+def test_bytes_add_up() -> None:
+    """What is empty beside used pages can't be had by every group."""
+    pages, sizes = LargePages([3, 1], 5), [2, 6]
+    table, other = take(pages, 0, 4, 1), take(pages, 1, 1, 1)
+    assert pages.space(sizes) == (0, 4, 12)
+    cached(pages, 0, table[2:], b"cd")  # one beside two that are used, one with two empty ones
+    assert pages.space(sizes) == (4, 0, 16)
+    cached(pages, 1, other, b"x")
+    assert pages.space(sizes) == (10, 0, 16)
+    assert pages.evictions == 0
+    assert pages.drop_cached() == 3
+    assert pages.space(sizes) == (0, 2, 24)
+    assert pages.counts()[:3] == (4, [1, 0], [0, 0])
+
+
+def test_room_is_made_by_large_pages_then_small_ones() -> None:
+    pages = LargePages([2, 1], 2)
+    a, b = take(pages, 0, 2, 1), take(pages, 1, 1, 1)
+    cached(pages, 0, a[:1], b"a")
+    cached(pages, 1, b, b"b")
+    pages.make_room(0)
+    assert (pages.find(1, b"b"), pages.find(0, b"a")) == (None, a[0])
+    pages.make_room(0)
+    assert pages.find(0, b"a") is None
+    pages.make_room(0)
+    assert pages.evictions == 2
+    pages.check([{a[1]: 1}, {}])
+
+
+def test_scratch_is_passed_over() -> None:
+    pages = LargePages([2, 1], 2)
+    table = [SCRATCH, *take(pages, 0, 2, 1)]
+    pages.share_all(0, table)
+    pages.release(0, table)
+    pages.release_all([table, [SCRATCH]])
+    pages.check([{}, {}])
+    assert pages.counts().free == 2
+
+
+def test_what_must_not_happen() -> None:
+    pages = LargePages([2], 1)
+    a, b = take(pages, 0, 2, 1)
+    with pytest.raises(AssertionError, match="is reserved"):
+        pages.take(0, 2)
+    pages.release(0, [a])
+    with pytest.raises(AssertionError, match="no references"):
+        pages.release(0, [a])
+    with pytest.raises(AssertionError, match="shared but empty"):
+        LargePages([2], 1).share(0, b)
+    with pytest.raises(AssertionError, match="association is 'loose'"):
+        LargePages([2], 1, "loose")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda pages: pages.free.pop(), "large pages are lost"),
+        (lambda pages: pages.free.append(pages.free[0]), "free twice"),
+        (lambda pages: pages.free.append(next(iter(pages.reclaimable))), "free and reclaimable"),
+        (lambda pages: pages.refs[0].__setitem__(2, 2), "reference counts"),
+        (lambda pages: pages.used.__setitem__(0, 7), "count of a group's pages"),
+        (lambda pages: pages.cached[0].clear(), "a page is cached or isn't"),
+        (lambda pages: pages.index[0].clear(), "the index differs"),
+        (lambda pages: pages.keys[0].__setitem__(9, b"x"), "is empty and has a key"),
+        (lambda pages: pages.kind.__setitem__(1, 1), "held by two groups"),
+        (lambda pages: pages.busy.__setitem__(1, 2), "used pages of 1 are miscounted"),
+        (lambda pages: pages.holes.__setitem__(1, 0), "empty pages of 1 are miscounted"),
+        (lambda pages: pages.active.__setitem__(0, 3), "large pages of group 0 are miscounted"),
+        (lambda pages: pages.partial[0].by.clear(), "empty pages aren't found"),
+        (lambda pages: pages.partial[0].owner.__setitem__(1, 5), "found under another owner"),
+    ],
+)
+def test_check_finds_what_is_broken(harm: object, message: str) -> None:
+    pages = LargePages([2, 1], 4)
+    [page] = take(pages, 0, 1, 1)
+    cached(pages, 0, take(pages, 0, 2, 1), b"ab")
+    pages.check([{page: 1}, {}])
+    assert callable(harm)
+    harm(pages)
+    with pytest.raises(AssertionError, match=message):
+        pages.check([{page: 1}, {}])
