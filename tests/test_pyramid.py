@@ -13,6 +13,8 @@ import torch
 from dense_pyramid import dense_logprobs
 
 from quire import LLM, SamplingParams
+from quire.cli import main
+from quire.data.runner.rehearsal import _ends
 from quire.errors import InputError, StartupError
 
 CONFIG: dict[str, Any] = {
@@ -156,6 +158,40 @@ def test_beams(folder: Path) -> None:
             tokens = [[output.token_ids for output in result.outputs] for result in served(llm, asked, how)]
             assert llm.engine.scheduler.preempted[way] > 0
         assert tokens == expected
+
+
+def test_a_session(folder: Path, said: Said) -> None:
+    """What is appended comes behind what is left of the prompt, several tokens in a step too."""
+    prompt = prompts()[4]
+    with opened(folder, enable_prefix_caching=True) as llm, llm.session(prompt, width=2, max_tokens=30, top=4) as node:
+        node.append(5, 6, 7)
+        other = node.fork()
+        node.append(*range(8, 16))
+        other.append(9)
+        for branch in (node, other):
+            top, expected = branch.next(4), dense_logprobs(said.model, said.spec, prompt, [*branch.tokens, 0])[-1]
+            assert [float(expected[token]) for token in top.ids] == pytest.approx(list(top.logprobs), abs=1e-4)
+
+
+def test_plans_are_logged_and_replayed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "plans"
+    with opened(folder, kv_tokens=144, max_model_len=128, depth=2, log_plans=str(log)) as llm:
+        served(llm, prompts(), params())
+    assert main(["replay", str(log)]) == 0
+    assert "4 groups of layers" in capsys.readouterr().out
+
+
+def test_a_rehearsal_leaves_no_trace(folder: Path, roomy: list[list[int]]) -> None:
+    with opened(folder) as llm:
+        runner = llm.engine.runner
+        plans = list(_ends(runner, 64))
+        assert len(plans) == 2
+        for plan in plans:
+            runner.collect(runner.submit(plan))
+        assert runner.prompts.lengths[0] == 1
+        assert runner.store.buffer.isfinite().all()
+        runner.store.clear_scratch()
+        assert [result.outputs[0].token_ids for result in served(llm, prompts(), params())] == roomy
 
 
 def test_pages_are_released_when_the_prompt_is_whole(folder: Path) -> None:

@@ -27,6 +27,7 @@ MORE = {
     "use_sliding_window": True, "attention_bias": False, "mlp_bias": False, "word_embed_proj_dim": 64, "n_inner": 5,
     "do_layer_norm_before": True, "enable_bias": True, "_remove_final_layer_norm": True, "scale_attn_weights": True,
     "quantization_config": None, "eos_token_id": [1], "head_dim": 64,
+    "pyramid_kv": {"average": 64, "groups": 1, "queries": 4, "pool": 3},
 }  # fmt: skip
 
 
