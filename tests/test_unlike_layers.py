@@ -38,29 +38,33 @@ def prompts() -> list[list[int]]:
     return [stem + [rng.randrange(3, 512) for _ in range(24)] for _ in range(10)]
 
 
-def served(folder: Path, **settings: Any) -> tuple[list[list[int]], Any, Any]:
-    """Greedy requests, then beams: their tokens, the memory's account, and its geometry."""
+def served(folder: Path, beams: bool = True, **settings: Any) -> tuple[list[list[int]], Any, Any]:
+    """Greedy requests, then beams (where there is room): their tokens, the memory's account, and its geometry."""
     settings = {"dummy_weights": True, "skip_tokenizer_init": True, "dtype": "float32", "seed": 3, **settings}
     with LLM(str(folder), max_num_seqs=24, threads=1, **settings) as llm:
         asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
-        results = llm.generate(asked, GREEDY, use_tqdm=False) + llm.generate(asked[:3], BEAMS, use_tqdm=False)
+        results = llm.generate(asked, GREEDY, use_tqdm=False)
+        if beams:
+            results += llm.generate(asked[:3], BEAMS, use_tqdm=False)
         memory = llm.engine.scheduler.memory
         memory.check()
         tokens = [output.token_ids for result in results for output in result.outputs]
         return tokens, (memory.account(), dict(llm.engine.scheduler.preempted)), memory.geometry
 
 
+@pytest.mark.parametrize("sizes", ["lcm", "own"])
 def test_pages_of_two_sizes_serve_the_same_tokens(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sizes: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    roomy, _, padded = served(folder, kv_tokens=16384)
+    roomy, _, padded = served(folder, kv_tokens=16384, page_sizes="max")
     assert len({group.page_bytes for group in padded.groups}) == 1
     log = tmp_path / "plans"
-    tight = {"kv_tokens": 640, "page_sizes": "own", "debug": True}
+    tight = {"kv_tokens": 560 if sizes == "lcm" else 640, "page_sizes": sizes, "debug": True}
     swapped, (account, preempted), geometry = served(
         folder, preemption="swap", swap_gib=0.05, log_plans=str(log), **tight
     )
     assert [group.page_bytes for group in geometry.groups] == [16 * 2 * 256, 16 * 6 * 256]
+    assert geometry.large_bytes == (16 * 6 * 256 if sizes == "lcm" else 0)
     assert swapped == roomy
     assert preempted["swap"] > 0
     assert account.sharing.swapped_in > 0
@@ -73,6 +77,31 @@ def test_pages_of_two_sizes_serve_the_same_tokens(
     assert "2 groups of layers" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_however_the_memory_is_cut_tokens_are_the_same(folder: Path, page_size: int) -> None:
+    """Roomy and starved, with prompts in chunks that end anywhere."""
+    ways = [*({"page_sizes": sizes} for sizes in ("lcm", "max", "gcd", "own")), {"memory": "uniform"}]
+    greedy, beams = [], []
+    for way in ways:
+        settings = {**way, "page_size": page_size, "swap_gib": 0.05, "debug": True}
+        tokens = served(folder, kv_tokens=4096, **settings)[0]
+        starved, (_, preempted), _ = served(folder, False, kv_tokens=192, max_num_batched_tokens=37, **settings)
+        assert sum(preempted.values()) > 0
+        greedy += [tokens[:10], starved]
+        beams.append(tokens[10:])
+    assert all(tokens == greedy[0] for tokens in greedy)
+    assert all(tokens == beams[0] for tokens in beams)
+
+
+def test_uniform_pages_keep_every_token_of_every_layer(folder: Path) -> None:
+    """As many bytes hold fewer requests, nothing leaves, and what layers look at stays what it is."""
+    tokens, (account, _), geometry = served(folder, kv_tokens=1024, memory="uniform")
+    (group,) = geometry.groups
+    assert (group.layers, group.kind, group.window, group.page_bytes) == (tuple(range(8)), "full", None, 16 * 8 * 256)
+    assert tokens == served(folder, kv_tokens=1024)[0]
+    assert account.usage.cached > 0
+
+
 def test_pages_that_hold_no_whole_rows_are_refused_with_the_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,8 +109,9 @@ def test_pages_that_hold_no_whole_rows_are_refused_with_the_numbers(
 
     laid_out = layout.page_layout
 
-    def odd(*arguments: Any) -> list[Any]:
-        return [sheet._replace(page_bytes=sheet.page_bytes + 2) for sheet in laid_out(*arguments)]
+    def odd(*arguments: Any) -> Any:
+        sheets = laid_out(*arguments)
+        return sheets._replace(pages=tuple(s._replace(page_bytes=s.page_bytes + 2) for s in sheets.pages))
 
     monkeypatch.setattr(layout, "page_layout", odd)
     with pytest.raises(StartupError, match="a page of 8,194 bytes"):

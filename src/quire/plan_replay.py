@@ -25,7 +25,7 @@ from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec
 
 ITEM = 2  # bytes of a number in the replayed pages, and of a token's key and value
 TOKEN = 2 * ITEM
-KINDS = ("full", "window")  # of groups whose pages lie at the positions of their tokens
+KINDS = ("full", "window", "chunked")  # of groups whose pages lie at the positions of their tokens
 
 
 class Fault(ValueError):
@@ -110,8 +110,7 @@ class Replay:
         for g, group in enumerate(self.geometry.groups):
             if group.kind not in KINDS:
                 continue
-            first = 0 if group.window is None else max(0, row.start - group.window + 1)
-            first, last = group.whole(first), group.pages(end)
+            first, last = group.whole(group.oldest(row.start)), group.pages(end)
             held = self.echo.groups[g].table[row.slot, first:last]
             if last > group.table_width or not held.all():
                 raise Fault(f"{where}: slot {row.slot} has no real page for some position below {end} in group {g}")

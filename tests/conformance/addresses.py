@@ -58,8 +58,7 @@ class Addressed(Pages):
 
     def touched(self, row: Row) -> tuple[int, int]:
         """The first token that a row reads, and the end of those that it writes."""
-        window = self.group.window
-        return 0 if window is None else max(0, row.start - window + 1), row.start + len(row.tokens)
+        return self.group.oldest(row.start), row.start + len(row.tokens)
 
     def spans(self, slot: int, first: int, end: int) -> list[tuple[int, int]]:
         """The addresses, and how many bytes, of these tokens in each part."""

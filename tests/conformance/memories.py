@@ -34,12 +34,16 @@ class Build(NamedTuple):
     device_page: int = 0  # bytes of a page of contiguous memory, and of a token so many more; 0: a few
 
 
-def spec(windows: tuple[int | None, ...], max_len: int, size: int = 4) -> ModelSpec:
-    layers = tuple(LayerSpec(1, size, window) for window in windows)
+Layer = int | LayerSpec | None
+"""A layer's window, or none; or all that there is to say of it."""
+
+
+def spec(kinds: tuple[Layer, ...], max_len: int, size: int = 4) -> ModelSpec:
+    layers = tuple(kind if isinstance(kind, LayerSpec) else LayerSpec(1, size, kind) for kind in kinds)
     return ModelSpec("echo", layers, VOCAB, max_len, 4, 1, 4, 1)
 
 
-def paged(windows: tuple[int | None, ...] = (None, None), **settings: Any) -> Callable[[Build], PagedMemory]:
+def paged(windows: tuple[Layer, ...] = (None, None), **settings: Any) -> Callable[[Build], PagedMemory]:
     def make(build: Build) -> PagedMemory:
         config = EngineConfig(
             max_num_seqs=build.max_seqs,
@@ -122,6 +126,7 @@ VIRTUAL: dict[str, Callable[[Build], VirtualMemory]] = {
     "virtual-mixed": virtual((None, 6, None, 2), page=32, layout="layer"),
     "virtual-one-pool": virtual((None, 6, None, 2), page=64),
 }
+CHUNKED = LayerSpec(1, 4, chunk=10)
 MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "paged-1": paged(page_size=1),
     "paged-4": paged(page_size=4),
@@ -141,6 +146,9 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "large-poisoned": paged((None, 6, 6), page_size=4, debug=True),
     "gcd": paged((None, 6, 6, 6), page_size=4, page_sizes="gcd"),
     "uniform": paged((None, 6, None, 2), page_size=4, memory="uniform"),
+    "chunked": paged((CHUNKED, None), page_size=4, page_sizes="max"),
+    "chunked-16": paged((CHUNKED, CHUNKED, 6), page_size=16),
+    "shared": paged((None, 6, LayerSpec(1, 4, shares=0), LayerSpec(1, 4, 6, shares=1)), page_size=4, page_sizes="own"),
     **VIRTUAL,
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]

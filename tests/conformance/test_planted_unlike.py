@@ -12,7 +12,7 @@ from traces import Trace, run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, StatePolicy, unlike
 
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import BudgetPolicy, FullPolicy
+from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.tables import Resident
 from quire.control.request import Sequence
@@ -111,6 +111,15 @@ def window_page_dropped_before_its_chunk_ran(patch: Patch) -> None:
     patch.setattr(PagedMemory, "grow", hasty)
 
 
+def chunk_page_dropped_one_token_early(patch: Patch) -> None:
+    def early(policy: ChunkedPolicy, seq: Any, start: int, end: int) -> range:
+        assert policy.group.chunk is not None
+        last = (start + 1) % policy.group.chunk == 0  # a chunk's last token still sees all of it
+        return range(policy.group.whole(policy.group.oldest(start + last)), policy.group.pages(end))
+
+    patch.setattr(ChunkedPolicy, "reads", early)
+
+
 def hit_valid_for_one_group_only(patch: Patch) -> None:
     found = Prefixes._found
 
@@ -174,6 +183,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
     "a window page dropped before its chunk ran": (
         window_page_dropped_before_its_chunk_ran, UNLIKE["3-to-2"], EchoRunner
     ),
+    "a chunk's page dropped one token early": (chunk_page_dropped_one_token_early, UNLIKE["chunked"], EchoRunner),
     "a hit valid for one group only": (hit_valid_for_one_group_only, unlike(FULL, WINDOW, STATE), EchoRunner),
     "a budget a token short": (budget_a_token_short, BUDGETS, EchoRunner),
     "writes behind a prompt by position": (writes_behind_a_prompt_by_position, BUDGETS, EchoRunner),

@@ -95,13 +95,16 @@ def page_that_was_given_out_meanwhile(patch: Patch) -> None:
     """A slot's next owner gets the page that was mapped there ahead, though another sequence has got it."""
     pick = VirtualMemory.pick
 
-    def trusting(memory: VirtualMemory, group: int, slot: int, at: int) -> int:
-        lying = memory.lying[group][slot]
-        page = lying[at] if at < len(lying) else 0
-        if page and memory.pages.of[group].refs[page]:
-            memory.pages.share(group, page)
-            return page
-        return pick(memory, group, slot, at)
+    def trusting(memory: VirtualMemory, group: int, count: int, owner: int, slot: int, at: int) -> list[int]:
+        lying, pages = memory.lying[group][slot], list[int]()
+        for place in range(at, at + count):
+            page = lying[place] if place < len(lying) else 0
+            if page and memory.pages.names(group, page):
+                memory.pages.share(group, page)
+                pages.append(page)
+            else:
+                pages += pick(memory, group, 1, owner, slot, place)
+        return pages
 
     patch.setattr(VirtualMemory, "pick", trusting)
 

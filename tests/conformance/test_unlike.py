@@ -34,8 +34,10 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
 @pytest.mark.parametrize("kind", KNOWN)
 def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None:
     """Room is made for what is read, and only for that."""
-    window = 5 if kind == "window" else None
-    group = Group((0,), 64, 4, 100, range(1, 200), run_tokens=5, run_pages=2, window=window, kind=kind, budget=7)
+    window, chunk = 5 if kind == "window" else None, 7 if kind == "chunked" else None
+    group = Group(
+        (0,), 64, 4, 100, range(1, 200), run_tokens=5, run_pages=2, window=window, kind=kind, chunk=chunk, budget=7
+    )
     policy = KNOWN[kind](group)
     for seq in (None, Sequence(1, [1] * 18)):
         for start in range(40):

@@ -41,6 +41,7 @@ class Kind(NamedTuple):
     window: int | None = None
     kind: str = ""
     padding: int = 0
+    chunk: int | None = None
     budget: int | None = None
 
     @property
@@ -66,7 +67,7 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
             Group(
                 (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run), ids[i],
                 range(rows[i].start + 1, rows[i].stop + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"), budget=kind.budget,
+                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk, budget=kind.budget,
             )
             for i, kind in enumerate(kinds)
         )  # fmt: skip
@@ -92,7 +93,7 @@ def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: 
             Group(
                 (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run),
                 range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"), budget=kind.budget,
+                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk, budget=kind.budget,
             )
             for i, (kind, ratio) in enumerate(zip(kinds, ratios))
         )  # fmt: skip
@@ -115,6 +116,7 @@ def parts(*kinds: tuple[int, int, int | None], large_bytes: int = 1920) -> list[
 
 BUDGETS = [Kind(16, 4, kind="budget", budget=budget) for budget in (9, 5, 3)]
 FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
+CHUNKED = Kind(24, 4, kind="chunked", chunk=12)
 STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
 UNLIKE: dict[str, Make] = {
     "3-to-2": unlike(WINDOW, FULL),
@@ -129,16 +131,20 @@ UNLIKE: dict[str, Make] = {
     "sink": unlike(SINK, FULL),
     "budgets-uncached": unlike(*BUDGETS, debug=True),
     "budgets-unlike-uncached": unlike(BUDGETS[2], FULL, WINDOW, Kind(24, 8, 3, kind="budget", budget=6)),
-    "all": unlike(WINDOW, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
     "large-84-1": large(Kind(8, 1, window=5), Kind(84 * 8, 1)),
-    "large-1-84": large(Kind(84 * 16, 1, window=9), Kind(1, 16, kind="state"), association="paper"),
+    "large-1-84": large(Kind(84 * 16, 1), Kind(1, 16, kind="state"), association="paper"),
     "large-6-10-15": large(*parts((6, 4, None), (10, 1, 6), (15, 16, 9))),
     "large-8-12-1-3": large(*parts((8, 1, None), (12, 4, 6), (1, 16, None), (3, 8, 2)), association="none"),
-    "large-uncached": large(*parts((6, 16, 9), (1, 16, None), (4, 1, 3)), caching=False, debug=True),
+    "large-uncached": large(*parts((6, 16, 9), (1, 4, None), (4, 1, 3)), caching=False, debug=True),
     "large-poisoned": large(WINDOW, FULL, debug=True),
     "large-state": large(FULL, STATE, SINK, WINDOW),
     "large-budgets-uncached": large(
         Kind(32, 4, kind="budget", budget=9), Kind(16, 2, kind="budget", budget=5), FULL, WINDOW, debug=True
     ),
+    "large-chunked": large(CHUNKED, FULL, Kind(8, 8, kind="chunked", chunk=4)),
     "large-not-whole": large(Kind(24, 8, 3, window=7), Kind(16, 4)),
+    "chunked": unlike(CHUNKED, FULL),
+    "chunks-across-pages": unlike(Kind(24, 4, kind="chunked", chunk=10), FULL, Kind(8, 8, kind="chunked", chunk=4)),
+    "not-whole-chunked": unlike(Kind(24, 8, 3, kind="chunked", chunk=7), FULL, debug=True),
+    "all": unlike(WINDOW, CHUNKED, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
 }

@@ -92,7 +92,7 @@ class Scheduler:
         hurt = self._continue_running(rows)
         if hurt is None:
             return None
-        if not hurt:
+        if not hurt or not self.running:  # what was spread over large pages finds room when it comes back together
             self._join(rows)
         if not rows and (self.flight or not (self.births and self.running)):
             return None  # a step without rows brings a request back whose method waits, and nothing else

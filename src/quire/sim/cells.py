@@ -91,19 +91,15 @@ class Pages:
 
 
 class Attended:
-    """Full and sliding-window attention: the states of all positions before, or of those within the window."""
-
-    @staticmethod
-    def _first(group: Group, position: int) -> int:
-        return 0 if group.window is None else max(0, position - group.window + 1)
+    """Full, sliding-window and chunked attention: the states of all positions before, or of those that are seen."""
 
     def expected(
         self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
     ) -> bytes:
-        return (states[self._first(group, position) : position] ^ number).tobytes()
+        return (states[group.oldest(position) : position] ^ number).tobytes()
 
     def seen(self, pages: Pages, slot: int, position: int) -> bytes:
-        return (pages.read(slot, self._first(pages.group, position), position) ^ pages.number).tobytes()
+        return (pages.read(slot, pages.group.oldest(position), position) ^ pages.number).tobytes()
 
     def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
         pages.put(slot, position, state)
@@ -179,7 +175,8 @@ class Budgeted:
 
 
 RULES: dict[str, Rule] = {
-    "full": Attended(), "uniform": Attended(), "window": Attended(), "budget": Budgeted(), "state": Running()
+    "full": Attended(), "uniform": Attended(), "window": Attended(), "chunked": Attended(),
+    "budget": Budgeted(), "state": Running()
 }  # fmt: skip
 """By the kind of a group."""
 FULL = Group((0,), 16, 16, 1, range(1), run_tokens=1)

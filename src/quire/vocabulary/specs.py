@@ -30,7 +30,8 @@ class LayerSpec:
     `chunk`, to positions >= p - p % chunk. Products of queries and keys are multiplied by `scale` (None:
     head_dim ** -0.5); then `softcap`, if any, bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query
     heads (None: the model's). A layer that `shares` keeps nothing: it reads the keys and values of that earlier layer.
-    `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all.
+    `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type that
+    isn't quire's own (see quire.control.memory.policies).
     """
 
     kv_heads: int
@@ -42,15 +43,24 @@ class LayerSpec:
     chunk: int | None = None
     shares: int | None = None
     budget: int | None = None
+    policy: str | None = None
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values that this layer keeps."""
         return 0 if self.shares is not None else 2 * self.kv_heads * self.head_dim * itemsize
 
     @property
-    def kept(self) -> tuple[int, int, int | None, int | None, int | None]:
+    def kind(self) -> str:
+        """The name of the policy that says what is kept, as a Group has it."""
+        if self.policy is not None:
+            return self.policy
+        kinds = {"budget": self.budget, "chunked": self.chunk, "window": self.window}
+        return next((kind for kind, length in kinds.items() if length is not None), "full")
+
+    @property
+    def kept(self) -> tuple[str, int, int, int | None, int | None, int | None]:
         """What decides how its tokens are kept, and for how long: layers that agree in it share page tables."""
-        return self.kv_heads, self.head_dim, self.window, self.chunk, self.budget
+        return self.kind, self.kv_heads, self.head_dim, self.window, self.chunk, self.budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,11 @@ class ModelSpec:
         """Bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""
         return sum(layer.token_bytes(itemsize) for layer in self.layers)
 
+    @property
+    def owners(self) -> list[int]:
+        """The layers that keep keys and values of their own, in order."""
+        return [i for i, layer in enumerate(self.layers) if layer.shares is None]
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -97,9 +112,9 @@ class Group:
     to this group, or to another one with the same `ids`, and so may `host_ids` in host memory, whose page `id` is at
     byte (id - 1) * page_bytes. `layers` are those that keep keys and values: one that shares another's is in none.
     `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
-    quire.control.memory.policies): "full", "window", "budget" (`budget` tokens of a prompt). Where a sequence's tokens
-    are contiguous in addresses, a page is `parts` equal pages of the device, one in each buffer of the group's keys and
-    values.
+    quire.control.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a prompt), "uniform" (all,
+    where layers have budgets, the least of which is `budget`). Where a sequence's tokens are contiguous in addresses, a
+    page is `parts` equal pages of the device, one in each buffer of the group's keys and values.
     """
 
     layers: tuple[int, ...]
@@ -113,7 +128,14 @@ class Group:
     window: int | None = None
     kind: str = "full"
     parts: int = 1
+    chunk: int | None = None
     budget: int | None = None
+
+    def oldest(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
     def pages(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens, the last one perhaps in part."""

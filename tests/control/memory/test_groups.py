@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, unlike
 
 from quire.config import EngineConfig
 from quire.control.memory import KVMemory, Size, build_memory
-from quire.control.memory.policies import FullPolicy, WindowPolicy, most_at_once, peak
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.policies import ChunkedPolicy, FullPolicy, WindowPolicy, most_at_once, peak
 from quire.control.request import Sequence
 from quire.vocabulary.specs import Group, LayerSpec, Layout, ModelSpec
 
@@ -168,6 +170,54 @@ def test_the_peak_is_the_most_that_a_sequence_ever_holds(window: int, run: int, 
     assert most == found
     assert peak(policy, 10**6, most) == most
     assert peak(FullPolicy(group), 100, most_at_once(FullPolicy(group), chunk)) == group.pages(100)
+
+
+@pytest.mark.parametrize("wide", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize(("run", "pages"), [(1, 1), (4, 1), (16, 1), (8, 3)])
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_the_peak_within_chunks_is_the_most_a_sequence_ever_holds(wide: int, run: int, pages: int, chunk: int) -> None:
+    group = Group((0,), 64, 8, 1000, range(1), run_tokens=run, run_pages=pages, chunk=wide, kind="chunked")
+    policy = ChunkedPolicy(group)
+    most = most_at_once(policy, chunk)
+    found = max(
+        group.pages(computed + 2 * chunk) - policy.reads(None, computed, computed + 1).start
+        for computed in range(3 * run * wide)
+    )
+    assert most == found
+    assert peak(policy, 10**6, most) == most
+
+
+@pytest.mark.parametrize("name", [name for name in UNLIKE if "uncached" not in name])
+def test_a_hit_is_the_longest_that_every_group_can_serve(name: str) -> None:
+    """Brute force over prefixes, while pages are evicted in any order, those of one group last."""
+    rng, lengths = random.Random(name), set()
+    for last in range(len(UNLIKE[name](Build()).groups)):
+        memory, first = UNLIKE[name](Build(tokens=512, max_len=120)), sequence(1, 97)
+        assert serve(memory, first) == 0
+        memory.free(first)
+        cached = [(g, page) for g, index in enumerate(memory.pages.index) for page in index.values()]
+        rng.shuffle(cached)
+        cached.sort(key=lambda at: at[0] == last)
+        while cached:
+            seq = sequence(2, 97)
+            found = memory.prefixes.cached(seq).tokens
+            assert found == max(hit for hit in range(0, 97, memory.prefixes.stride) if served(memory, seq, hit))
+            lengths.add(found)
+            for g, page in cached[:2]:
+                memory.pages.evict(g, page)
+            del cached[:2]
+    assert len(lengths) > 1
+
+
+def served(memory: PagedMemory, seq: Sequence, hit: int) -> bool:
+    """Every group has what a prefix of `hit` tokens needs of it."""
+    memory.prefixes.chain(seq, hit)
+    for g, policy in enumerate(memory.policies):
+        need = policy.required(seq, hit)
+        names = memory.prefixes.names(g, seq.keys, need.start, need.stop) if policy.unit and need else ()
+        if not all(name in memory.pages.index[g] for name in names):
+            return False
+    return True
 
 
 def test_a_prefix_ends_where_pages_of_all_groups_do() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from quire.control.memory.policies import (
     POLICIES,
+    ChunkedPolicy,
     FullPolicy,
     LayerPolicy,
     WindowPolicy,
@@ -16,7 +17,8 @@ from quire.control.memory.policies import (
 from quire.vocabulary.specs import Group
 
 SIZES = [(1, 1), (3, 1), (4, 1), (16, 1), (16, 15), (3, 2), (5, 7)]  # so many tokens fill so many pages
-WINDOWS = [None, 1, 2, 4, 5, 7, 16]
+WINDOWS = [None, 1, 2, 4, 5, 7, 16, -1, -4, -5, -12]
+"""How far a token sees back; below 0: the tokens of a chunk."""
 
 
 def pages_of(position: int, tokens: int, pages: int) -> range:
@@ -28,14 +30,18 @@ def pages_of(position: int, tokens: int, pages: int) -> range:
 def needed(start: int, end: int, tokens: int, pages: int, window: int | None) -> set[int]:
     """Pages of all positions that tokens [start, end) see, each for itself."""
     lows = [0 if window is None else max(0, p - window + 1) for p in range(start, end)]
+    if window is not None and window < 0:
+        lows = [max(low for low in range(p + 1) if low % -window == 0) for p in range(start, end)]
     seen = {position for low, p in zip(lows, range(start, end)) for position in range(low, p + 1)}
     return {page for position in seen for page in pages_of(position, tokens, pages)}
 
 
 def policy(tokens: int, pages: int, window: int | None) -> LayerPolicy:
     group = Group(
-        (0,), 64, 4, 100, range(1, 200), run_tokens=tokens, run_pages=pages, window=window,
-        kind="full" if window is None else "window",
+        (0,), 64, 4, 100, range(1, 200), run_tokens=tokens, run_pages=pages,
+        window=window if window is not None and window > 0 else None,
+        chunk=-window if window is not None and window < 0 else None,
+        kind="full" if window is None else "window" if window > 0 else "chunked",
     )  # fmt: skip
     return POLICIES[group.kind](group)
 
@@ -43,8 +49,10 @@ def policy(tokens: int, pages: int, window: int | None) -> LayerPolicy:
 def test_each_kind_of_group_has_its_policy() -> None:
     assert type(policy(4, 1, None)) is FullPolicy
     assert type(policy(4, 1, 5)) is WindowPolicy
+    assert type(policy(4, 1, -5)) is ChunkedPolicy
     assert not forgets(policy(4, 1, None))
     assert forgets(policy(4, 1, 5))
+    assert forgets(policy(4, 1, -5))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -94,3 +102,15 @@ def test_the_peak_of_a_window_does_not_grow_with_the_length(window: int) -> None
     subject = policy(4, 1, window)
     most = most_at_once(subject, 8)
     assert peak(subject, 10**6, most) == peak(subject, 10**4, most) == most <= -(-(window + 2 * 8) // 4) + 1
+
+
+@pytest.mark.parametrize(("tokens", "pages"), SIZES)
+@pytest.mark.parametrize("chunk", [1, 4, 5, 12])
+def test_nothing_is_needed_behind_a_border(tokens: int, pages: int, chunk: int) -> None:
+    """And there only: at the least number of whole pages that end where a chunk does."""
+    subject = policy(tokens, pages, -chunk)
+    ends = [hit for hit in range(1, 200) if hit * pages % tokens == 0 and not subject.required(None, hit)]
+    assert ends == [hit for hit in range(1, 200) if hit * pages % tokens == 0 and hit % chunk == 0]
+    borders = [hit for hit in range(tokens, 200, tokens) if not subject.required(None, hit)]
+    assert borders == [subject.group.until(page) for page in range(subject.border, 200 * pages, subject.border)
+                       if subject.group.until(page) < 200]  # fmt: skip

@@ -39,9 +39,9 @@ from quire.data.kernels.triton import (
 CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
 PDL = CAPABILITY >= 90
 DTYPE = torch.bfloat16
-HEADS = {  # query heads, key/value heads, their size, window
-    "Llama-3-8B": (32, 8, 128, None), "windows": (32, 8, 128, 4096), "OPT-13B": (40, 40, 128, None),
-    "Gemma-2-9B": (16, 8, 256, None), "many queries": (64, 1, 64, None),
+HEADS = {  # query heads, key/value heads, their size, window (below 0: a chunk)
+    "Llama-3-8B": (32, 8, 128, None), "windows": (32, 8, 128, 4096), "chunks": (40, 8, 128, -8192),
+    "OPT-13B": (40, 40, 128, None), "Gemma-2-9B": (16, 8, 256, None), "many queries": (64, 1, 64, None),
 }  # fmt: skip
 
 
@@ -105,7 +105,8 @@ def attend() -> None:
     """Decode in all its shapes, prompts, rotation."""
     for heads, kv, dim, window in HEADS.values():
         keys, values = zeros(64, 2, kv, 16, dim).unbind(1)
-        cache = LayerCache(keys, values, heads, 1.0, window=window)
+        bound = {"chunk": -window} if window is not None and window < 0 else {"window": window}
+        cache = LayerCache(keys, values, heads, 1.0, **bound)
         tables = ints(3, 8)
         every = (heads, kv, dim, window) == HEADS["Llama-3-8B"]
         for batch in attention.representatives(1024, cache, torch.device("cpu")) if every else (1, 1024):

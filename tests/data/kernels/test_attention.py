@@ -35,7 +35,7 @@ BATCHES = {  # (tokens before, tokens of this step) a sequence
 
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None, scale: float,
-    softcap: float | None,
+    softcap: float | None, chunk: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """q [n, heads, dim] at positions start ..; k, v [start + n, kv_heads, dim]; fp64."""
     q, k, v = q.double(), k.double(), v.double()
@@ -46,6 +46,8 @@ def dense(
     hidden = at[None] > query_at
     if window is not None:
         hidden |= at[None] <= query_at - window
+    if chunk is not None:
+        hidden |= at[None] // chunk != query_at // chunk
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -55,13 +57,13 @@ def dense(
 def run(
     backend: str, sizes: list[tuple[int, int]], heads: int, kv_heads: int, page: int, window: int | None,
     dtype: torch.dtype = torch.float32, layers: int = 2, scale: float | None = None, softcap: float | None = None,
-    moved: Callable[[LayerCache], LayerCache] = lambda cache: cache,
+    moved: Callable[[LayerCache], LayerCache] = lambda cache: cache, chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One step's attention in the second of `layers` layers over poisoned pages in random order -> (got, expected).
     `moved` may put the layer's cache elsewhere."""
     generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     dim = 8
-    layer = LayerSpec(kv_heads, dim, window, scale=scale, softcap=softcap)
+    layer = LayerSpec(kv_heads, dim, window, scale=scale, softcap=softcap, chunk=chunk)
     spec = ModelSpec("test", (layer,) * layers, 10, 4096, 16, heads, 16, 0)
     width = max(-(-(a + b) // page) for a, b in sizes)
     page_bytes = layers * layer.token_bytes(dtype.itemsize) * page
@@ -90,7 +92,7 @@ def run(
     bounds = np.cumsum([0] + [n for _, n in sizes]).tolist()
     expected = torch.cat(
         [
-            dense(q[a:b], *histories[i], sizes[i][0], window, scale or dim**-0.5, softcap)
+            dense(q[a:b], *histories[i], sizes[i][0], window, scale or dim**-0.5, softcap, chunk)
             for i, (a, b) in enumerate(pairwise(bounds))
         ]
     )
@@ -105,6 +107,14 @@ def test_backends_equal_dense_attention(backend, window, heads, kv_heads, batch)
     if backend == "reference" and batch == "long" and heads != 4:
         heads, kv_heads = 4, 2
     got, expected = run(backend, BATCHES[batch], heads, kv_heads, 16, window)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [1, 5, 16, 24, 100])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_chunks_of_tokens_see_nothing_before_them(backend, chunk, batch) -> None:
+    got, expected = run(backend, BATCHES[batch], 4, 2, 16, None, chunk=chunk)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 

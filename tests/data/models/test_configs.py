@@ -44,11 +44,14 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
     model = resolve(config)(config, torch.bfloat16, torch.device("meta"))
     assert parameters == sum(parameter.numel() for parameter in model.parameters())
     assert parameters == PUBLISHED.get(name, parameters)
-    options = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    unknown = ("architectures", "model_type", *(("layer_types",) if config["model_type"] == "llama" else ()))
+    options = {key: value for key, value in config.items() if key not in unknown}
+    sharers = sum(owner is not None for owner in config.get("kv_sharing", ()))
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(config["model_type"], **options)
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    assert parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    unread = sharers * 2 * theirs.model.layers[0].self_attn.k_proj.weight.numel() if sharers else 0
+    assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) - unread
 
 
 def test_the_papers_kv_bytes() -> None:
@@ -145,3 +148,55 @@ def test_qwen_windows_without_layer_types_equal_transformers(first: int | None) 
     assert types is not None
     windows = [layer.window for layer in read_spec({**named_config("qwen2-7b"), **change}).layers]
     assert windows == [512 if kind == "sliding_attention" else None for kind in types]
+
+
+def test_character_ai_layers_are_local_and_shared_by_our_map() -> None:
+    """Every sixth layer is global; two neighbours of a run of local layers share, and three global ones in a row."""
+    for name, layers, whole, kept in (("characterai-8b", 32, 5, (2, 16)), ("characterai-70b", 80, 13, (5, 40))):
+        spec = read_spec(named_config(name))
+        full = [i for i, layer in enumerate(spec.layers) if layer.window is None]
+        assert full == list(range(5, layers, 6))
+        assert len(full) == whole
+        assert {layer.window for layer in spec.layers} == {None, 1024}
+        owned = [sum((i in full) == one for i in spec.owners) for one in (True, False)]
+        assert tuple(owned) == kept
+        assert spec.token_bytes(2) == 4096 * sum(kept)
+    small = read_spec(named_config("characterai-8b")).layers
+    assert [layer.shares for layer in small[:8]] == [None, 0, None, 2, None, None, None, 6]
+    assert [small[i].shares for i in (5, 11, 17, 23, 29)] == [None, 5, 5, None, 23]
+
+
+KINDS = {
+    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "sliding_window": 8, "attention_chunk_size": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "chunked_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"kv_sharing": [None, None, 3, None]}, "layer 2 shares with layer 3. It must be an earlier layer"),
+        ({"kv_sharing": [None, None, 2, None]}, "layer 2 shares with layer 2"),
+        ({"kv_sharing": [None, None, -1, None]}, "layer 2 shares with layer -1"),
+        ({"kv_sharing": [None, None, True, None]}, "layer 2 shares with layer True"),
+        ({"kv_sharing": [None, None, "x" * 900, None]}, "layer 2 shares with layer '?xxx"),
+        ({"kv_sharing": [None, None, 0, None]}, "layer 2 shares with layer 0, and they see a window of 8 tokens"),
+        ({"kv_sharing": [None, None, None, 1]}, "they see chunks of 4 tokens and a window of 8 tokens"),
+        ({"kv_sharing": [None, None, None]}, "kv_sharing in config.json must be a list of 4 layers or nulls"),
+        ({"kv_sharing": "all"}, "kv_sharing in config.json must be a list of 4 layers or nulls, got 'all'"),
+        ({"layer_types": ["sliding_attention"] * 4, "kv_sharing": [None, 0, 1, None]}, "layer 1, which shares with 0"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types in config.json must be a list of 4 names"),
+        ({"layer_types": ["full_attention"] * 3 + ["linear"]}, "the layer type 'linear' is not supported"),
+        ({"sliding_window": 0}, "sliding_window in config.json must be an integer from 1 to"),
+        ({"sliding_window": None}, "config.json has no sliding_window"),
+        ({"attention_chunk_size": 0}, "attention_chunk_size in config.json must be an integer from 1 to"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 in config.json is not supported"),
+        ({"architectures": ["Qwen2ForCausalLM"], "kv_sharing": [None, 0, 0, 0]}, "kv_sharing=.* is not supported"),
+    ],
+)  # fmt: skip
+def test_layers_that_cannot_be_are_refused_with_the_value(changes: dict[str, Any], cause: str) -> None:
+    config = {**named_config("llama-125m"), **KINDS}
+    assert [layer.kind for layer in read_spec(config).layers] == ["full", "window", "window", "chunked"]
+    with pytest.raises(StartupError, match=cause) as failure:
+        read_spec({**config, **changes})
+    assert len(failure.value.cause) < 400

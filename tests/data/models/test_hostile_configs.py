@@ -26,8 +26,7 @@ MORE = {
     "rope_theta": 1.0, "sliding_window": 4, "max_window_layers": 1,
     "use_sliding_window": True, "attention_bias": False, "mlp_bias": False, "word_embed_proj_dim": 64, "n_inner": 5,
     "do_layer_norm_before": True, "enable_bias": True, "_remove_final_layer_norm": True, "scale_attn_weights": True,
-    "quantization_config": None, "eos_token_id": [1], "head_dim": 64,
-    "pyramid_kv": {"average": 64, "groups": 1, "queries": 4, "pool": 3},
+    "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "attention_chunk_size": 4,
 }  # fmt: skip
 
 
@@ -54,6 +53,8 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     shape = shape or next(shape for shape in CONFIGS.values() if shape["architectures"] == ["LlamaForCausalLM"])
     config = {**shape, **MORE, "architectures": [architecture], "rope_scaling": {**SCALING, "rope_type": kind}}
     config["layer_types"] = ["full_attention"] * shape.get("num_hidden_layers", 1)
+    if architecture == "LlamaForCausalLM":
+        config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
     read, refusals = 0, set()
     for path in places(config):
         for odd in ODD if path else ():

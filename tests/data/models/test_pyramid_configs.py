@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from test_hostile_configs import ODD, changed, places
 
 from quire.config import EngineConfig
 from quire.control.memory import Size
@@ -87,6 +88,22 @@ def test_what_cannot_be_is_named(pyramid: Any, said: str) -> None:
     assert said in str(refused.value)
 
 
-def test_windows_beside_budgets() -> None:
-    with pytest.raises(StartupError, match="pyramid_kv and windows"):
+@pytest.mark.parametrize("way", [{"average": 64, "groups": 1}, {"budgets": [64, None] * 16}])
+def test_any_value_of_any_key(way: dict[str, Any]) -> None:
+    pyramid = {**way, "queries": 4, "pool": 3}
+    refusals = []
+    for path in places(pyramid):
+        for odd in ODD if path else ():
+            try:
+                read(changed(pyramid, path, odd))
+            except StartupError as error:
+                refusals.append(str(error))
+    assert len(refusals) > 50
+    assert max(map(len, refusals)) < 400
+
+
+def test_windows_or_shared_layers_beside_budgets() -> None:
+    with pytest.raises(StartupError, match="pyramid_kv, and layers that share or don't see all"):
         read({"average": 2048}, "mistral-7b")
+    with pytest.raises(StartupError, match="pyramid_kv, and layers that share or don't see all"):
+        read({"average": 2048}, kv_sharing=[None, 0] + [None] * 30)

@@ -47,7 +47,8 @@ class LargePages:
         self.reclaimable: OrderedDict[int, None] = OrderedDict()  # of all groups, oldest use first
         self.refs = [[EMPTY] * ((count + 1) * ratio) for ratio in ratios]  # by small page: references, or EMPTY, CACHED
         self.keys: list[list[bytes | None]] = [[None] * len(refs) for refs in self.refs]
-        self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in groups]  # oldest use first
+        # Oldest use first; where a page is a large page, those tell the order, and a dict is faster.
+        self.cached: list[dict[int, None]] = [OrderedDict() if ratio > 1 else {} for ratio in ratios]
         self.index: list[dict[bytes, int]] = [{} for _ in groups]  # content -> small page
         self.partial = [Partial(count + 1) for _ in groups]  # active large pages with empty small ones
         self.used = [0] * len(ratios)
@@ -291,33 +292,26 @@ class LargePages:
         """Release them. Returns the large pages that are to become reclaimable, as numbers: of the tokens before their
         first page, and which ones."""
         refs, keys, cached, ratio = self.refs[group], self.keys[group], self.cached[group], self.ratios[group]
-        busy, holes, freed, at, first, last = self.busy, self.holes, 0, len(pages), 0, SCRATCH
+        busy, holes, before, empty = self.busy, self.holes, len(cached), 0
         touched: dict[int, int] = {}
-        for page in reversed(pages):
-            at -= 1
+        for at, page in zip(range(len(pages) - 1, -1, -1), reversed(pages)):
             left = refs[page] = refs[page] - 1
-            if left > 0:
+            if left:
+                assert left > 0 or page == SCRATCH, f"page {page} is released but has no references"
+                if page == SCRATCH:
+                    refs[SCRATCH] = EMPTY
                 continue
-            if page == SCRATCH:
-                refs[SCRATCH] = EMPTY
-                continue
-            assert left == 0, f"page {page} is released but has no references"
-            freed += 1
             home = page // ratio
-            if home != last:
-                touched[last] = first
-                last = home
-            first = at
+            touched[home] = at
             busy[home] -= 1
             if keys[page] is None:
                 holes[home] += 1
+                empty += 1
             else:
                 refs[page] = CACHED
                 cached[page] = None
-        touched[last] = first
-        touched.pop(SCRATCH, None)
-        self.used[group] -= freed
-        self.releases += freed > 0
+        self.used[group] -= len(cached) - before + empty
+        self.releases += len(touched) > 0
         resting, emptied, partial, span = list[int](), 0, self.partial[group], self.spans[group]
         for home, first in touched.items():
             if busy[home]:

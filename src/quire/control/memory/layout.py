@@ -10,7 +10,7 @@ from typing import NamedTuple
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory.sizes import LayerType, equal_sets, large_limit, max_page, plan_pages
 from quire.errors import StartupError
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, lay_out
+from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec, lay_out
 
 ANOTHER = "Use --page-sizes max, or another --page-size"
 
@@ -62,7 +62,8 @@ class Sheets(NamedTuple):
 def uniform(spec: ModelSpec) -> ModelSpec:
     """The model as PagedAttention has it, of vLLM 0.6.3: every layer keeps every token. What layers look at stays what
     it is: the runner knows."""
-    return replace(spec, layers=tuple(replace(one, window=None, chunk=None, budget=None) for one in spec.layers))
+    layers = (replace(one, window=None, chunk=None, budget=None, policy=None) for one in spec.layers)
+    return replace(spec, layers=tuple(layers))
 
 
 def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int = 0) -> Sheets:
@@ -105,7 +106,7 @@ def tokens_in(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int) -
 
 def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tuple[int, ...]]:
     """The layers of each group: those that share page tables."""
-    owners = [i for i, layer in enumerate(spec.layers) if layer.shares is None]
+    owners = spec.owners  # a layer that shares another's keys and values keeps none
     if config.memory == "uniform":
         return [tuple(owners)]
     if config.table_scope == "layer":
@@ -193,18 +194,11 @@ def _in_large_pages(
 
 
 def _group(share: Share, spec: ModelSpec, ids: range, host_ids: range) -> Group:
-    layer = spec.layers[share.layers[0]]
+    first = spec.layers[share.layers[0]]
     return Group(
         share.layers, share.page_bytes, share.token_bytes, share.table_width, ids, host_ids, share.run_tokens,
-        share.run_pages, layer.window, kind_of(layer), share.parts, layer.budget,
+        share.run_pages, first.window, first.kind, share.parts, first.chunk, first.budget,
     )  # fmt: skip
-
-
-def kind_of(layer: LayerSpec) -> str:
-    """The kind of a group of such layers."""
-    if layer.budget is not None:
-        return "budget"
-    return "full" if layer.window is None else "window"
 
 
 def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size: Size, layout: Layout) -> Geometry:

@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.pages import Resting
-from quire.control.memory.policies import POLICIES, Policies, most_at_once, peak
+from quire.control.memory.policies import POLICIES, Policies, faults, most_at_once, peak, policies_for
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
@@ -68,6 +68,7 @@ class PagedMemory(PageTables):
         self.prefixes = Prefixes(self, model_id, kept, self.caching)
         self.unit = self.prefixes.unit
         self.swap = Swap(self, self.prefixes)
+        self.sound = False  # once `check` found nothing that the policies contradict themselves in
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
 
     @classmethod
@@ -82,6 +83,7 @@ class PagedMemory(PageTables):
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
             association=config.association,
+            policies=policies_for(layer.kind for layer in spec.layers),
         )
 
     # Admission
@@ -320,6 +322,13 @@ class PagedMemory(PageTables):
         )  # fmt: skip
 
     def check(self) -> None:
+        if not self.sound:
+            for g, policy in enumerate(self.policies):
+                fault = next(faults(policy, self.chunk, self.most[g]), None)
+                assert fault is None, (
+                    f"{type(policy).__name__}, of group {g} of the kind {policy.group.kind!r}, {fault}"
+                )
+            self.sound = True
         self.prefixes.check()
         counts = self.named()
         for (g, page), count in self.prefixes.pins.items():

@@ -8,9 +8,12 @@ Pages here are logical: page i of a group is the i-th of a sequence's table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 
 from quire.control.request import Sequence
+from quire.errors import StartupError
 from quire.vocabulary.specs import Group
 
 FAR = 2**40  # tokens: further than any sequence gets
@@ -32,6 +35,16 @@ class FullPolicy:
         """A prefix can end after a multiple of so many tokens: where a page ends. 0: what the pages hold doesn't depend
         on the sequence's tokens, and they aren't found by them."""
         return self.group.run_tokens
+
+    @property
+    def border(self) -> int:
+        """Behind a multiple of so many pages nothing before it is read: a prefix may end there, whatever of it is
+        there. 0: there is no such place."""
+        return 0
+
+    def starts(self) -> range:
+        """Tokens from FAR on, one of which is such that a step that starts with it makes a sequence hold the most."""
+        return range(FAR, FAR + self.group.run_tokens)
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         """The pages that computing tokens [start, end) looks at, those that it changes among them. Later tokens never
@@ -62,7 +75,26 @@ class WindowPolicy(FullPolicy):
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         assert self.group.window is not None, "a window has a length"
-        return range(self.group.whole(max(0, start - self.group.window + 1)), self.group.pages(end))
+        return range(self.group.whole(self.group.oldest(start)), self.group.pages(end))
+
+
+class ChunkedPolicy(FullPolicy):
+    """Chunked-local attention: the token at p sees positions >= p - p % chunk. Behind a chunk's border nothing before
+    it is read again."""
+
+    @property
+    def border(self) -> int:
+        assert self.group.chunk is not None, "a chunk has a length"
+        return self.group.whole(math.lcm(self.group.chunk, self.group.run_tokens))
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        assert self.group.chunk is not None, "a chunk has a length"
+        return range(self.group.whole(self.group.oldest(start)), self.group.pages(end))
+
+    def starts(self) -> range:
+        assert self.group.chunk is not None, "a chunk has a length"
+        first = self.group.oldest(FAR) + self.group.chunk - 1  # a chunk's last token: all of the chunk is held
+        return range(first, first + self.group.chunk * self.group.run_tokens, self.group.chunk)
 
 
 class BudgetPolicy(FullPolicy):
@@ -109,8 +141,26 @@ class UniformPolicy(FullPolicy):
 
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
-POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy, "budget": BudgetPolicy, "uniform": UniformPolicy}
+POLICIES: Policies = {
+    "full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy, "budget": BudgetPolicy,
+    "uniform": UniformPolicy,
+}  # fmt: skip
 """By the kind of a group."""
+OFFERED = "quire.policies"
+"""The group of entry points by which an installed package offers a policy, under the name of its kind."""
+
+
+def policies_for(kinds: Iterable[str]) -> Policies:
+    """Policies for groups of these kinds: ours, and of others those that installed packages offer. StartupError for a
+    kind that nobody has a policy for."""
+    missing = set(kinds) - set(POLICIES)
+    offered = {found.name: found for found in entry_points(group=OFFERED)} if missing else {}
+    for kind in sorted(missing - set(offered)):
+        raise StartupError(
+            f"there is no policy for layers of the type {kind[:80]!r}",
+            f"Install the package that offers it, as an entry point of the group {OFFERED}",
+        )
+    return {**POLICIES, **{kind: offered[kind].load() for kind in missing}}
 
 
 def forgets(policy: LayerPolicy) -> bool:
@@ -128,11 +178,39 @@ def most_at_once(policy: LayerPolicy, chunk: int) -> int:
     may be planned before the one before it is confirmed."""
     if not forgets(policy):
         return FAR
-    ends = range(FAR, FAR + policy.group.run_tokens)
     return max(
-        policy.reads(None, end - chunk, end).stop - policy.reads(None, end - 2 * chunk, end - chunk).start
-        for end in ends
+        policy.reads(None, start + chunk, start + 2 * chunk).stop - policy.reads(None, start, start + chunk).start
+        for start in policy.starts()
     )
+
+
+def faults(policy: LayerPolicy, chunk: int, most: int) -> Iterator[str]:
+    """What a policy says that can't be, of steps of one token and of `chunk` at places all along a table. `most` as
+    `most_at_once` says."""
+    group = policy.group
+    longest = group.until(group.table_width)
+    spread = [int(64 * 1.2**i) + 1 for i in range(80)]
+    for start in (at for at in (*range(64), *spread, longest - chunk, longest - 1) if 0 <= at < longest):
+        for end in (start + 1, min(start + chunk, longest)):
+            reads, writes = policy.reads(None, start, end), policy.writes(None, start, end)
+            later, needs = policy.reads(None, end, end + 1), policy.required(None, start)
+            first, step = policy.reads(None, start, start + 1), f"tokens {start} to {end}"
+            if not 0 <= reads.start <= reads.stop <= group.table_width:
+                yield f"reads {_said(reads)} for {step}, of a table of {group.table_width}"
+            if writes and not (reads.start <= writes.start and writes.stop <= reads.stop):
+                yield f"writes {_said(writes)} for {step}, and reads {_said(reads)}"
+            if needs and not (first.start <= needs.start and needs.stop <= min(first.stop, group.pages(start))):
+                yield f"requires {_said(needs)} of a prefix of {start} tokens, and reads {_said(first)} behind it"
+            if later.start < reads.start:
+                yield f"reads {_said(later)} after {step}, and of these {_said(reads)} alone were left"
+            if later.stop - first.start > most:
+                yield f"holds {later.stop - first.start} pages in {step}, and {most} are the most by its `starts`"
+        if policy.border and (behind := policy.required(None, group.until(policy.border * (start + 1)))):
+            yield f"requires {_said(behind)} behind {start + 1} times its border of {policy.border} pages"
+
+
+def _said(pages: range) -> str:
+    return f"pages {pages.start} to {pages.stop}"
 
 
 def peak(policy: LayerPolicy, length: int, most: int) -> int:

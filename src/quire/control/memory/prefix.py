@@ -146,9 +146,10 @@ class Prefixes:
             i -= 1
         if i < first:
             return hit, first
-        while i >= 0 and names[i] not in index:  # a prefix ends behind a page that is there
+        border = policy.border or len(names) + 1
+        while i >= 0 and names[i] not in index and (i + 1) % border:  # it ends behind a page that is there
             i -= 1
-        return self._floor(policy, i + 1), max(i, 0)
+        return self._floor(policy, i + 1), i if i >= 0 and names[i] in index else i + 1
 
     def _floor(self, policy: LayerPolicy, pages: int) -> int:
         return policy.group.until(pages) // self.stride * self.stride

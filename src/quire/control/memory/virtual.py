@@ -24,6 +24,7 @@ from quire.control.memory.buffers import Buffers, buffers_of
 from quire.control.memory.layout import Share, Size, shared_out
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Empty, Ledger, Place, Queue
+from quire.control.memory.policies import policies_for
 from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
 from quire.errors import StartupError
@@ -92,6 +93,7 @@ class VirtualMemory(PagedMemory):
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            policies=policies_for(layer.kind for layer in spec.layers),
         )
 
     # Which slot, and which page
@@ -254,10 +256,10 @@ class VirtualMemory(PagedMemory):
 
 def buffers_for(spec: ModelSpec, itemsize: int, cut: Cut) -> list[tuple[list[int], Buffers]]:
     """The layers of each group, and their buffers."""
-    kept = [layer.kept for layer in spec.layers]
+    kept = {i: spec.layers[i].kept for i in spec.owners}
     found = []
-    for kind in dict.fromkeys(kept):
-        layers = [i for i, other in enumerate(kept) if other == kind]
+    for kind in dict.fromkeys(kept.values()):
+        layers = [i for i, other in kept.items() if other == kind]
         size = spec.layers[layers[0]].token_bytes(itemsize) // 2
         found.append((layers, buffers_of(len(layers), size, cut.kib * 1024, cut.layout)))
     return found

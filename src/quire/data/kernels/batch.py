@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.vocabulary.specs import Selection
+
+At = TypeVar("At", int, np.ndarray, Tensor)
+"""A position, or several."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +28,10 @@ class LayerCache:
     `page_tokens` tokens, so that what is right for pages is right for it too, and a kernel may leave the table alone.
 
     Products of queries and keys are multiplied by `scale`; `softcap`, if any, bounds them: x becomes
-    softcap * tanh(x / softcap). A token sees the last `window` positions up to its own (None: all). A layer that
-    doesn't write uses the keys and values that another one wrote to the same views. One with a `budget` keeps so many
-    tokens of a prompt, by its `selection`, and what comes behind it follows them (Batch.inside).
+    softcap * tanh(x / softcap). A token sees the last `window` positions up to its own, or with `chunk` those from the
+    last multiple of it on (None: all). A layer that doesn't write uses the keys and values that another one wrote to
+    the same views, and what is asked of it is queries alone. One with a `budget` keeps so many tokens of a prompt, by
+    its `selection`, and what comes behind it follows them (Batch.inside).
     """
 
     keys: Tensor
@@ -38,6 +43,7 @@ class LayerCache:
     softcap: float | None = None
     writes: bool = True
     contiguous: bool = False
+    chunk: int | None = None
     budget: int | None = None
     selection: Selection = field(default_factory=Selection)
 
@@ -45,6 +51,19 @@ class LayerCache:
         assert self.keys.shape == self.values.shape, "as many values as keys"
         assert self.keys.stride() == self.values.stride(), "values lie as keys do"
         assert self.keys.stride(3) == 1, "a head's numbers follow one another"
+        assert self.window is None or self.chunk is None, "a window or a chunk, not both"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there are positions that a later token doesn't see."""
+        return self.window is not None or self.chunk is not None
+
+    def oldest(self, position: At) -> At:
+        """The first position that a token at `position` sees, where that is bounded; it may be below 0."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        assert self.window is not None, "it sees all"
+        return position - (self.window - 1)
 
     # Kept once they are known: launches ask for them in every layer of every step.
 
@@ -101,9 +120,9 @@ class LayerCache:
         return keys, values
 
     @cached_property
-    def kind(self) -> tuple[int, int, float | None, int | None]:
+    def kind(self) -> tuple[int, int, float | None, int | None, int | None, int | None]:
         """Layers of one kind have one plan a step."""
-        return self.group, self.heads, self.softcap, self.budget
+        return self.group, self.heads, self.softcap, self.window, self.chunk, self.budget
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -114,8 +114,8 @@ def _spans(slot: int, offset: int, start: int, length: int, cache: LayerCache) -
         keys = torch.arange(first, end, device=cache.device)
         at = torch.arange(position, end, device=cache.device)[:, None]
         seen = keys <= at
-        if cache.window is not None:
-            seen &= keys > at - cache.window
+        if cache.bounded:
+            seen &= keys >= cache.oldest(at)
         yield Span(slot, offset + cut, count, first, end, seen.repeat(cache.heads // cache.kv_heads, 1))
 
 
@@ -133,7 +133,7 @@ def _alone(singles: list[tuple[int, int, int, int]], cache: LayerCache) -> list[
 
 def _first(position: int, cache: LayerCache) -> int:
     """The first key that a query at this position sees."""
-    return 0 if cache.window is None else max(position - cache.window + 1, 0)
+    return max(cache.oldest(position), 0) if cache.bounded else 0
 
 
 def _attend(query: Tensor, span: Span, cache: LayerCache) -> Tensor:

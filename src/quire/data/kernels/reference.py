@@ -14,10 +14,11 @@ from quire.vocabulary.specs import Layout
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: int, *, scale: float,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query over pages: q [heads, dim], keys and values [pages, kv_heads, page_tokens, dim], table
-    [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window` of them.
+    [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window` of
+    them, or those of its `chunk`.
 
     For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j, with a running maximum for safety.
     """
@@ -26,6 +27,8 @@ def paged_attention(
     work = torch.float64 if q.dtype == torch.float64 else torch.float32
     query = q.to(work).view(kv_heads, heads // kv_heads, dim) * scale
     first = 0 if window is None else max(0, position - window + 1)
+    if chunk is not None:
+        first = position // chunk * chunk
     best = torch.full((kv_heads, heads // kv_heads, 1), -torch.inf, dtype=work, device=q.device)
     total = torch.zeros_like(best)
     out = torch.zeros_like(query)
@@ -79,7 +82,7 @@ class ReferenceBackend:
             [
                 paged_attention(
                     query, cache.keys, cache.values, tables[slot], position,
-                    scale=cache.scale, window=cache.window, softcap=cache.softcap,
+                    scale=cache.scale, window=cache.window, softcap=cache.softcap, chunk=cache.chunk,
                 )
                 for query, slot, position in zip(q, asked.token_slots, asked.positions.tolist())
             ]

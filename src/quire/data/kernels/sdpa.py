@@ -195,8 +195,8 @@ def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
     queries = np.minimum(batch.lengths[row] - cut, most[row])
     position = batch.starts[row] + cut
     page = np.zeros_like(position)
-    if cache.window is not None:
-        page = np.maximum(position - cache.window + 1, 0) // cache.page_tokens
+    if cache.bounded:
+        page = np.maximum(cache.oldest(position), 0) // cache.page_tokens
     return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, position + queries], 1)
 
 
@@ -250,13 +250,13 @@ def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
     # Pages past the end of a short tile resolve to the scratch page, whose content is finite.
     named = named.masked_fill_(logical * size >= end[:, None], 0)
     hidden = None
-    if width > 1 or cache.window is not None or ((ends - pages * size) != count * size).any():
+    if width > 1 or cache.bounded or ((ends - pages * size) != count * size).any():
         key_at = (first * size)[:, None, None] + torch.arange(count * size, device=device)  # [B, 1, keys]
         across = torch.arange(width, device=device)
         query_at = (positions[:, None] + torch.minimum(across, (asked - 1)[:, None]))[:, :, None]
         hidden = key_at > query_at
-        if cache.window is not None:
-            hidden |= key_at <= query_at - cache.window
+        if cache.bounded:
+            hidden |= key_at < cache.oldest(query_at)
         hidden = hidden[:, None]
     picked = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
     real = np.arange(width) < queries[:, None]

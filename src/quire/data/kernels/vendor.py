@@ -31,8 +31,8 @@ the tokens at positions `start` and on. Any strides will do, the last of which i
 
 
 def takes(name: str, cache: LayerCache) -> bool:
-    """Whether the kernel is for this layer: contiguous, without window and cap, and sizes that it knows."""
-    plain = cache.contiguous and cache.window is None and cache.softcap is None
+    """Whether the kernel is for this layer: contiguous, without window, chunk and cap, and sizes that it knows."""
+    plain = cache.contiguous and not cache.bounded and cache.softcap is None
     return plain and fits(name, cache)
 
 

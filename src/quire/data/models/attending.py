@@ -22,7 +22,7 @@ class Attending(Protocol):
         """qkv [T, heads + 2 kv_heads, head_dim] holds each token's queries, keys and values. Queries and keys are
         normalised a head if `norms` (theirs) are given, then rotated if `rotary` is; keys and values go to the cache of
         `layer`; then each token attends to its own sequence up to itself, as the layer's LayerSpec says (window,
-        scale, softcap).
+        chunk, scale, softcap). A layer that shares another's keys and values gives queries alone, [T, heads, head_dim].
 
         -> [T, heads, head_dim], where the model says that this is its `last` attention only of the `wanted` tokens.
         Rotation and writing are asked for here because a GPU does them in one launch.

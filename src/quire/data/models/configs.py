@@ -54,6 +54,18 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
+def _character(layers: int) -> dict[str, Any]:
+    """The attention that character.ai described ("Optimizing AI inference", 2024) on a Llama: windows of 1,024 tokens,
+    every sixth layer global, and layers that share keys and values. Which ones do isn't published; here two neighbours
+    within a run of local layers do, and three global ones in a row."""
+    full = range(5, layers, 6)
+    sharing: list[int | None] = [i - 1 if i % 6 in (1, 3) else None for i in range(layers)]
+    for n, layer in enumerate(full):
+        sharing[layer] = full[n - n % 3] if n % 3 else None
+    types = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
+    return {"layer_types": types, "sliding_window": 1024, "kv_sharing": sharing}
+
+
 def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float32") -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -177,6 +189,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pyramidkv-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_PYRAMID),
     "pyramidkv-70b": _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_PYRAMID),
     "llama3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, 131072, **_LLAMA32_1B),
+    "characterai-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3, **_character(32)),
+    "characterai-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3, **_character(80)),
     "yi-6b": _llama(4096, 32, 32, 4, 11008, 64000, 4096, **_YI),
     "yi-6b-200k": _llama(4096, 32, 32, 4, 11008, 64000, 200000, **_YI_200K),
     "yi-34b": _llama(7168, 60, 56, 8, 20480, 64000, 4096, **_YI),

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Self
 
 from quire.data.layers.rope import Rope
 from quire.data.models.fields import Fields
+from quire.data.models.layer_kinds import LAYER_TYPES, read_layer_types
 from quire.data.models.settings import (
-    LAYER_TYPES,
     MAX_LAYERS,
     read_heads,
-    read_layer_types,
     read_rope,
     read_window,
     refuse_quantised,

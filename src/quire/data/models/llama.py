@@ -28,6 +28,8 @@ NAMES: dict[str, str | tuple[str, ...]] = {
     "embed.weight": "embed_tokens.weight",
     "layers.*.attention_norm.weight": "layers.*.input_layernorm.weight",
     "layers.*.attention.qkv.weight": tuple(f"layers.*.self_attn.{x}_proj.weight" for x in "qkv"),
+    "layers.*.attention.q.weight": "layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.q.bias": "layers.*.self_attn.q_proj.bias",
     "layers.*.attention.qkv.bias": tuple(f"layers.*.self_attn.{x}_proj.bias" for x in "qkv"),
     "layers.*.attention.q_norm.weight": "layers.*.self_attn.q_norm.weight",
     "layers.*.attention.k_norm.weight": "layers.*.self_attn.k_norm.weight",
@@ -44,16 +46,19 @@ NAMES: dict[str, str | tuple[str, ...]] = {
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one product; rotated; attention through the context; the output projection."""
+    """Queries, keys and values from one product, or queries alone where the layer shares another's keys and values;
+    rotated; attention through the context; the output projection."""
 
     def __init__(
-        self, settings: LlamaSettings | GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, settings: LlamaSettings | GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device,
+        shares: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
         self.layer, self.head_dim = layer, head_dim
         rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.qkv = Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
+        self.qkv = None if shares else Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
+        self.q = Linear(settings.hidden, rows[:1], settings.qkv_bias, dtype, device) if shares else None
         self.out = Linear(heads * head_dim, settings.hidden, settings.out_bias, dtype, device)
         norm = partial(RMSNorm, head_dim, settings.norm_eps, dtype, device, offset=settings.norm_offset)
         self.q_norm = norm() if settings.qk_norm else None
@@ -61,7 +66,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, ctx: Attending, last: bool = False) -> Tensor:
         """What the heads of each token find; `out` comes next."""
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        product = self.qkv or self.q
+        assert product is not None, "a layer has queries"
+        qkv = product(x).view(len(x), -1, self.head_dim)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
         return ctx.attend(self.layer, qkv, rotary, norms, last).flatten(1)
 
@@ -74,7 +81,7 @@ class Block(nn.Module):
         super().__init__()
         s = settings
         self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.attention = Attention(s, layer, dtype, device)
+        self.attention = Attention(s, layer, dtype, device, s.kinds[layer].shares is not None)
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
 
@@ -103,9 +110,9 @@ class Llama(nn.Module):
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         s = LlamaSettings.read(config)
-        self.tied = s.tied
+        self.tied, self.sharers = s.tied, [i for i, kind in enumerate(s.kinds) if kind.shares is not None]
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.windows)))
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.kinds)))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
@@ -139,7 +146,8 @@ class Llama(nn.Module):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return (r"(.*\.)?rotary_emb\.inv_freq", *((r"lm_head\.weight",) if self.tied else ()))
+        unread = tuple(rf"layers\.{layer}\.self_attn\.[kv]_proj\..*" for layer in self.sharers)
+        return (r"(.*\.)?rotary_emb\.inv_freq", *unread, *((r"lm_head\.weight",) if self.tied else ()))
 
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
         """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.

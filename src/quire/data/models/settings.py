@@ -11,17 +11,17 @@ from typing import Any, ClassVar, Self
 
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
+from quire.data.models.layer_kinds import Kind, read_kinds, read_layer_types
 from quire.data.models.pyramid import read_budgets
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
 
 MAX_LAYERS = 4096
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
-    """LLaMA and its relatives. `windows` has one entry a layer; `max_len` counts what a rope scaling adds."""
+    """LLaMA and its relatives. `kinds` has one entry a layer; `max_len` counts what a rope scaling adds."""
 
     vocab_size: int
     hidden: int
@@ -37,7 +37,7 @@ class LlamaSettings:
     qk_norm: bool
     tied: bool
     rope: Rope
-    windows: tuple[int | None, ...]
+    kinds: tuple[Kind, ...]
     budgets: tuple[int | None, ...]
     selection: Selection
     max_len: int
@@ -55,10 +55,10 @@ class LlamaSettings:
         kv_heads, head_dim = read_heads(fields, heads, heads, 128 if qwen3 else hidden // heads)
         rope, max_len = read_rope(fields, fields.size("max_position_embeddings"))
         layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
-        windows = read_windows(fields, architecture, layers)
+        kinds = _kinds(fields, architecture, layers)
         budgets, selection = read_budgets(fields, layers, max_len)
-        if any(windows) and any(budgets):
-            raise StartupError("config.json has pyramid_kv and windows", "Give one of them")
+        if any(budgets) and any(kind != Kind() for kind in kinds):
+            raise StartupError("config.json has pyramid_kv, and layers that share or don't see all", "Give one of them")
         bias = fields.flag("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         return cls(
             vocab_size=fields.size("vocab_size"),
@@ -75,7 +75,7 @@ class LlamaSettings:
             qk_norm=qwen3,
             tied=fields.flag("tie_word_embeddings", False),
             rope=rope,
-            windows=windows,
+            kinds=kinds,
             budgets=budgets,
             selection=selection,
             max_len=max_len,
@@ -86,19 +86,20 @@ class LlamaSettings:
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
-        attention += self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.hidden
+        attention = 2 * self.hidden * queries + self.qkv_bias * queries + self.out_bias * self.hidden
         attention += self.qk_norm * 2 * self.head_dim
+        owned = sum(kind.shares is None for kind in self.kinds) * 2 * keys * (self.hidden + self.qkv_bias)
         mlp = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
         layer = attention + mlp + 2 * self.hidden
-        return len(self.windows) * layer + self.hidden + (1 if self.tied else 2) * self.vocab_size * self.hidden
+        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden
+        return len(self.kinds) * layer + owned + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
             family="llama",
             layers=tuple(
-                LayerSpec(self.kv_heads, self.head_dim, window, budget=budget)
-                for window, budget in zip(self.windows, self.budgets)
+                LayerSpec(self.kv_heads, self.head_dim, window, chunk=chunk, shares=shares, budget=budget)
+                for (window, chunk, shares), budget in zip(self.kinds, self.budgets)
             ),
             vocab_size=self.vocab_size,
             max_len=self.max_len,
@@ -312,11 +313,17 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     return scale(1.0)
 
 
+def _kinds(fields: Fields, architecture: str, layers: int) -> tuple[Kind, ...]:
+    """What each layer sees. Of Llama's relatives none has layers that share."""
+    if architecture == "LlamaForCausalLM":
+        return read_kinds(fields, layers)
+    fields.refuse("kv_sharing", None)
+    return tuple(Kind(window) for window in read_windows(fields, architecture, layers))
+
+
 def read_windows(fields: Fields, architecture: str, layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window: Mistral's is one for all, unless `layer_types` says which layers have one, as it may
     for Ministral and Qwen too; or Qwen's max_window_layers does."""
-    if architecture == "LlamaForCausalLM":
-        return (None,) * layers
     types = read_layer_types(fields, layers)
     if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
         window = read_window(fields)
@@ -334,19 +341,6 @@ def read_window(fields: Fields) -> int | None:
     """`sliding_window`: 4,096 where it is absent, none where it is null."""
     window: int | None = fields.size("sliding_window", None if "sliding_window" in fields.config else 4096)
     return window
-
-
-def read_layer_types(fields: Fields, layers: int) -> tuple[str, ...] | None:
-    """A name for each of so many layers, known ones only; None if there are none."""
-    types = fields.config.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or len(types) != layers:
-        raise StartupError(f"layer_types in {fields.where} must be a list of {layers} names, got {shown(types)}")
-    for name in types:
-        if name not in LAYER_TYPES:
-            raise StartupError(f"the layer type {shown(name)} is not supported", f"Supported: {', '.join(LAYER_TYPES)}")
-    return tuple(types)
 
 
 def windows_of(types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:

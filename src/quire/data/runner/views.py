@@ -6,7 +6,9 @@ then values, of each head the page's tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -72,7 +74,25 @@ def layer_caches(buffer: Tensor, geometry: Geometry, spec: ModelSpec) -> list[La
         for i in group.layers:
             caches[i] = _cache(buffer, group, g, i, at, spec)
             at += 2 * prod(caches[i].keys.shape[1:])
+    return with_shared(caches, spec)
+
+
+def with_shared(caches: dict[int, LayerCache], spec: ModelSpec) -> list[LayerCache]:
+    """Those of all layers, in order: one that shares reads its owner's keys and values, and writes none."""
+    for i, layer in enumerate(spec.layers):
+        if layer.shares is not None:
+            caches[i] = replace(caches[layer.shares], writes=False, **attention_of(spec, i))
     return [caches[i] for i in range(len(spec.layers))]
+
+
+def attention_of(spec: ModelSpec, layer: int) -> dict[str, Any]:
+    """How a layer attends, as a LayerCache says it."""
+    kept = spec.layers[layer]
+    scale = kept.head_dim**-0.5 if kept.scale is None else kept.scale
+    return {
+        "heads": kept.heads or spec.heads, "scale": scale, "softcap": kept.softcap, "window": kept.window,
+        "chunk": kept.chunk, "budget": kept.budget, "selection": spec.selection,
+    }  # fmt: skip
 
 
 def _cache(buffer: Tensor, group: Group, g: int, layer: int, at: int, spec: ModelSpec) -> LayerCache:
@@ -81,8 +101,4 @@ def _cache(buffer: Tensor, group: Group, g: int, layer: int, at: int, spec: Mode
     shape = len(buffer) // page, kept.kv_heads, tokens, kept.head_dim
     strides = page, tokens * kept.head_dim, kept.head_dim, 1
     keys, values = (buffer.as_strided(shape, strides, at + i * prod(shape[1:])) for i in range(2))
-    scale = kept.head_dim**-0.5 if kept.scale is None else kept.scale
-    return LayerCache(
-        keys, values, kept.heads or spec.heads, scale, g, kept.window, kept.softcap,
-        budget=kept.budget, selection=spec.selection,
-    )  # fmt: skip
+    return LayerCache(keys, values, group=g, **attention_of(spec, layer))

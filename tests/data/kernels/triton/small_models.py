@@ -1,4 +1,4 @@
-"""Models of two layers, and runners of them over poisoned pages."""
+"""Models of two layers that keep keys and values, and runners of them over poisoned pages."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ PAGE, WIDTH = 4, 8
 SMALL = {
     "llama-125m": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                    "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64},
+    "characterai-8b": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+                       "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64, "sliding_window": 6,
+                       "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2,
+                       "kv_sharing": [None, 0, None, 2]},
     "opt-125m": {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                  "ffn_dim": 48, "vocab_size": 64, "max_position_embeddings": 64},
     "gemma-2-2b": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -48,8 +52,9 @@ def a_model(name: str) -> tuple[Any, Any]:
 def a_runner(model: Any, spec: Any, attention: str, slots: int = 5) -> ModelRunner:
     runner = ModelRunner(model, spec, torch.float32, DEVICE, attention)
     page_bytes = sum(layer.token_bytes(4) for layer in spec.layers) * PAGE
-    layers = tuple(range(len(spec.layers)))
     pages = slots * WIDTH + 1
-    runner.bind(one_size((layers, None), pages=pages, page_bytes=page_bytes, slots=slots, width=WIDTH, tokens=PAGE))
+    runner.bind(
+        one_size((tuple(spec.owners), None), pages=pages, page_bytes=page_bytes, slots=slots, width=WIDTH, tokens=PAGE)
+    )
     runner.store.views[0][1:].fill_(torch.nan)  # recycled pages hold anything
     return runner

@@ -197,7 +197,7 @@ def served(runners: list[ModelRunner], seed: int, steps: int = 10) -> list[list[
     ("name", "how"),
     [
         *((name, "plain") for name in SMALL),
-        *(("llama-125m", how) for how in ("deterministic", "windows", "unlike layers", "parts not chosen")),
+        *(("llama-125m", how) for how in ("deterministic", "windows", "chunks", "unlike layers", "parts not chosen")),
     ],
 )
 def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +209,8 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
         caches = each.store.caches
         if how == "windows":
             caches = [replace(cache, window=5) for cache in caches]
+        if how == "chunks":
+            caches = [replace(cache, chunk=6) for cache in caches]
         if how == "unlike layers":
             caches = [replace(caches[0], softcap=0.5), *caches[1:]]
         monkeypatch.setattr(each.store, "caches", caches)

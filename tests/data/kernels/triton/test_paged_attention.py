@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     layout: str = "pages"
+    chunk: int | None = None
 
 
 class Memory(NamedTuple):
@@ -89,7 +90,7 @@ def placed(shape: Shape, pages: int, size: int, dtype: torch.dtype) -> LayerCach
         keys, values = buffer(LAYERS, 2, kv, size, dim)[:, LAYER].unbind(1)
     return LayerCache(
         keys, values, shape.heads, dim**-0.5, window=shape.window, softcap=shape.softcap,
-        contiguous=shape.layout in CONTIGUOUS,
+        contiguous=shape.layout in CONTIGUOUS, chunk=shape.chunk,
     )  # fmt: skip
 
 
@@ -113,7 +114,9 @@ def filled(shape: Shape, lengths: tuple[int, ...], dtype: torch.dtype) -> Memory
     return Memory(cache, tables, histories)
 
 
-def dense(q: Tensor, both: Tensor, start: int, window: int | None, softcap: float | None = None) -> Tensor:
+def dense(
+    q: Tensor, both: Tensor, start: int, window: int | None, softcap: float | None = None, chunk: int | None = None
+) -> Tensor:
     """q [n, heads, dim] at positions start ..; both [2, start + n, kv_heads, dim]; fp64."""
     k, v = both.double().repeat_interleave(q.shape[1] // both.shape[2], 2)
     at = torch.arange(len(k), device=q.device)
@@ -121,6 +124,8 @@ def dense(q: Tensor, both: Tensor, start: int, window: int | None, softcap: floa
     hidden = at[None] > query_at
     if window is not None:
         hidden |= at[None] <= query_at - window
+    if chunk is not None:
+        hidden |= at[None] // chunk != query_at // chunk
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -145,7 +150,7 @@ def check_decode(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...] = LE
         if n == 0:
             assert not got[i].any(), "padding gets zeros"
         else:
-            want = dense(q[i : i + 1], memory.histories[i], n - 1, shape.window, shape.softcap)
+            want = dense(q[i : i + 1], memory.histories[i], n - 1, shape.window, shape.softcap, shape.chunk)
             assert_close(got[i : i + 1], want)
 
 
@@ -154,6 +159,14 @@ def check_decode(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...] = LE
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (14, 2), (5, 1)])
 def test_decode_equals_dense_attention(heads, kv_heads, window, dtype) -> None:
     check_decode(Shape(heads, kv_heads, window=window), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [1, 5, 32, 33, 100])
+@pytest.mark.parametrize("splits", [1, 5])
+def test_decode_within_chunks_equals_dense_attention(splits, chunk, dtype) -> None:
+    check_decode(Shape(chunk=chunk), dtype, (1, 5, 0, 16, 33, 150, 32, 100, 101), splits=splits)
+    check_decode(Shape(7, 1, 8, 4, chunk=chunk, softcap=0.7), dtype, (64, 66, 99), splits=splits)
 
 
 @pytest.mark.parametrize("pdl", PDL)
@@ -223,8 +236,11 @@ def test_decode_equals_the_reference_page_by_page() -> None:
     memory = filled(shape, (31,), torch.float32)
     q = random(1, 6, 16, dtype=torch.float32)
     got = decode(q, memory.cache, memory.tables, ints([1]), ints([31]), splits=1)
-    want = paged_attention(q[0], memory.cache.keys, memory.cache.values, memory.tables[1], 30, scale=0.25, window=9)
-    torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
+    where = memory.cache.keys, memory.cache.values, memory.tables[1], 30
+    torch.testing.assert_close(got[0], paged_attention(q[0], *where, scale=0.25, window=9), atol=1e-5, rtol=1e-5)
+    cache = replace(memory.cache, window=None, chunk=12)
+    got = decode(q, cache, memory.tables, ints([1]), ints([31]), splits=1)
+    torch.testing.assert_close(got[0], paged_attention(q[0], *where, scale=0.25, chunk=12), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -308,16 +324,16 @@ def tiled(shape: Shape, chunks: tuple[tuple[int, int], ...], dtype: torch.dtype)
 
 def check_prompt(shape: Shape, dtype: torch.dtype, chunks: tuple[tuple[int, int], ...] = CHUNKS) -> None:
     memory = filled(shape, tuple(map(sum, chunks)), dtype)
-    if shape.window is not None and shape.layout in PAGED:  # pages that all queries have left behind may hold anything
+    if memory.cache.bounded and shape.layout in PAGED:  # pages that all queries have left behind may hold anything
         for slot, (start, _) in enumerate(chunks, 1):
-            left = max(start - shape.window + 1, 0) // shape.page
-            memory.tables[slot, :left] = memory.tables[slot, -1]
+            left = start // shape.chunk * shape.chunk if shape.chunk else max(start - shape.window + 1, 0)
+            memory.tables[slot, : left // shape.page] = memory.tables[slot, -1]
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
     tiles = tiled(shape, chunks, dtype)
     got = prompt(q, memory.cache, memory.tables, tiles)
     bounds = np.cumsum([0] + [n for _, n in chunks]).tolist()
     for (a, b), (start, _), both in zip(pairwise(bounds), chunks, memory.histories):
-        assert_close(got[a:b], dense(q[a:b], both, start, shape.window, shape.softcap))
+        assert_close(got[a:b], dense(q[a:b], both, start, shape.window, shape.softcap, shape.chunk))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -325,6 +341,14 @@ def check_prompt(shape: Shape, dtype: torch.dtype, chunks: tuple[tuple[int, int]
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (5, 1)])
 def test_prompts_equal_dense_attention(heads, kv_heads, window, dtype) -> None:
     check_prompt(Shape(heads, kv_heads, window=window), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [1, 5, 32, 33, 100, 128])
+@pytest.mark.parametrize("layout", ["pages", "token runs"])
+def test_prompts_within_chunks_equal_dense_attention(layout, chunk, dtype) -> None:
+    check_prompt(Shape(chunk=chunk, layout=layout), dtype)
+    check_prompt(Shape(5, 1, 8, 4, chunk=chunk, softcap=0.7, layout=layout), dtype, ((63, 66), (127, 3), (0, 200)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -379,7 +403,7 @@ BATCHES = {
 
 def stored(sizes: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> Store:
     """A store with a table for each sequence, all other pages poisoned."""
-    layer = LayerSpec(shape.kv_heads, shape.dim, shape.window, softcap=shape.softcap)
+    layer = LayerSpec(shape.kv_heads, shape.dim, shape.window, softcap=shape.softcap, chunk=shape.chunk)
     spec = ModelSpec("test", (layer,) * LAYERS, 10, 4096, 16, shape.heads, 16, 0)
     width = max(-(-(a + b) // shape.page) for a, b in sizes)
     page_bytes = LAYERS * layer.token_bytes(dtype.itemsize) * shape.page
@@ -422,7 +446,8 @@ def run_backend(
             got = backend.attend(q, k, v, cache, plan)
     bounds = np.cumsum([0] + [n for _, n in sizes]).tolist()
     for (a, b), (start, _), (q, k, v) in zip(pairwise(bounds), sizes, turned):
-        assert_close(got[a:b], dense(q[start:], torch.stack((k, v)), start, shape.window, shape.softcap))
+        want = dense(q[start:], torch.stack((k, v)), start, shape.window, shape.softcap, shape.chunk)
+        assert_close(got[a:b], want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -431,6 +456,14 @@ def run_backend(
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_backend_equals_dense_attention(batch, heads, kv_heads, window, dtype) -> None:
     run_backend(TritonBackend(), BATCHES[batch], Shape(heads, kv_heads, 8, window=window), dtype)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_backend_attends_within_chunks(deterministic, batch) -> None:
+    for fused in (False, True):
+        backend = TritonBackend(deterministic=deterministic)
+        run_backend(backend, BATCHES[batch], Shape(chunk=12, page=4), torch.float32, fused=fused)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

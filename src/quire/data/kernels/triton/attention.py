@@ -107,11 +107,13 @@ def capped(scores, inner, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def extent(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """(oldest position seen, start of its tile, tokens a part, parts) of a context of `length` tokens."""
     oldest = 0
     if WINDOW is not None:
         oldest = tl.maximum(length - WINDOW, 0)
+    elif CHUNK is not None:
+        oldest = tl.maximum(length - 1, 0) // CHUNK * CHUNK
     first = oldest // BLOCK * BLOCK
     chunk = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
     return oldest, first, chunk, tl.cdiv(length - first, tl.maximum(chunk, 1))
@@ -125,8 +127,8 @@ def _decode(
     q_row, q_head, out_row, table_width, stride, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
-    VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+    VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """VALUES_AFTER: numbers from a key to its value; None: they are in another buffer, where `values` points."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -136,7 +138,7 @@ def _decode(
     slot = tl.load(slots + row)
     length = tl.load(lengths + row).to(tl.int32)
     length = tl.where(slot == 0, 0, length)  # padding sees nothing and gets zeros
-    oldest, first, chunk, active = extent(length, WINDOW, BLOCK, SPLITS)
+    oldest, first, chunk, active = extent(length, WINDOW, CHUNK, BLOCK, SPLITS)
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, length)
     idle = (split > 0) & (begin >= end)
@@ -167,7 +169,7 @@ def _decode(
         )  # fmt: skip
         at = start + tl.arange(0, BLOCK)
         seen = at < end
-        if WINDOW is not None:
+        if WINDOW is not None or CHUNK is not None:
             seen &= at >= oldest
         live = seen[:, None]
         if DIM != DIM_PAD:
@@ -204,7 +206,8 @@ def _decode(
 def _join(
     sums, maxima, divisors, slots, lengths, rows, out, out_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, INDEXED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head's result from the parts that _decode left, if there is more than one."""
     g, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -224,7 +227,7 @@ def _join(
     best = tl.load(maxima + part, mask=splits < SPLITS, other=LOWEST)
     weight = tl.load(divisors + part, mask=splits < SPLITS, other=0.0)
     total = tl.load(sums + (part * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-    active = extent(length, WINDOW, BLOCK, SPLITS)[3]
+    active = extent(length, WINDOW, CHUNK, BLOCK, SPLITS)[3]
     live = (splits < active) & (active > 1)
     best = tl.where(live, best, LOWEST)
     shrink = tl.exp2(best - tl.max(best, 0))
@@ -269,8 +272,9 @@ def decode(
     parts = [x.view(torch.float32) for x in scratch]
     named = slots if rows is None else rows
     shared = {
-        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": dim_pad, "WINDOW": cache.window, "BLOCK": block,
-        "SPLITS": splits, "INDEXED": rows is not None, "PDL": pdl, "launch_pdl": pdl,
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": dim_pad, "WINDOW": cache.window,
+        "CHUNK": cache.chunk, "BLOCK": block, "SPLITS": splits, "INDEXED": rows is not None, "PDL": pdl,
+        "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
         q, cache.keys, cache.values, tables, slots, lengths, named, out, *parts, q.stride(0), q.stride(1),

@@ -43,8 +43,8 @@ def make_tiles(
 def _sweep(
     query, best, weight, total, position, keys, values, table, base, begin, end, oldest, stride, inner, outer,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
-    VALUES_AFTER: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    VALUES_AFTER: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them. Before `oldest`
     no query sees anything, and pages may be another sequence's by now."""
@@ -58,7 +58,7 @@ def _sweep(
         )  # fmt: skip
         places = keys + offsets[:, None] + d[None, :]
         real = at < end
-        if WINDOW is not None:
+        if WINDOW is not None or CHUNK is not None:
             real &= at >= oldest
         live = real[:, None] & (d < DIM)[None, :]
         if MASKED or DIM != DIM_PAD:
@@ -70,6 +70,8 @@ def _sweep(
             seen = at[None, :] <= position[:, None]
             if WINDOW is not None:
                 seen &= at[None, :] > position[:, None] - WINDOW
+            elif CHUNK is not None:
+                seen &= at[None, :] >= position[:, None] // CHUNK * CHUNK
             scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1) * outer)
         weights = tl.exp2(scores * outer - new[:, None])
@@ -95,8 +97,8 @@ def _prompt(
     q, keys, values, tables, tiles, out, q_row, q_head, out_row, table_width, stride, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """See _decode for the layout's constants."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -125,23 +127,29 @@ def _prompt(
     total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     whole_end = (earliest + 1) // BLOCK_N * BLOCK_N  # every query sees all tiles before it, but for the window's edge
     whole, oldest = 0, 0
-    if WINDOW is not None:
-        oldest = tl.maximum(earliest - WINDOW + 1, 0)
+    if WINDOW is not None or CHUNK is not None:
+        if WINDOW is not None:
+            oldest = tl.maximum(earliest - WINDOW + 1, 0)
+            whole = tl.maximum(latest - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
+        else:
+            oldest = earliest // CHUNK * CHUNK
+            whole = (latest // CHUNK * CHUNK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         first = oldest // BLOCK_N * BLOCK_N
-        whole = tl.maximum(latest - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
         whole = tl.minimum(whole, whole_end)
         best, weight, total = _sweep(
             query, best, weight, total, position, keys, values, table, base, first, whole, oldest, stride,
-            inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CAPPED, BLOCK_N,
-            True,
+            inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CHUNK, CAPPED,
+            BLOCK_N, True,
         )  # fmt: skip
     best, weight, total = _sweep(
         query, best, weight, total, position, keys, values, table, base, whole, whole_end, oldest, stride,
-        inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CAPPED, BLOCK_N, False,
+        inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CHUNK, CAPPED, BLOCK_N,
+        False,
     )  # fmt: skip
     best, weight, total = _sweep(
         query, best, weight, total, position, keys, values, table, base, whole_end, latest + 1, oldest, stride,
-        inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CAPPED, BLOCK_N, True,
+        inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CHUNK, CAPPED, BLOCK_N,
+        True,
     )  # fmt: skip
     result = (total / weight[:, None]).to(out.dtype.element_ty)
     tl.store(out + (at * out_row + heads * DIM)[:, None] + d[None, :], result, mask=inside)
@@ -168,7 +176,7 @@ def prompt(
         q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
         cache.page_units, *factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_2(dim)),
-        WINDOW=cache.window, CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        WINDOW=cache.window, CHUNK=cache.chunk, CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=warps, num_stages=stages, maxnreg=registers, **cache_layout(cache),
     )  # fmt: skip
     return out

@@ -41,8 +41,8 @@ for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself,
 
 
 def takes(cache: LayerCache) -> bool:
-    """Whether `prompt` is for this cache: heads of 128 in 16 bits."""
-    return cache.head_dim == 128 and cache.dtype.itemsize == 2
+    """Whether `prompt` is for this cache: heads of 128 in 16 bits, without chunks."""
+    return cache.head_dim == 128 and cache.dtype.itemsize == 2 and cache.chunk is None
 
 
 def tile_queries(group: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.store import Store
+from quire.data.runner.views import attention_of, with_shared
 from quire.data.runner.virtual.driver import Driver, Run, map_all
 from quire.errors import StartupError
 from quire.vocabulary.plan import Journal, Mapped, Table
@@ -86,7 +87,7 @@ class VirtualStore(Store):
         if self.contiguous:
             ids = torch.arange(self.geometry.slots, device=self.device)[:, None]
             self.tables = [ids for _ in self.geometry.groups]
-        return [caches[i] for i in range(len(spec.layers))]
+        return with_shared(caches, spec)
 
     def _cache(self, g: int, group: Group, at: int, layer: int, spec: ModelSpec) -> LayerCache:
         """That of the `at`-th layer of a group: a token's keys are `stride` bytes behind the one before."""
@@ -109,10 +110,7 @@ class VirtualStore(Store):
             keys, values = (
                 self.buffer.as_strided(shape, strides, ((part + i) * page + offset) // item) for i in range(2)
             )
-        scale = dim**-0.5 if kept.scale is None else kept.scale
-        return LayerCache(
-            keys, values, kept.heads or spec.heads, scale, g, kept.window, kept.softcap, contiguous=self.contiguous
-        )
+        return LayerCache(keys, values, group=g, contiguous=self.contiguous, **attention_of(spec, layer))
 
     def _write_tables(self, entries: list[Table]) -> None:
         """Map what isn't there yet. Of several entries for one place the last one counts."""
