@@ -149,3 +149,9 @@ def test_activations_hold_a_step_and_its_logits() -> None:
     """No less than the tensors that are certainly alive together."""
     config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
     assert activation_bytes(config, SPEC, 2) >= 2048 * (512 + 2 * 1024) * 2 + 256 * 1000 * 4
+
+
+def test_each_rotary_embedding_has_a_table() -> None:
+    config = EngineConfig().sized("cpu")
+    one, two = (activation_bytes(config, dataclasses.replace(SPEC, rotaries=count), 2) for count in (1, 2))
+    assert two - one == 2048 * 64 * 4

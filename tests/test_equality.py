@@ -45,11 +45,12 @@ FAMILIES = {
     "gemma2": lambda: transformers.Gemma2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, sliding_window=9, head_dim=8, query_pre_attn_scalar=5,
-        attn_logit_softcapping=3.0, final_logit_softcapping=4.0,
+        attn_logit_softcapping=3.0, final_logit_softcapping=4.0, tie_word_embeddings=False,
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, sliding_window=9, head_dim=8, sliding_window_pattern=3,
+        tie_word_embeddings=False,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -85,6 +86,8 @@ class Oracle:
         self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in self.model.parameters():
             parameter.data.normal_(0, 0.3)  # larger than the default, so that tokens differ and depend on context
+        if family in ("gemma2", "gemma3"):  # so that they depend less on the scaled embedding of the last token
+            self.model.model.embed_tokens.weight.data.mul_(0.1)
         self.folder = folder
         self.model.save_pretrained(folder)
         generator = torch.Generator().manual_seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -16,14 +17,21 @@ PROMPTS = (150, 33, 80, 1)
 NEW = 24
 
 
-def test_bf16_is_as_exact_as_transformers(tmp_path: Path) -> None:
+SHAPE = {
+    "vocab_size": 500, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+GEMMA = {**SHAPE, "head_dim": 32, "sliding_window": 48, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+def test_bf16_is_as_exact_as_transformers(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    exact = transformers.AutoModelForCausalLM.from_config(config).eval()
+    config = transformers.AutoConfig.for_model(family, **(SHAPE if family == "llama" else GEMMA))
+    exact = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in exact.parameters():
+        if parameter.count_nonzero() == 0:  # norms that keep their difference from one
+            parameter.data.normal_(0, 0.1)
         parameter.data = parameter.data.mul(3).bfloat16()  # what all three start from
     exact.save_pretrained(tmp_path)
     half = exact.to(DEVICE)

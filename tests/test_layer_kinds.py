@@ -163,7 +163,7 @@ def test_preemptions(oracle: Callable[[str], Oracle], name: str, way: str, page_
     model = oracle(name)
     engine = engine_of(
         model, page_size=page_size, kv_tokens=128 if page_size == 16 else 96, preemption=way, swap_gib=0.01,
-        max_num_batched_tokens=16, page_sizes="own",
+        max_num_batched_tokens=16, page_sizes="lcm" if page_size == 4 else "own",
     )  # fmt: skip
     # A window bounds what a request holds, and a long prompt holds it from the start: only short ones grow afterwards.
     prompts = model.prompts[:2] * 4
@@ -185,7 +185,8 @@ def test_forks(oracle: Callable[[str], Oracle], name: str, page_size: int) -> No
 @pytest.mark.parametrize(
     "settings",
     [
-        {"attention": "reference"}, {"table_scope": "layer"}, {"page_sizes": "own"}, {"memory": "virtual"},
+        {"attention": "reference"}, {"table_scope": "layer"}, {"page_sizes": "own"}, {"page_sizes": "max"},
+        {"page_sizes": "gcd"}, {"memory": "uniform"}, {"memory": "uniform", "page_size": 4}, {"memory": "virtual"},
         {"memory": "orca-pow2"}, {"memory": "ft"}, {"kv_tokens": 192, "page_size": 4}, {"depth": 2},
     ],
     ids=str,

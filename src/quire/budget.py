@@ -159,7 +159,7 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
     attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence, or of as
-    many prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary table."""
+    many prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary tables."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
@@ -177,7 +177,7 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     if spec.least_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))
-    return int(step + logits + attention + longest * head_dim * 4)
+    return int(step + logits + attention + spec.rotaries * longest * head_dim * 4)
 
 
 def _selection_bytes(spec: ModelSpec, longest: int, itemsize: int) -> int:

@@ -81,6 +81,27 @@ def test_shape_of_a_model() -> None:
     assert Shape.of(opt, 2, tied=True).weight_bytes == pytest.approx(2 * opt.parameters)
 
 
+def test_layers_that_share_read_what_they_do_not_keep() -> None:
+    spec = read_source(EngineConfig(model_config="characterai-8b"), weights=False).spec
+    local, full = Shape.of(spec, 2, tied=False).attention
+    assert (local.window, local.token_bytes, full.token_bytes) == (1024, 27 * 4096, 5 * 4096)
+    assert spec.token_bytes(2) == 18 * 4096
+
+
+@pytest.mark.parametrize("bound", [{}, {"window": 3}, {"chunk": 4}, {"chunk": 1}])
+def test_what_tokens_attend_to_is_counted_as_they_see_it(bound: dict[str, int]) -> None:
+    part = Attention(**{"window": None, "token_bytes": 1, "pair": 1, **bound})
+    window, chunk = bound.get("window", 99), bound.get("chunk", 99)
+
+    def sees(token: int, other: int) -> bool:
+        return token - other < window and token // chunk == other // chunk
+
+    for length in range(1, 20):
+        assert part.seen(length) == sum(sees(length - 1, q) for q in range(length))
+        assert part.pairs(length) == sum(sees(p, q) for p in range(length) for q in range(p + 1))
+    assert part.pairs(0) == 0
+
+
 def calibration(**changed: Any) -> dict[str, Any]:
     content = json.loads((FOLDER / "h200-llama3-8b.json").read_text())
     return {**content, **changed}

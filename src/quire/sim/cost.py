@@ -13,6 +13,7 @@ another shape's step is an extrapolation.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +30,28 @@ MOST_DEPTH = 8
 
 
 class Attention(NamedTuple):
-    """Layers with one window: bytes of a token's keys and values in all of them, and operations for one token to attend
-    to one other (a product with its key and one with its value, for every query head)."""
+    """Layers that see alike: bytes of a token's keys and values that all of them read, another's where they share, and
+    operations for one token to attend to one other (a product with its key and one with its value, for every query
+    head)."""
 
     window: int | None
     token_bytes: int
     pair: int
+    chunk: int | None = None
+
+    def seen(self, length: int) -> int:
+        """Positions that the last of `length` tokens attends to, itself included."""
+        if self.chunk is not None:
+            return (length - 1) % self.chunk + 1
+        return length if self.window is None else min(length, self.window)
+
+    def pairs(self, length: int) -> int:
+        """Positions that the first `length` tokens of a sequence attend to, themselves included."""
+        if self.chunk is not None:
+            whole, rest = divmod(length, self.chunk)
+            return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) // 2
+        short = self.seen(length)
+        return short * (short + 1) // 2 + (length - short) * short
 
 
 class Shape(NamedTuple):
@@ -56,10 +73,11 @@ class Shape(NamedTuple):
         """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table."""
         head = spec.vocab_size * spec.hidden
         parts = []
-        for window in dict.fromkeys(layer.window for layer in spec.layers):
-            layers = [layer for layer in spec.layers if layer.window == window]
-            pair = sum(4 * spec.heads * layer.head_dim for layer in layers)
-            parts.append(Attention(window, sum(layer.token_bytes(itemsize) for layer in layers), pair))
+        for window, chunk in dict.fromkeys((layer.window, layer.chunk) for layer in spec.layers):
+            layers = [layer for layer in spec.layers if (layer.window, layer.chunk) == (window, chunk)]
+            pair = sum(4 * (layer.heads or spec.heads) * layer.head_dim for layer in layers)
+            read = sum(replace(layer, shares=None).token_bytes(itemsize) for layer in layers)
+            parts.append(Attention(window, read, pair, chunk))
         return cls(spec.parameters - (head if tied else 2 * head), head, itemsize, tuple(parts))
 
 
@@ -90,10 +108,10 @@ def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
         else:
             chunks.append((start, start + count))
     read = attention = 0.0
-    for window, token_bytes, pair in shape.attention:
-        seen = sum(contexts) if window is None else sum(min(length, window) for length in contexts)
-        read += seen * token_bytes
-        attention += pair * sum(_pairs(end, window) - _pairs(start, window) for start, end in chunks)
+    for part in shape.attention:
+        full = part.window is None and part.chunk is None
+        read += part.token_bytes * (sum(contexts) if full else sum(map(part.seen, contexts)))
+        attention += part.pair * sum(part.pairs(end) - part.pairs(start) for start, end in chunks)
     copied = swapped = 0
     for entry in (*plan.journal, *plan.ahead):
         if isinstance(entry, Copy):
@@ -114,12 +132,6 @@ def padded(work: Work, shape: Shape, prompt: int, rows: int) -> Work:
         operations=work.operations + 2.0 * (shape.body * (prompt + rows) + shape.head * rows),
         kv_bytes=work.kv_bytes + rows * decoding,
     )
-
-
-def _pairs(length: int, window: int | None) -> int:
-    """Positions that the first `length` tokens of a sequence attend to, themselves included."""
-    short = length if window is None else min(length, window)
-    return short * (short + 1) // 2 + (length - short) * short
 
 
 class Coefficients(NamedTuple):

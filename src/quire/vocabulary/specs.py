@@ -74,7 +74,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once."""
+    """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once; `rotaries`
+    are its rotary embeddings, each a table for all positions."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -85,6 +86,7 @@ class ModelSpec:
     intermediate: int
     parameters: int
     eos_ids: tuple[int, ...] = ()
+    rotaries: int = 1
     selection: Selection = Selection()
 
     @property

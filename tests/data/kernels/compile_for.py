@@ -123,7 +123,7 @@ def attend() -> None:
                 prompt_hopper.prompt(zeros(4, heads, dim), one, tables, tiles)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
-        for norms in (None, (zeros(dim), zeros(dim), 1e-6)):
+        for norms in (None, (zeros(dim), zeros(dim), 1e-6), (torch.zeros(dim), torch.zeros(dim), 1e-6)):
             rope_write.rope_write(
                 qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, norms=norms, pdl=PDL
             )
@@ -135,6 +135,9 @@ def layers() -> None:
         x = zeros(rows, 4096)
         norm.rms_norm(x, zeros(4096), 1e-5, delta=zeros(rows, 4096), pdl=PDL)
         activation.gate(zeros(rows, 2 * 14336), "silu", pdl=PDL)
+    wide = torch.zeros(3584)  # Gemma's weights are float32
+    norm.rms_norm(zeros(4, 3584), wide, 1e-6, delta=zeros(4, 3584), behind=wide, pdl=PDL)
+    activation.softcap(zeros(4, 256_000), 30.0, pdl=PDL)
     norm.layer_norm(zeros(4, 5120), zeros(5120), zeros(5120), 1e-5, delta=zeros(4, 5120), pdl=PDL)
     activation.act(zeros(4, 20480), "relu", zeros(20480), pdl=PDL)
     if SHARED < linear.SHARED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from dense_context import DenseContext
+from safetensors.torch import load_file, save_file
 
 from quire.data.models import read_spec, resolve
 from quire.data.weights.checkpoint import read_config
@@ -42,6 +44,7 @@ GEMMA3 = {**GEMMA, "num_hidden_layers": 7}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
+LANGUAGE = "model.language_model."
 YARN_GEMMA = {"rope_theta": 300.0, **YARN}
 ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
@@ -180,3 +183,35 @@ def test_older_rope_fields_mean_the_same_as_rope_parameters() -> None:
     ]
     assert settings[0] == settings[1] == settings[2]
     assert settings[0].kind == "llama3"
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_the_text_of_a_model_that_reads_pictures(short: bool, tmp_path: Path) -> None:
+    """As transformers saves it now; and in its older form, with other names and a config that leaves defaults out."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    text = {**GEMMA3, "rope_parameters": ROPES, "max_position_embeddings": 131_072}
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 4} if short else {}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    theirs.save_pretrained(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    assert any("vision_tower" in name for name in load_file(weights))
+    if short:
+        said = json.loads(path.read_text())
+        for name in ("max_position_embeddings", "num_attention_heads", "num_key_value_heads", "layer_types"):
+            del said["text_config"][name]
+        path.write_text(json.dumps(said))
+        names = {f"language_model.model.{name.removeprefix(LANGUAGE)}" if LANGUAGE in name else name: tensor
+                 for name, tensor in load_file(weights).items()}  # fmt: skip
+        save_file(names, weights)
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+    spec = read_spec(read_config(tmp_path))
+    torch.testing.assert_close(run(built(tmp_path), DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
+    assert spec.parameters == sum(parameter.numel() for parameter in theirs.model.language_model.parameters())

@@ -12,6 +12,7 @@ import transformers
 
 from quire.data.models import ARCHITECTURES, read_spec, resolve
 from quire.data.models.configs import CONFIGS, named_config
+from quire.data.models.gemma_settings import GemmaSettings
 from quire.errors import StartupError
 
 # Counted from the published checkpoints (tied weights once).
@@ -85,7 +86,10 @@ LLAMA_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
     ({"rope_scaling": {"type": "linear"}}, "no factor"),
     ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor in rope_scaling"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters must be one flat object"),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters must be one flat object, got .*'full_attention'",
+    ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"hidden_size": "768"}, "hidden_size in config.json must be an integer from 1 to .*, got '768'"),
@@ -104,6 +108,49 @@ QWEN_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention"]}, "a list of 28 names"),
     ({"layer_types": ["sliding_attention"] * 28}, "no sliding window"),
 ]
+MISTRAL_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["full_attention"] * 31}, r"layer_types in config.json must be a list of 32 names, got \['full"),
+    ({"layer_types": "sliding_attention"}, "a list of 32 names, got 'sliding_attention'"),
+    ({"layer_types": ["linear_attention"] * 32}, "the layer type 'linear_attention'"),
+    ({"layer_types": [["full_attention"]] * 32}, r"the layer type \['full_attention'\]"),
+    ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "no sliding window"),
+    ({"sliding_window": 0}, "sliding_window in config.json must be an integer from 1 to .*, got 0"),
+]
+FLAT = {"rope_type": "default", "rope_theta": 1e4}
+GEMMA2_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["full_attention"]}, "a list of 26 names"),
+    ({"layer_types": ["attention"] * 26}, "the layer type 'attention'.*full_attention, sliding_attention"),
+    ({"sliding_window": 0}, "sliding_window in config.json must be an integer from 1 to .*, got 0"),
+    ({"sliding_window": None}, "no sliding window"),
+    *(({name: None}, f"has no {name}") for name in ("hidden_size", "vocab_size", "num_hidden_layers",
+      "num_attention_heads", "intermediate_size", "max_position_embeddings")),
+    ({"attn_logit_softcapping": 0}, "attn_logit_softcapping in config.json must be a number above 0.*, got 0"),
+    ({"final_logit_softcapping": "30"}, "final_logit_softcapping in config.json .*, got '30'"),
+    ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar in config.json .*, got -1"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+    ({"rope_parameters": {"full_attention": FLAT, "sliding_attention": FLAT}}, "rope_parameters must be one flat"),
+    ({"hidden_activation": "xielu"}, "activation 'xielu'"),
+]  # fmt: skip
+GEMMA3_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    ({"sliding_window_pattern": 0}, "sliding_window_pattern in config.json must be an integer from 1 to .*, got 0"),
+    (
+        {"rope_parameters": FLAT},
+        "rope_parameters in config.json must be an object for each type of layers, got .*default",
+    ),
+    (
+        {"rope_parameters": {"full_attention": 7}},
+        "full_attention in rope_parameters of config.json must be an object, got 7",
+    ),
+    ({"rope_scaling": [8.0]}, r"rope_scaling in config.json must be an object, got \[8.0\]"),
+    ({"rope_local_base_freq": 0}, "rope_local_base_freq in config.json must be a number above 0.*, got 0"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "the rope_type 'longrope'"),
+    (
+        {"rope_scaling": None, "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+        "the rope of sliding_attention in config.json has no factor",
+    ),
+]
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
@@ -115,7 +162,12 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     ("name", "change", "words"),
-    [("llama-125m", *row) for row in LLAMA_OPTIONS] + [("qwen2-7b", *row) for row in QWEN_OPTIONS] + OTHERS,
+    [("llama-125m", *row) for row in LLAMA_OPTIONS]
+    + [("qwen2-7b", *row) for row in QWEN_OPTIONS]
+    + OTHERS
+    + [("mistral-7b", *row) for row in MISTRAL_OPTIONS]
+    + [("gemma-2-2b", *row) for row in GEMMA2_OPTIONS]
+    + [("gemma-3-4b", *row) for row in GEMMA3_OPTIONS],
 )
 def test_options_that_are_not_implemented_are_refused_by_name(name: str, change: dict[str, Any], words: str) -> None:
     config = {**named_config(name), **change}
@@ -200,3 +252,31 @@ def test_layers_that_cannot_be_are_refused_with_the_value(changes: dict[str, Any
     with pytest.raises(StartupError, match=cause) as failure:
         read_spec({**config, **changes})
     assert len(failure.value.cause) < 400
+
+
+def test_windows_of_named_shapes() -> None:
+    """Gemma-2's every second layer attends to all, from the second on; Gemma-3's every sixth, from the sixth on."""
+    for name, period, window in (("gemma-2-9b", 2, 4096), ("gemma-2-27b", 2, 4096), ("gemma-3-4b", 6, 1024)):
+        layers = read_spec(named_config(name)).layers
+        assert [layer.window for layer in layers] == [window if i % period else None for i in range(1, len(layers) + 1)]
+    small, large, third = (read_spec(named_config(name)) for name in ("gemma-2-2b", "gemma-2-27b", "gemma-3-4b"))
+    assert {(layer.scale, layer.softcap) for layer in small.layers} == {(1 / 16, 50.0)}
+    assert {(layer.scale, layer.softcap) for layer in large.layers} == {(1 / 12, 50.0)}
+    assert {(layer.scale, layer.softcap) for layer in third.layers} == {(1 / 16, None)}
+    assert (small.rotaries, third.rotaries) == (1, 2)
+    assert third.max_len == 131_072, "what a scaling reaches, not what it starts from"
+
+
+def test_ropes_of_two_types_in_older_configs_and_in_newer_ones() -> None:
+    old = named_config("gemma-3-4b")
+    new = {key: value for key, value in old.items() if not key.startswith("rope")}
+    new["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    ropes = GemmaSettings.read(old).ropes
+    assert ropes == GemmaSettings.read(new).ropes
+    assert [(rope.kind, rope.theta, rope.factor) for rope in ropes[4:6]] == [("default", 1e4, 1), ("linear", 1e6, 8)]
+    bare = {key: value for key, value in new.items() if key != "rope_parameters"}
+    theirs = transformers.Gemma3TextConfig().rope_parameters
+    assert {rope.theta for rope in GemmaSettings.read(bare).ropes} == {rope["rope_theta"] for rope in theirs.values()}

@@ -11,7 +11,7 @@ import pytest
 from quire.budget import plan_memory
 from quire.config import EngineConfig
 from quire.data.models import ARCHITECTURES, read_spec
-from quire.data.models.configs import CONFIGS
+from quire.data.models.configs import CONFIGS, named_config
 from quire.errors import StartupError
 
 ODD: list[Any] = [
@@ -26,7 +26,10 @@ MORE = {
     "rope_theta": 1.0, "sliding_window": 4, "max_window_layers": 1,
     "use_sliding_window": True, "attention_bias": False, "mlp_bias": False, "word_embed_proj_dim": 64, "n_inner": 5,
     "do_layer_norm_before": True, "enable_bias": True, "_remove_final_layer_norm": True, "scale_attn_weights": True,
-    "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "attention_chunk_size": 4,
+    "attention_chunk_size": 4,
+    "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0, "use_bidirectional_attention": False,
+    "hidden_activation": "gelu",
 }  # fmt: skip
 
 
@@ -55,6 +58,22 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     config["layer_types"] = ["full_attention"] * shape.get("num_hidden_layers", 1)
     if architecture == "LlamaForCausalLM":
         config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
+    if architecture == "Gemma3ForConditionalGeneration":
+        config = {"architectures": [architecture], "text_config": config}
+    every_value(config)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_any_value_of_the_ropes_of_two_types(old: bool) -> None:
+    config = {key: value for key, value in named_config("gemma-3-4b").items() if old or not key.startswith("rope")}
+    if not old:
+        rope = {"rope_theta": 1e4, **SCALING, "rope_type": "yarn"}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": {**rope, "rope_type": "llama3"}}
+        config["layer_types"] = ["full_attention", "sliding_attention"] * 17
+    every_value(config)
+
+
+def every_value(config: dict[str, Any]) -> None:
     read, refusals = 0, set()
     for path in places(config):
         for odd in ODD if path else ():

@@ -75,15 +75,16 @@ class PagedMemory(PageTables):
     def build(cls, config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> PagedMemory:
         """A memory of `size` for `spec`'s layers, grouped as `config.table_scope` says."""
         assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
+        geometry = geometry_of(config, spec, size)
         return cls(
-            geometry_of(config, spec, size),
+            geometry,
             chunk=config.max_num_batched_tokens,
             caching=config.enable_prefix_caching,
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
+            policies=policies_for(group.kind for group in geometry.groups),
             association=config.association,
-            policies=policies_for(layer.kind for layer in spec.layers),
         )
 
     # Admission

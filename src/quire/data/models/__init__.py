@@ -29,6 +29,7 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "Qwen3ForCausalLM": (LlamaSettings, "llama:Llama"),
     "Gemma2ForCausalLM": (GemmaSettings, "gemma:Gemma"),
     "Gemma3ForCausalLM": (GemmaSettings, "gemma:Gemma"),
+    "Gemma3ForConditionalGeneration": (GemmaSettings, "gemma:Gemma"),  # its text
     "OPTForCausalLM": (OPTSettings, "opt:OPT"),
     "GPT2LMHeadModel": (GPT2Settings, "gpt2:GPT2"),
 }

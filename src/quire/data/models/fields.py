@@ -58,6 +58,13 @@ class Fields:
             raise self._bad(name, value, "a string")
         return value
 
+    def section(self, name: str) -> dict[str, Any]:
+        """An object; an empty one where it is absent."""
+        value = self._get(name, {}, "an object")
+        if not isinstance(value, dict):
+            raise self._bad(name, value, "an object")
+        return value
+
     def ids(self, name: str) -> tuple[int, ...]:
         """A token id, a list of them, or nothing."""
         value = self._get(name, (), "")

@@ -63,7 +63,12 @@ class Block(nn.Module):
 class Gemma(nn.Module):
     """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`."""
 
-    prefixes: ClassVar[tuple[str, ...]] = ("model.",)
+    prefixes: ClassVar[tuple[str, ...]] = (
+        "model.language_model.",
+        "language_model.model.",
+        "language_model.",
+        "model.",
+    )
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
@@ -114,8 +119,10 @@ class Gemma(nn.Module):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return (r"(.*\.)?rotary_emb\.inv_freq", *((r"lm_head\.weight",) if self.tied else ()))
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed: those that read pictures
+        among them."""
+        pictures = r"(vision_tower|multi_modal_projector)\..*"
+        return (r"(.*\.)?rotary_emb\.inv_freq", pictures, *((r"lm_head\.weight",) if self.tied else ()))
 
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
         """After loading, once: choose kernels, pack weights, build the rotary tables for positions below `max_len`.

@@ -21,6 +21,14 @@ from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 FULL, LOCAL = LAYER_TYPES
+TEXT = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "intermediate_size": 9216,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +60,12 @@ class GemmaSettings:
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
-        fields = Fields(config)
-        refuse_quantised(fields)
+        refuse_quantised(Fields(config))
+        name = (config.get("architectures") or [""])[0]
+        fields, third = Fields(config), name != "Gemma2ForCausalLM"
+        if name == "Gemma3ForConditionalGeneration":
+            fields = read_text_config(fields)
         fields.refuse("use_bidirectional_attention", False)
-        third = (config.get("architectures") or [""])[0] == "Gemma3ForCausalLM"
         if third:
             fields.refuse("attn_logit_softcapping", None)
         heads, bias = fields.size("num_attention_heads"), fields.flag("attention_bias", False)
@@ -106,7 +116,16 @@ class GemmaSettings:
             intermediate=self.intermediate,
             parameters=self.parameters,
             eos_ids=self.eos_ids,
+            rotaries=len(set(self.ropes)),
         )
+
+
+def read_text_config(fields: Fields) -> Fields:
+    """The text of a Gemma-3 that reads pictures too, whose config may leave out anything that is as transformers has
+    it. Whether the head is tied is said of the whole."""
+    tied = fields.config.get("tie_word_embeddings")
+    more = {} if tied is None else {"tie_word_embeddings": tied}
+    return Fields({**TEXT, **fields.section("text_config"), **more}, f"text_config of {fields.where}")
 
 
 def read_types(fields: Fields, third: bool) -> tuple[str, ...]:
@@ -122,22 +141,18 @@ def read_ropes(fields: Fields, max_len: int) -> dict[str, Rope]:
     """Gemma-3's rotary embedding for each type of layers. `rope_parameters` holds an object a type; older configs have
     `rope_local_base_freq`, and for layers that attend to all `rope_theta` and `rope_scaling`. Either way `max_len` is
     the length behind a scaling, not the one before it."""
-    section, scaling = fields.config.get("rope_parameters") or {}, fields.config.get("rope_scaling") or {}
-    if not isinstance(section, dict) or not all(name in LAYER_TYPES for name in section):
+    section, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
+    if not all(name in LAYER_TYPES for name in section):
         raise StartupError(
             f"rope_parameters in {fields.where} must be an object for each type of layers, got {shown(section)}",
             f"The types are {' and '.join(LAYER_TYPES)}",
         )
-    found = {name: section.get(name) or {} for name in LAYER_TYPES}
-    if not all(isinstance(rope, dict) for rope in (scaling, *found.values())):
-        raise StartupError(f"rope_parameters and rope_scaling in {fields.where} must hold objects")
-    found[FULL] = found[FULL] | scaling
-    local = Fields({**fields.config, "rope_theta": fields.config.get("rope_local_base_freq")}, fields.where)
-    full = Fields(found[FULL], f"the rope of {FULL} in {fields.where}")
-    return {
-        FULL: rope_of(fields, full, max_len, 1e6)[0],
-        LOCAL: rope_of(local, Fields(found[LOCAL], f"the rope of {LOCAL} in {fields.where}"), max_len, 1e4)[0],
-    }
+    types = Fields(section, f"rope_parameters of {fields.where}")
+    full = Fields(types.section(FULL) | scaling, f"the rope of {FULL} in {fields.where}")
+    local = Fields(types.section(LOCAL), f"the rope of {LOCAL} in {fields.where}")
+    thetas = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
+    found = (rope_of(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
+    return dict(zip((FULL, LOCAL), found))
 
 
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:

@@ -254,18 +254,19 @@ def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
     section = fields.config.get(where) or {}
     if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
         raise StartupError(f"{where} must be one flat object, got {shown(section)}", "One rope a model is supported")
-    return rope_of(fields, Fields(section, f"{where} of config.json"), max_position, 10000.0)
+    rope = Fields(section, f"{where} of config.json")
+    return rope_of(fields, rope, max_position, fields.number("rope_theta", 10000.0))
 
 
 def rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tuple[Rope, int]:
-    """The embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta` is what it
-    turns by where neither says so."""
+    """The embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta` is meant
+    where it names none."""
     for options in (fields, rope):
         options.refuse("partial_rotary_factor", 1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in KINDS:
         raise StartupError(f"the rope_type {shown(kind)} is not supported", f"Supported: {', '.join(KINDS)}")
-    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
+    theta = rope.number("rope_theta", theta)
     if kind == "default":
         return Rope(kind=kind, theta=theta, original_len=max_position), max_position
     if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
