@@ -139,16 +139,16 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
     memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, itemsize, plan.kv_bytes))
     large, rows = memory.geometry.large_bytes, []
     for group in memory.geometry.groups:
-        parts = [f"{len(group.layers)} layers, {group.kind}", f"{_size(group.page_bytes)} a page of {group.run_tokens}"]
-        if group.window is not None:
-            parts[0] += f" of {group.window:,}"
+        length = group.window or group.chunk
+        kind = group.kind if length is None else f"{group.kind} of {length:,}"
+        parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {group.run_tokens} tokens"]
         if padding := group.page_bytes - group.run_tokens * group.token_bytes:
             parts.append(f"{padding / group.page_bytes:.1%} padding")
         if large:
             parts.append(f"{large // group.page_bytes} in a large page")
-        rows.append(("layers", ", ".join(parts)))
+        rows.append(("pages", ", ".join(parts)))
     if large:
-        rows.append(("large pages", f"{plan.kv_bytes // large:,} of {_size(large)}"))
+        rows.append(("large pages", f"{plan.kv_bytes // large:,} of {large:,} bytes, which any layer type may have"))
     lengths = sorted({n for n in SHOWN if n < plan.max_len} | {plan.max_len})
     seqs = range(1, plan.max_seqs + 1)
     counts = [bisect_left(seqs, True, key=lambda count: not memory.fits([n] * count)) for n in lengths]

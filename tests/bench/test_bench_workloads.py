@@ -119,6 +119,7 @@ MEANS = [
     ("chat@20000", 820, 302, 0.03, 2048),
     ("arxiv-qa@20000", 92_333, 75, 0.01, 131_072),  # Jenga: 92,408 together
     ("docqa:200:20000@20000", 20_040, 75, 0.03, 25_164),
+    ("ramp:38000:118000@20000", 78_000, 75, 0.01, 129_900),
 ]
 
 
@@ -176,6 +177,15 @@ def test_questions_share_their_document(name: str, documents: int, each: set[int
         assert (one.prefix_len == other.prefix_len) or not shared
         assert (a.prompt[: one.prefix_len] == b.prompt[: other.prefix_len]) == shared
         assert a.prompt[one.prefix_len :] != b.prompt[other.prefix_len :]
+
+
+@pytest.mark.parametrize(("name", "first", "last"), [("ramp:40:4000@3000", 40, 4000), ("ramp:900:90@3000", 900, 90)])
+def test_mean_lengths_ramp(name: str, first: int, last: int) -> None:
+    prompts = np.array([prompt for prompt, _ in parse(name).lengths(seed=5)])
+    means = np.linspace(first, last, 3000)
+    assert (abs(prompts / means - 1) < 0.13).all()
+    assert prompts[1000:2000].mean() == pytest.approx((first + last) / 2, rel=0.02)
+    assert np.corrcoef(prompts, means)[0, 1] > 0.95
 
 
 def test_articles_are_asked_four_times() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from memories import MAX_LEN, VOCAB, Build
 from traces import Trace, run_trace
-from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, StatePolicy, unlike
+from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, StatePolicy, large, unlike
 
+from quire.control.memory.large import LargePages
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy
+from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, WindowPolicy
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.tables import Resident
 from quire.control.request import Sequence
@@ -27,6 +28,7 @@ TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
 """Pages of five sizes whose numbers overlap."""
 PLAIN = unlike(FULL, Kind(24, 8))
 BUDGETS = UNLIKE["budgets-uncached"]
+ROOMY = large(FULL, Kind(24, 4, window=8))
 
 
 class Traveller(EchoRunner):
@@ -129,6 +131,36 @@ def hit_valid_for_one_group_only(patch: Patch) -> None:
     patch.setattr(Prefixes, "_found", first_only)
 
 
+def window_one_token_short(patch: Patch) -> None:
+    reads = WindowPolicy.reads
+    patch.setattr(WindowPolicy, "reads", lambda policy, seq, start, end: reads(policy, seq, start + (start > 0), end))
+
+
+def a_type_allocated_when_another_fails(patch: Patch) -> None:
+    extend = PagedMemory._extend
+
+    def partly(memory: PagedMemory, seq: Sequence, resident: Resident, *rest: Any, **more: Any) -> bool:
+        done = extend(memory, seq, resident, *rest, **more)
+        for g in range(len(memory.groups)) if not done else ():
+            if memory.pages.reserve([int(i == g) for i in range(len(memory.groups))]):
+                memory.take(g, 1, resident.owner)
+        return done
+
+    patch.setattr(PagedMemory, "_extend", partly)
+
+
+def hash_kept_on_a_rebound_page(patch: Patch) -> None:
+    forget = LargePages._forget
+
+    def kept(pages: LargePages, group: int, page: int) -> None:
+        key = pages.keys[group][page]
+        forget(pages, group, page)
+        if key is not None and not pages.busy[page // pages.ratios[group]]:
+            pages.index[group][key] = page
+
+    patch.setattr(LargePages, "_forget", kept)
+
+
 def ahead_not_done(patch: Patch) -> None:
     submit = EchoRunner.submit
     patch.setattr(EchoRunner, "submit", lambda runner, plan: submit(runner, plan._replace(ahead=())))
@@ -184,6 +216,15 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
         window_page_dropped_before_its_chunk_ran, UNLIKE["3-to-2"], EchoRunner
     ),
     "a chunk's page dropped one token early": (chunk_page_dropped_one_token_early, UNLIKE["chunked"], EchoRunner),
+    "a window one token short": (window_one_token_short, ROOMY, EchoRunner),
+    "a window page dropped too early, in large pages": (
+        window_page_dropped_before_its_chunk_ran, UNLIKE["large-poisoned"], EchoRunner
+    ),
+    "a hit valid for one type only, in large pages": (
+        hit_valid_for_one_group_only, large(FULL, WINDOW, STATE), EchoRunner
+    ),
+    "a type allocated when another fails": (a_type_allocated_when_another_fails, ROOMY, EchoRunner),
+    "a hash kept on a rebound page": (hash_kept_on_a_rebound_page, ROOMY, EchoRunner),
     "a hit valid for one group only": (hit_valid_for_one_group_only, unlike(FULL, WINDOW, STATE), EchoRunner),
     "a budget a token short": (budget_a_token_short, BUDGETS, EchoRunner),
     "writes behind a prompt by position": (writes_behind_a_prompt_by_position, BUDGETS, EchoRunner),

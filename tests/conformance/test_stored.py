@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from memories import VIRTUAL, Build
-from stored import PAGE, StoredRunner, store_of
+from memories import MEMORIES, VIRTUAL, Build
+from stored import PAGE, PagedRunner, StoredRunner, store_of
 from traces import Trace
+from unlike import UNLIKE
 
+from quire.control.memory.paged import PagedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
 
@@ -48,6 +51,23 @@ def test_traces_over_real_pages(name: str, depth: int) -> None:
     del store
     runner.close()
     assert leftovers() == before
+
+
+IN_LARGE_PAGES: dict[str, Callable[[Build], PagedMemory]] = {
+    **{name: MEMORIES[name] for name in ("large", "large-16", "large-uncached", "large-poisoned", "gcd", "uniform")},
+    **{f"unlike {name}": UNLIKE[name] for name in ("large-6-10-15", "large-poisoned")},
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", IN_LARGE_PAGES)
+def test_traces_over_the_bytes_of_a_store(name: str, depth: int) -> None:
+    """Pages of several sizes lie in one buffer and in one host memory; no two sequences' ever meet there."""
+    runner = PagedRunner(depth)
+    memory = IN_LARGE_PAGES[name](Build(112, 16, 8, LENGTH, 1000))
+    trace = Trace(memory, seed=depth, depth=depth, budget=16, max_seqs=8, runner=runner, preemption="swap")
+    assert trace.run(20).finished > 5
+    assert ("large" in name) == (memory.geometry.large_bytes > 0)
 
 
 class Calls:

@@ -36,6 +36,7 @@ LONG |= {"vattention-table3", "vattention-table7", "vattention-fig11", "vattenti
 LONG |= {"vattention-table1", "vattention-table2", "vattention-table8"}  # test_contiguous_sizes, test_paging_issues
 LONG |= {"vattention-fig12", "vattention-table4"}  # test_kernel_switch, test_reqids
 LONG |= {"vattention-views"}  # test_mapped_views
+LONG |= {name for name in ENTRIES if name.startswith("jenga-")}  # test_unlike_layers and its neighbours
 
 
 def reproduced(name: str, folder: Path) -> dict[str, Any]:

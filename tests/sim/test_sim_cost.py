@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.errors import StartupError
 from quire.sim.cost import FOLDER, Attention, Coefficients, Cost, Shape, load, names, padded, work_of
 from quire.source import read_source
 from quire.vocabulary.plan import Copy, In, Out, Row, StepPlan, Table
+from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 NOTHING = Coefficients(*(0.0,) * 10)
 SHAPE = Shape(100, 10, 2, (Attention(None, 8, 4), Attention(3, 16, 2)))
@@ -31,6 +33,34 @@ def test_work_of_a_plan() -> None:
     near = (3 + 3 + 3 + 3) + (1 + 2)
     assert work.attention == full * 4 + near * 2
     assert (work.copied, work.swapped) == (1000, 1010)
+
+
+@pytest.mark.parametrize(
+    ("part", "sees"),
+    [
+        (Attention(None, 1, 1), lambda p: p + 1),
+        (Attention(3, 1, 1), lambda p: min(p + 1, 3)),
+        (Attention(None, 1, 1, chunk=4), lambda p: p % 4 + 1),
+    ],
+)
+def test_what_a_layer_sees_is_what_each_position_sees(part: Attention, sees: Callable[[int], int]) -> None:
+    for length in range(1, 14):
+        assert part.seen(length) == sees(length - 1)
+        assert part.pairs(length) == sum(map(sees, range(length)))
+
+
+def test_budgets_are_read_after_a_prompt_that_is_seen_whole() -> None:
+    part = Attention(None, 1, 1, budget=5)
+    assert [part.seen(length) for length in (1, 5, 6, 100)] == [1, 5, 5, 5]
+    assert part.pairs(10) == 55
+
+
+def test_layers_that_share_are_read_and_heads_may_differ() -> None:
+    layers = (LayerSpec(1, 8), LayerSpec(1, 8, shares=0), LayerSpec(1, 8, window=4, heads=3))
+    spec = ModelSpec("made up", layers, 64, 32, 16, 2, 1, 2000)
+    full, window = Shape.of(spec, 2, tied=True).attention
+    assert full == Attention(None, 2 * (2 * 8 * 2), 2 * (4 * 2 * 8))
+    assert window == Attention(4, 2 * 8 * 2, 4 * 3 * 8)
 
 
 def test_cost_is_the_sum_of_its_parts() -> None:

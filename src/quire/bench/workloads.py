@@ -130,17 +130,23 @@ ARTICLE = Uniform(54_586, 130_000)
 ASKED = 4
 QUESTION, ANSWER = Uniform(16, 64), Uniform(50, 100)
 
+# Jenga, §7.3, Figure 16: in the dynamic trace "the average length forms a uniform distribution over time". ramp has the
+# means of the first and the last request by choice. Assumed: they change evenly from one request to the next, lengths
+# lie within RAMPED of the mean, outputs as in Figure 15.
+RAMPED = 0.1
+
 RATIO = re.compile(r"0?\.[0-9]{1,6}|0", re.ASCII)  # of a range: below 1
 NUMBERS = {
     "docqa": 2,
     "fixed": 2,
+    "ramp": 2,
     "range": 3,
     "shared": 3,
     **dict.fromkeys((*DRAWN, *TRANSLATION, "chat", "arxiv-qa"), 0),
 }
 EXPECTED = ", ".join((
     "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N, range:IN:OUT:RATIO@N, shared:PREFIX:OWN:OUT@N",
-    "docqa:DOCUMENTS:TOKENS@N",
+    "docqa:DOCUMENTS:TOKENS@N, ramp:FIRST:LAST@N",
     *(f"{kind}@N" for kind, count in NUMBERS.items() if not count and kind not in ("sharegpt", "alpaca", "longdoc")),
 ))  # fmt: skip
 
@@ -215,6 +221,8 @@ class Named(Workload):
             documents, tokens = self.numbers
             lengths = Uniform(tokens - tokens // 4, tokens + tokens // 4)
             return _questions(rng, documents, lengths, self.requests)
+        if self.kind == "ramp":
+            return _ramp(rng, *self.numbers, self.requests)
         *prefix_and_own, output = self.numbers
         shared = ("shared", prefix_and_own[0]) if self.kind == "shared" else ()
         return [Sketch(sum(prefix_and_own), output, *shared)] * self.requests
@@ -252,6 +260,13 @@ def _questions(rng: np.random.Generator, documents: int, length: Uniform, count:
         Sketch(lengths[document] + question, output, f"document {document}", lengths[document])
         for document, (question, output, *_) in zip(which, asked)
     ]
+
+
+def _ramp(rng: np.random.Generator, first: int, last: int, count: int) -> list[Sketch]:
+    """`count` requests whose mean length goes evenly from `first` to `last`."""
+    means = np.linspace(first, last, count)
+    prompts = np.maximum(1, means * rng.uniform(1 - RAMPED, 1 + RAMPED, count)).astype(np.int64)
+    return list(map(Sketch, prompts.tolist(), ANSWER.draw(rng, count).tolist()))
 
 
 def parse(name: str | Workload) -> Workload:

@@ -30,27 +30,30 @@ MOST_DEPTH = 8
 
 
 class Attention(NamedTuple):
-    """Layers that see alike: bytes of a token's keys and values that all of them read, another's where they share, and
-    operations for one token to attend to one other (a product with its key and one with its value, for every query
-    head)."""
+    """Layers that see the same of a sequence: bytes that they read of a token (those of layers that share another's
+    keys and values among them), and operations for one token to attend to one other (a product with its key and one
+    with its value, for every query head). `window`, `chunk` and `budget` as in LayerSpec."""
 
     window: int | None
     token_bytes: int
     pair: int
     chunk: int | None = None
+    budget: int | None = None
 
     def seen(self, length: int) -> int:
-        """Positions that the last of `length` tokens attends to, itself included."""
+        """Tokens that the last of `length` ones attends to when it decodes, itself included. What a layer with a budget
+        keeps beyond it, of the tokens generated, isn't counted."""
         if self.chunk is not None:
             return (length - 1) % self.chunk + 1
-        return length if self.window is None else min(length, self.window)
+        return min(length, self.window or length, self.budget or length)
 
     def pairs(self, length: int) -> int:
-        """Positions that the first `length` tokens of a sequence attend to, themselves included."""
+        """Positions that the first `length` tokens of a prompt attend to, themselves included. Layers with a budget see
+        all of a prompt."""
         if self.chunk is not None:
             whole, rest = divmod(length, self.chunk)
-            return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) // 2
-        short = self.seen(length)
+            return whole * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
+        short = length if self.window is None else min(length, self.window)
         return short * (short + 1) // 2 + (length - short) * short
 
 
@@ -73,11 +76,12 @@ class Shape(NamedTuple):
         """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table."""
         head = spec.vocab_size * spec.hidden
         parts = []
-        for window, chunk in dict.fromkeys((layer.window, layer.chunk) for layer in spec.layers):
-            layers = [layer for layer in spec.layers if (layer.window, layer.chunk) == (window, chunk)]
+        for sees in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in spec.layers):
+            layers = [layer for layer in spec.layers if (layer.window, layer.chunk, layer.budget) == sees]
             pair = sum(4 * (layer.heads or spec.heads) * layer.head_dim for layer in layers)
             read = sum(replace(layer, shares=None).token_bytes(itemsize) for layer in layers)
-            parts.append(Attention(window, read, pair, chunk))
+            window, chunk, budget = sees
+            parts.append(Attention(window, read, pair, chunk, budget))
         return cls(spec.parameters - (head if tied else 2 * head), head, itemsize, tuple(parts))
 
 
@@ -109,7 +113,7 @@ def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
             chunks.append((start, start + count))
     read = attention = 0.0
     for part in shape.attention:
-        full = part.window is None and part.chunk is None
+        full = part.window is None and part.chunk is None and part.budget is None
         read += part.token_bytes * (sum(contexts) if full else sum(map(part.seen, contexts)))
         attention += part.pair * sum(part.pairs(end) - part.pairs(start) for start, end in chunks)
     copied = swapped = 0

@@ -1,0 +1,174 @@
+"""Jenga Figure 4: what is left of cached prefixes when eviction is balanced between layer types and aligned, and when
+it isn't. The memory itself evicts; its opposites are settings of its ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.bench.document import table
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import Sequence as Seq
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, measured
+from quire.reproduce.unlike_serving import H100, Case, assumed, burst, serve
+from quire.vocabulary.specs import Geometry, Group, Layout
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "balanced, aligned": {},
+    "not balanced": {"balanced": False},
+    "not aligned": {"aligned": 0},
+}
+LENGTH = 24  # tokens of a text, pages of one token
+# Gemma-2: its layer types have pages of one size, so that every page is anybody's and only the order decides.
+CASE = Case("gemma-2-9b", H100, "docqa:24:6000@144", kv_gib=24.0, caching=True)
+
+
+def memory_of(pages: int, window: int, **orders: Any) -> PagedMemory:
+    """One layer of self attention, and one with a window, over `pages` pages of one token."""
+    ids = range(1, pages + 1)
+    groups = tuple(
+        Group((i,), 16, 16, 64, ids, run_tokens=1, window=size, kind="full" if size is None else "window")
+        for i, size in enumerate((None, window))
+    )
+    geometry = Geometry(Layout.PAGED, (pages + 1) * 16, 4, groups, 2)
+    return PagedMemory(geometry, chunk=4, retention="slack", slack=0, **orders)
+
+
+def ask(memory: PagedMemory, name: int, tokens: list[int], stays: bool = False) -> None:
+    """Compute a prompt, in chunks; it ends then, or `stays`."""
+    seq = Seq(name, tokens)
+    found = memory.admit([seq], memory.chunk)
+    assert isinstance(found, list), "there is room for a prompt"
+    seq.computed = seq.planned = found[0].reused
+    while seq.computed < len(tokens):
+        length = min(seq.computed + memory.chunk, len(tokens))
+        assert memory.grow(seq, length), "there is room for its next tokens"
+        seq.computed = seq.planned = length
+        memory.commit(seq)
+    memory.take_journal()
+    if not stays:
+        memory.free(seq)
+
+
+def words(first: int, count: int = LENGTH) -> list[int]:
+    return list(range(first, first + count))
+
+
+def left(memory: PagedMemory, first: int) -> int:
+    """Tokens of a text that another request would find."""
+    return memory.prefixes.cached(Seq(99, [*words(first), 7])).tokens
+
+
+def balance() -> dict[str, list[int]]:
+    """(a): two texts were read, a third one comes: what is left of the first two, in tokens."""
+    found = {}
+    for name in ("balanced, aligned", "not balanced"):
+        memory = memory_of(78, 4, **ORDERS[name])
+        for i, first in enumerate((100, 200, 300)):
+            ask(memory, i + 1, words(first))
+        found[name] = [left(memory, first) for first in (100, 200)]
+    return found
+
+
+def alignment() -> dict[str, int]:
+    """(b): of one text, whose last tokens must go: what is left of it, in tokens."""
+    found = {}
+    for name in ("balanced, aligned", "not aligned"):
+        memory = memory_of(60, 64, **({"aligned": 1} | ORDERS[name]))
+        ask(memory, 1, words(100))
+        ask(memory, 2, words(200, 10), stays=True)
+        found[name] = left(memory, 100)
+    return found
+
+
+class Rate(NamedTuple):
+    """Served by an order: the share of prompts' tokens that is found, and requests a second."""
+
+    order: str
+    retention: str
+    hit_rate: float
+    requests_per_s: float
+
+
+def rates() -> list[Rate]:
+    """A trace of questions about documents, more of them than fit."""
+    found = []
+    for retention in ("paper", "boundary"):
+        for name, orders in ORDERS.items():
+            engine = CASE.plant("jenga", retention=retention).simulation().engine
+            ledger: Any = engine.scheduler.memory.pages  # type: ignore[attr-defined]
+            for setting, value in orders.items():
+                setattr(ledger, setting, value)
+            run = serve(engine, burst(CASE.sketches()), CASE.spec, concurrency=1)
+            found.append(Rate(name, retention, run.hit_rate, run.requests_per_s))
+    return found
+
+
+def figure_4() -> Reproduction:
+    """Both examples, and hit rates."""
+    found = balance(), alignment(), rates()
+    data: Any = {"balance": found[0], "alignment": found[1], "rates": [one._asdict() for one in found[2]]}
+    return Reproduction(judged(*found), text(*found), lambda: draw(data), data)
+
+
+def judged(balanced: Mapping[str, list[int]], aligned: Mapping[str, int], found: Sequence[Rate]) -> list[Result]:
+    """The figure has no numbers: what it says is that either order keeps more."""
+    best, other = balanced["balanced, aligned"], balanced["not balanced"]
+    results = [
+        equal("J-F4", "(a) balanced: of two texts the later one is left whole", [0, LENGTH], best, "tokens"),
+        _claim("(a) not balanced: less is left", sum(other) < sum(best)),
+        measured("J-F4", "(a) not balanced: of two texts is left", other, "tokens"),
+        _claim("(b) not aligned: less of a text is left", aligned["not aligned"] < aligned["balanced, aligned"]),
+        measured("J-F4", "(b) of a text is left, aligned and not", list(aligned.values()), "tokens"),
+    ]
+    for retention in dict.fromkeys(one.retention for one in found):
+        of = {one.order: one for one in found if one.retention == retention}
+        best_rate = of["balanced, aligned"].hit_rate
+        for name in ("not balanced", "not aligned"):
+            what = f"hit rate, retention {retention}: balanced and aligned / {name}"
+            ratio = round(best_rate / of[name].hit_rate, 2) if of[name].hit_rate else None
+            results.append(measured("J-F4", what, ratio, "times", "simulated"))
+    return results
+
+
+def _claim(what: str, holds: bool) -> Result:
+    return Result("J-F4", what, True, holds, "", HOLDS if holds else DIFFERS)
+
+
+def text(balanced: Mapping[str, list[int]], aligned: Mapping[str, int], found: Sequence[Rate]) -> str:
+    rows = [(one.order, one.retention, f"{100 * one.hit_rate:.1f}%", f"{one.requests_per_s:.2f}") for one in found]
+    two, one_text = (", ".join(f"{name} {value}" for name, value in of.items()) for of in (balanced, aligned))
+    return (
+        f"(a) tokens left of two texts of {LENGTH}: {two}\n(b) tokens left of a text of {LENGTH}: {one_text}\n"
+        f"{CASE.model}, {CASE.budget:g} GiB for KV, {CASE.workload}, one at a time\n"
+        f"{table(('order', 'retention', 'hit rate', 'requests/s'), rows)}\n"
+        "Not balanced: a type that is short evicts pages of its own as long as it has any, however old others are.\n"
+        f"Not aligned: of pages used equally long ago all of one type go first.\n{assumed()}"
+    )
+
+
+def draw(data: Mapping[str, Any]) -> Figure:
+    """Tokens left in the examples on the left, hit rates on the right."""
+    from quire.reproduce.plots import COLOURS, figure
+
+    fig = figure(11, 3.6)
+    left_axes, right = fig.subplots(1, 2)
+    bars = {f"(a) {name}": sum(value) for name, value in data["balance"].items()}
+    bars |= {f"(b) {name}": value for name, value in data["alignment"].items()}
+    drawn = left_axes.barh(list(bars), list(bars.values()), color=[COLOURS[0], COLOURS[1]] * 2)
+    left_axes.bar_label(drawn, padding=3)
+    left_axes.set_xlabel("tokens that another request finds")
+    left_axes.invert_yaxis()
+    names = [f"{one['order']}\nretention {one['retention']}" for one in data["rates"]]
+    colours = [COLOURS[0] if one["order"] == "balanced, aligned" else COLOURS[1] for one in data["rates"]]
+    drawn = right.barh(names, [100 * one["hit_rate"] for one in data["rates"]], color=colours)
+    right.bar_label(drawn, fmt="%.1f", padding=3)
+    right.set_xlabel("hit rate, % of prompts' tokens")
+    right.tick_params(axis="y", labelsize=7)
+    right.invert_yaxis()
+    fig.suptitle("Jenga Figure 4: balanced and aligned eviction")
+    return fig

@@ -1,0 +1,86 @@
+"""The layers of Jenga's models by kind: how many there are, what a unit of theirs (a token, an image token, a state)
+takes, and how many units a request needs. Models that aren't built here are here by their published shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.reproduce.closed_forms import spec_of
+from quire.vocabulary.specs import ModelSpec
+
+BF16 = 2
+
+
+class Kind(NamedTuple):
+    """`layers` layers, of which each keeps `unit_bytes` of a unit. `most`: no more units than these are needed, however
+    long a request is (a window, a budget; of states one). `unit` says what a unit is."""
+
+    name: str
+    layers: int
+    unit_bytes: int
+    most: int | None = None
+    unit: str = "token"
+
+    @property
+    def bytes(self) -> int:
+        """Of a unit, all layers together."""
+        return self.layers * self.unit_bytes
+
+    def needed(self, tokens: int) -> int:
+        """Units that a request of `tokens` tokens needs for the next one."""
+        return tokens if self.most is None else min(tokens, self.most)
+
+
+def kinds_of(spec: ModelSpec, itemsize: int = BF16) -> list[Kind]:
+    """The kinds of a model's layers; those that share keep nothing and are of none."""
+    own = [layer for layer in spec.layers if layer.shares is None]
+    found = []
+    for kept in dict.fromkeys(layer.kept for layer in own):
+        mine = [layer for layer in own if layer.kept == kept]
+        first = mine[0]
+        most = next((n for n in (first.window, first.chunk, first.budget) if n is not None), None)
+        name = "full" if most is None else "window" if first.window else "chunk" if first.chunk else "budget"
+        label = name if most is None else f"{name} {most:,}"
+        found.append(Kind(label, len(mine), first.token_bytes(itemsize), most))
+    return found
+
+
+def drafted(target: Sequence[Kind], draft: Sequence[Kind]) -> list[Kind]:
+    """A model with a smaller one that drafts for it."""
+    return [*target, *(kind._replace(name=f"draft's {kind.name}") for kind in draft)]
+
+
+def named(name: str) -> list[Kind]:
+    """Those of a config that quire knows by name."""
+    return kinds_of(spec_of(name))
+
+
+def attention(name: str, layers: int, kv_heads: int, head_dim: int, most: int | None = None) -> Kind:
+    """Layers that keep keys and values in bfloat16."""
+    return Kind(name, layers, 2 * kv_heads * head_dim * BF16, most)
+
+
+# Llama 3.2 11B Vision: 40 layers, every fifth of cross attention to image tokens (transformers' MllamaConfig).
+MLLAMA = [attention("self", 32, 8, 128), attention("cross", 8, 8, 128)._replace(unit="image token")]
+# Embeddings of image tokens as the vision encoder leaves them: the hidden size in bfloat16.
+EMBEDDED = Kind("embedding", 1, 4096 * BF16, unit="image token")
+# Jamba 1.5 mini, 52B (transformers' JambaConfig): 32 layers, every eighth of attention; a state is convolution's last 3
+# of 4 inputs and 16 numbers for each of 8,192 channels. How many bytes a number of the state has is a choice.
+JAMBA_ATTENTION = attention("full", 4, 8, 128)
+CHANNELS, STATES, CONVOLVED = 8192, 16, 3
+
+
+def jamba(state_bytes: int) -> list[Kind]:
+    """Jamba with states in numbers of so many bytes, and convolution's inputs in bfloat16."""
+    state = CHANNELS * (CONVOLVED * BF16 + STATES * state_bytes)
+    return [JAMBA_ATTENTION, Kind("state", 28, state, 1, "state")]
+
+
+# "Ministral 1B" is the paper's own, "following the model configuration of Llama 3.2 1B" (§7.4).
+LLAMA_1B = [attention("full", 16, 8, 64)]
+GEMMA2_2B = [attention("full", 13, 4, 256), attention("window 4,096", 13, 4, 256, 4096)]
+GEMMA2_9B = [attention("full", 21, 8, 256), attention("window 4,096", 21, 8, 256, 4096)]
+GEMMA2_27B = [attention("full", 23, 16, 128), attention("window 4,096", 23, 16, 128, 4096)]
+LLAMA_70B = [attention("full", 80, 8, 128)]

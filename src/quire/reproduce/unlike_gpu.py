@@ -1,0 +1,238 @@
+"""Jenga Figures 13, 15 and 17 for real: engines with dummy weights of the models' shapes on one GPU, over two-level and
+uniform pages, in the KV memory that the paper's devices would have left over; beside the simulation of the same.
+
+What a token is has no say in what a step costs. Loads are shorter than the simulated entries', so that a run takes a
+minute; each rule has an engine of its own, warmed up before its requests come.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.bench.document import table
+from quire.build import Built
+from quire.reproduce.articles import HITS, SPEED
+from quire.reproduce.decode_batches import RATIO
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, measured
+from quire.reproduce.unlike_serving import H200, OWN, Case, Ran, assumed, burst, exactly, serve
+from quire.reproduce.unlike_throughput import CASES
+from quire.sim.simulate import Arriving
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RULES = ("uniform", "jenga")
+MOST_OFF = 0.15  # the simulation's error, as a share
+WARM = [Arriving(0.0, [OWN] * length, exactly(8)) for length in (64, 700, 2100, 64)]
+
+
+class Load(NamedTuple):
+    """A case and how its requests come: all at once, or at most `concurrency` at a time."""
+
+    case: Case
+    concurrency: int | None = None
+
+    def here(self) -> Case:
+        """The same KV memory on this device, whose weights have two bytes."""
+        return self.case._replace(device=H200, kv_gib=self.case.budget, halved=False)
+
+
+def _like(model: str, device: int, workload: str) -> Load:
+    return Load(CASES[model][device]._replace(workload=workload))
+
+
+LOADS = {
+    "ministral": _like("Ministral", 0, "arxiv-qa@24"),
+    "ministral-l4": _like("Ministral", 1, "arxiv-qa@20"),
+    "gemma-27b": _like("Gemma-2", 0, "arxiv-qa@40"),
+    "gemma-9b": _like("Gemma-2", 1, "arxiv-qa@40"),
+    "character": _like("character.ai", 1, "mmlu-pro@150"),
+    "pyramid": _like("PyramidKV", 1, "mmlu-pro@150"),
+    "llama": _like("Llama", 1, "mmlu-pro@150"),
+}
+BATCHES = Load(Case("ministral-8b", H200, "longdoc@10", kv_gib=30.0))
+ARTICLES = Load(Case("ministral-8b", H200, "docqa:5:64000@20", kv_gib=32.0, caching=True), concurrency=1)
+
+
+class Both(NamedTuple):
+    """A rule's run: real, and simulated."""
+
+    rule: str
+    real: Ran
+    simulated: Ran
+
+
+def built(case: Case, rule: str) -> AbstractContextManager[Built]:
+    """An engine with dummy weights, warmed up at its start."""
+    from quire.bench import shapes
+
+    config = replace(case.config(rule), dummy_weights=True, skip_tokenizer_init=True, device="cuda")
+    if case.changes:
+        return shapes.built(replace(config, model_config=None), case.shape)
+    return shapes.built(config)
+
+
+def run(load: Load) -> list[Both]:
+    """Every rule for real, one after another, and simulated."""
+    from quire.reproduce.dummy_engines import release
+
+    here, found = load.here(), list[Both]()
+    most = min(here.plant(rule).max_len for rule in RULES)
+    kept = [one for one in here.sketches() if one.prompt_len + one.output_len <= most]
+    trace = burst(kept)
+    for rule in RULES:
+        with built(here, rule) as made:
+            serve(made.engine, WARM, made.spec)
+            real = serve(made.engine, trace, made.spec, concurrency=load.concurrency)
+        release()
+        print(json.dumps({"rule": rule, **real.facts()}), file=sys.stderr, flush=True)
+        engine = here.plant(rule).simulation().engine
+        found.append(Both(rule, real, serve(engine, trace, here.spec, concurrency=load.concurrency)))
+    return found
+
+
+def _need_gpu(name: str) -> None:
+    from quire.bench.replay import need_gpu
+
+    need_gpu(f"quire reproduce {name}")
+
+
+# Verdicts
+
+What = Callable[[Ran], float]
+
+
+def compared(row: str, what: str, unit: str, of: What, found: Sequence[Both], paper: str | None) -> list[Result]:
+    """A number by either rule, its ratio, for real and simulated; more is better."""
+    by = {both.rule: both for both in found}
+    results = [
+        measured(row, f"{rule}: {what}", round(of(ran), 3), unit, kind)
+        for rule, both in by.items()
+        for kind, ran in (("real", both.real), ("simulated", both.simulated))
+    ]
+    ratios = [_ratio(of, [getattr(by[rule], kind) for rule in RULES]) for kind in ("real", "simulated")]
+    results.append(measured(row, f"{what}: LCM pages / uniform", ratios[1], "times", "simulated"))
+    verdict = HOLDS if ratios[0] > 1 else DIFFERS
+    results.append(Result(row, f"{what}: LCM pages / uniform (above 1)", paper, ratios[0], "times", verdict))
+    return results
+
+
+def _ratio(of: What, pair: Sequence[Ran]) -> float:
+    less, more = (of(one) for one in pair)
+    return round(more / less, 2) if less else float("inf")
+
+
+def off(row: str, found: Sequence[Both]) -> list[Result]:
+    """How far the simulation's time is off."""
+    return [
+        at_most(row, f"{both.rule}: simulated time, off by", MOST_OFF,
+                round(abs(both.simulated.seconds / both.real.seconds - 1), 3), "share")
+        for both in found
+    ]  # fmt: skip
+
+
+def judged_speed(found: Sequence[Both], equal: bool = False) -> list[Result]:
+    """Figure 13. `equal`: of layers that are alike; then the two differ by no more than 3 %."""
+    results = compared("J-F13", "throughput", "requests/s", lambda ran: ran.requests_per_s, found, None)
+    if equal:
+        ratio = results.pop().ours
+        verdict = HOLDS if abs(ratio - 1) <= 0.03 else DIFFERS
+        results.append(Result("J-F13", "throughput: LCM pages / uniform (within 3%)", 1.0, ratio, "times", verdict))
+    return [*results, *off("J-F13", found)]
+
+
+def judged_batches(found: Sequence[Both]) -> list[Result]:
+    """Figure 15."""
+    paper = f"{RATIO} (another load)"
+    results = compared("J-F15", "mean decode batch", "requests", lambda ran: ran.batch, found, paper)
+    steps = [measured("J-F15", f"{both.rule}: steps that decode", both.real.decode_steps, "steps") for both in found]
+    return [*results, *steps, *off("J-F15", found)]
+
+
+def judged_articles(found: Sequence[Both]) -> list[Result]:
+    """Figure 17."""
+    results = compared("J-F17", "hit rate", "of prompts", lambda ran: ran.hit_rate, found, f"up to {HITS}")
+    speed = compared("J-F17", "throughput", "requests/s", lambda ran: ran.requests_per_s, found, f"up to {SPEED}")
+    return [*results, *speed, *off("J-F17", found)]
+
+
+# Entries
+
+
+def _entry(name: str, load: Load, judge: Callable[[Sequence[Both]], list[Result]], title: str) -> Reproduction:
+    _need_gpu(name)
+    found = run(load)
+    data: Any = {
+        "title": title,
+        "runs": [{"rule": both.rule, "by": kind, **getattr(both, kind).facts()}
+                 for both in found for kind in ("real", "simulated")],
+    }  # fmt: skip
+    return Reproduction(judge(found), text(load, found), lambda: draw(data), data)
+
+
+def _throughput(name: str) -> Reproduction:
+    load = LOADS[name]
+    judge = partial(judged_speed, equal=name == "llama")
+    return _entry(f"jenga-fig13-{name}-gpu", load, judge, f"Jenga Figure 13: {load.case.label}'s KV memory")
+
+
+ministral, ministral_l4 = partial(_throughput, "ministral"), partial(_throughput, "ministral-l4")
+gemma_27b, gemma_9b = partial(_throughput, "gemma-27b"), partial(_throughput, "gemma-9b")
+character, pyramid, llama = (partial(_throughput, name) for name in ("character", "pyramid", "llama"))
+
+
+def decode_batches() -> Reproduction:
+    """Figure 15."""
+    return _entry("jenga-fig15-gpu", BATCHES, judged_batches, "Jenga Figure 15: decode batches")
+
+
+def articles() -> Reproduction:
+    """Figure 17, one number of articles."""
+    return _entry("jenga-fig17-gpu", ARTICLES, judged_articles, "Jenga Figure 17: 5 articles of 64,000 tokens")
+
+
+def text(load: Load, found: Sequence[Both]) -> str:
+    here = load.here()
+    rows = [
+        (both.rule, kind, f"{ran.seconds:.1f}", ran.requests, f"{ran.requests_per_s:.3g}", f"{ran.tokens_per_s:,.0f}",
+         f"{ran.batch:.2f}", ran.decode_steps, f"{100 * ran.hit_rate:.1f}%", ran.preemptions)
+        for both in found
+        for kind, ran in (("real", both.real), ("simulated", both.simulated))
+    ]  # fmt: skip
+    head = ("pages", "by", "seconds", "requests", "requests/s", "tokens/s", "decode batch", "decode steps", "hit rate",
+            "preempted")  # fmt: skip
+    how = "all at once" if load.concurrency is None else f"at most {load.concurrency} at a time"
+    return (
+        f"{here.model}, {here.workload}, {how}; --kv-gib {here.budget:.2f}, what {load.case.label} has left over or "
+        f"what is given\n{table(head, rows)}\n{assumed()}"
+    )
+
+
+def draw(data: Mapping[str, Any]) -> Figure:
+    """Throughput, decode batch and hit rate by rule, real and simulated."""
+    from quire.reproduce.plots import COLOURS, figure
+
+    fig = figure(10, 3.4)
+    names = {"requests/s": _speed, "mean decode batch": "batch", "hit rate": "hit_rate"}
+    for axes, (label, of) in zip(fig.subplots(1, len(names)), names.items()):
+        for i, kind in enumerate(("real", "simulated")):
+            mine = {one["rule"]: one for one in data["runs"] if one["by"] == kind}
+            values = [of(mine[rule]) if callable(of) else mine[rule][of] for rule in RULES]
+            places = [k + 0.4 * (i - 0.5) for k in range(len(RULES))]
+            bars = axes.bar(places, values, 0.38, color=COLOURS[i], label=kind)
+            axes.bar_label(bars, fmt="%.3g", fontsize=8)
+        axes.set_xticks(range(len(RULES)), RULES)
+        axes.set_ylabel(label)
+    fig.axes[0].legend(fontsize=8)
+    fig.suptitle(data["title"])
+    return fig
+
+
+def _speed(one: Mapping[str, Any]) -> float:
+    return float(one["requests"] / one["seconds"])

@@ -1,0 +1,319 @@
+"""Models of unlike layers served by simulation, over one allocation rule or another (Jenga §7): the paper's devices and
+budgets, and what is counted of a run. The engine, the scheduler and the memory are those that serve.
+
+Steps cost what a calibration says, scaled by what a device moves and computes in a second; so throughputs of other
+devices are extrapolations, and what is compared are rules on one device.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.bench.workloads import Sketch, parse
+from quire.cli.simulate import Plant, plant_of
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.control.memory.policies import POLICIES
+from quire.data.models import read_spec
+from quire.data.models.configs import named_config
+from quire.errors import QuireError
+from quire.sim.cost import load, names
+from quire.sim.simulate import Arriving
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.specs import Group, LayerSpec, ModelSpec
+
+WINDOWED, OTHER = "h200-ministral-8b", "h200-llama3-8b"
+CALIBRATION = WINDOWED if WINDOWED in names() else OTHER
+SEED = 0
+OWN = 11  # the token of prompts whose content has no say
+DOCUMENT = 64  # documents have tokens of their own from here on, and questions behind them
+GB = 1e9
+BESIDE = 1.5 * GB  # of a device, for activations and kernels
+SHARE = 0.95  # of a device, for everything
+
+RULES: dict[str, dict[str, Any]] = {
+    "jenga": {},
+    "uniform": {"memory": "uniform"},
+    "max": {"page_sizes": "max"},
+    "gcd": {"page_sizes": "gcd"},
+    "own": {"page_sizes": "own"},
+    "paper": {"association": "paper"},
+    "none": {"association": "none"},
+}
+LABELS = {
+    "jenga": "LCM pages, bulk (ours)", "uniform": "uniform (vLLM 0.6.3)", "max": "MAX pages", "gcd": "GCD pages",
+    "own": "a static split", "paper": "LCM pages, association of the paper", "none": "LCM pages, no association",
+}  # fmt: skip
+
+
+class Device(NamedTuple):
+    """`memory` in bytes; bytes moved and operations of a product in bfloat16 a second, as its vendor has them."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    operations: float
+
+
+H200 = Device("H200", 141 * GB, 4.8e12, 989e12)
+H100 = Device("H100", 80 * GB, 3.35e12, 989e12)
+L4 = Device("L4", 24 * GB, 0.3e12, 121e12)
+
+
+class Case(NamedTuple):
+    """A model on a device with so many requests of a workload, all at once. `halved`: weights take one byte (FP8 in the
+    paper's Table 1). `kv_gib` instead of what the device has left over; `longest` instead of the model's context, and
+    `chunk` tokens a step instead of the default.
+    `changes` are to its config.json."""
+
+    model: str
+    device: Device
+    workload: str
+    halved: bool = False
+    kv_gib: float | None = None
+    caching: bool = False
+    longest: int | None = None
+    chunk: int | None = None
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The model's config.json, with `changes`."""
+        return {**named_config(self.model), **dict(self.changes)}
+
+    @property
+    def spec(self) -> ModelSpec:
+        return read_spec(self.shape)
+
+    @property
+    def budget(self) -> float:
+        """GiB for KV: SHARE of the device less the weights and BESIDE."""
+        if self.kv_gib is not None:
+            return self.kv_gib
+        weights = self.spec.parameters * (1 if self.halved else 2)
+        return (SHARE * self.device.memory - weights - BESIDE) / 2**30
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}{'*' if self.halved else ''}, {self.device.name}"
+
+    def config(self, rule: str, **more: Any) -> EngineConfig:
+        """The engine by a rule of RULES."""
+        return EngineConfig(**{
+            "model_config": self.model, "kv_gib": self.budget, "max_model_len": self.longest, "swap_gib": 0.0,
+            "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED,
+            "max_num_batched_tokens": self.chunk, **RULES[rule], **more,
+        })  # fmt: skip
+
+    def plant(self, rule: str, **more: Any) -> Plant:
+        """The same as a simulation. Weights of one byte are read twice as fast, and computed with as before."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(self.shape))
+            made = plant_of(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
+        slower, longer = H200.bandwidth / self.device.bandwidth, H200.operations / self.device.operations
+        c = made.cost.coefficients
+        scaled = c._replace(
+            weight_byte=c.weight_byte * slower / (2 if self.halved else 1), kv_byte=c.kv_byte * slower,
+            copied_byte=c.copied_byte * slower, operation=c.operation * longer, attention=c.attention * longer,
+        )  # fmt: skip
+        return made._replace(cost=made.cost._replace(coefficients=scaled))
+
+    def sketches(self) -> list[Sketch]:
+        """The requests, cut to the model's context: of a prompt that is too long its document's end is left out."""
+        most = min(self.spec.max_len, self.longest or self.spec.max_len)
+        found = []
+        for one in parse(self.workload).sketches(SEED):
+            over = max(one.prompt_len + one.output_len - most, 0)
+            kept = max(one.prefix_len - over, 0)
+            found.append(one._replace(prompt_len=one.prompt_len - over, prefix_len=kept))
+        return found
+
+
+def prompts(sketches: Sequence[Sketch]) -> list[list[int]]:
+    """Prompts whose first tokens tell their documents apart, and whose last ones the questions."""
+    documents = {name: DOCUMENT + i for i, name in enumerate(dict.fromkeys(one.prefix_id for one in sketches))}
+    behind = DOCUMENT + len(documents)
+    found = []
+    for i, one in enumerate(sketches):
+        own = one.prompt_len - one.prefix_len
+        found.append([documents[one.prefix_id]] * one.prefix_len + [behind + i] * min(1, own) + [OWN] * (own - 1))
+    return found
+
+
+def exactly(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def burst(sketches: Sequence[Sketch]) -> list[Arriving]:
+    """All requests at once."""
+    return [Arriving(0.0, prompt, exactly(one.output_len)) for prompt, one in zip(prompts(sketches), sketches)]
+
+
+class Step(NamedTuple):
+    """One step that was planned: rows that decode, and tokens of prompts."""
+
+    decoding: int
+    prompt: int
+
+
+class Counted:
+    """A runner that notes the steps it is given. See control.engine.Runner."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.runner, self.depth = engine.runner, engine.depth
+        self.steps: list[Step] = []
+        engine.runner = self  # type: ignore[assignment]
+
+    def submit(self, plan: StepPlan) -> Any:
+        counts = [len(row.tokens) for row in plan.rows]
+        self.steps.append(Step(counts.count(1), sum(count for count in counts if count > 1)))
+        return self.runner.submit(plan)
+
+    def collect(self, ticket: Any) -> StepResult:
+        return self.runner.collect(ticket)
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class Memory(NamedTuple):
+    """Bytes of the KV memory at a time: what tokens to come read, in layers that see all and in others; what is
+    allocated beside that; what isn't allocated; and requests that ran."""
+
+    time: float
+    full: int
+    window: int
+    wasted: int
+    free: int
+    running: int
+
+    @property
+    def allocated(self) -> int:
+        return self.full + self.window + self.wasted
+
+
+class Ran(NamedTuple):
+    """A run: `decode_steps` are those with a row that decodes, `batch` is how many rows these have on average, and
+    `hit_rate` is of prompts' tokens. `steps` and `memory` are what was seen."""
+
+    seconds: float
+    requests: int
+    tokens: int
+    output: int
+    decode_steps: int
+    batch: float
+    hit_rate: float
+    preemptions: int
+    steps: list[Step]
+    memory: list[Memory]
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.requests / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts and outputs."""
+        return self.tokens / self.seconds
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON, without what was seen on the way."""
+        return {name: value for name, value in self._asdict().items() if name not in ("steps", "memory")}
+
+
+def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory:
+    """The memory now. What a layer needs of a sequence is what its tokens in flight and to come read, whatever the
+    memory keeps; each sequence counts alone."""
+    scheduler: Any = engine.scheduler
+    full = window = 0
+    kinds = by_reach(spec, itemsize)
+    for _, seq in scheduler.by_slot.values():
+        resident = scheduler.memory.residents[seq.id]
+        for policy, size in kinds:
+            reads = policy.reads(seq, seq.computed, max(resident.held, seq.computed + 1))
+            count = max(resident.held - reads.start, 0) * size
+            if policy.group.kind == "full":
+                full += count
+            else:
+                window += count
+    usage = scheduler.memory.account().usage
+    allocated = usage.total - usage.free - usage.cached
+    return Memory(now, full, window, max(allocated - full - window, 0), usage.free + usage.cached,
+                  len(scheduler.running))  # fmt: skip
+
+
+def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
+    """For each kind of layers its policy, in pages of a token, and the bytes of a token in all of them."""
+    found: dict[tuple[int | None, ...], list[LayerSpec]] = {}
+    for layer in spec.layers:
+        if layer.shares is None:
+            found.setdefault((layer.window, layer.chunk), []).append(layer)
+    kinds = []
+    for (window, _), layers in found.items():
+        size = sum(layer.token_bytes(itemsize) for layer in layers)
+        kind = "full" if window is None else "window"
+        kinds.append((POLICIES[kind](Group((), size, size, 1, range(1), run_tokens=1, window=window, kind=kind)), size))
+    return kinds
+
+
+def serve(
+    engine: Engine, trace: Sequence[Arriving], spec: ModelSpec, sampled: float | None = None, itemsize: int = 2,
+    concurrency: int | None = None,
+) -> Ran:  # fmt: skip
+    """All requests of a trace, which have come, as fast as the engine can; at most `concurrency` at a time. Its clock
+    says how long that took. The memory is looked at every `sampled` seconds of it."""
+    counted, clock = Counted(engine), engine.clock
+    before = _counts(engine)
+    began, look = clock(), clock()
+    memory: list[Memory] = []
+    coming, ended = 0, 0
+    while ended < len(trace):
+        while coming < len(trace) and (concurrency is None or coming - ended < concurrency):
+            engine.add(str(coming), trace[coming].prompt, trace[coming].params)
+            coming += 1
+        for output in engine.step():
+            if output.finish_reason == "error":
+                raise QuireError(f"request {output.request} failed: {output.stop_reason}")
+            ended += output.done
+        if sampled is not None and clock() >= look:
+            memory.append(needed(engine, spec, itemsize, clock() - began))
+            look = clock() + sampled
+    seconds = clock() - began
+    engine.runner = counted.runner
+    return _ran(trace, seconds, [b - a for a, b in zip(before, _counts(engine))], counted.steps, memory)
+
+
+def _counts(engine: Engine) -> list[int]:
+    sharing = engine.scheduler.memory.account().sharing
+    return [sharing.hits, sharing.queries, engine.scheduler.preemptions]
+
+
+def _ran(
+    trace: Sequence[Arriving], seconds: float, counts: Sequence[int], steps: list[Step], memory: list[Memory]
+) -> Ran:
+    hits, queries, preemptions = counts
+    output = sum(one.params.max_tokens or 0 for one in trace)
+    decoding = [step.decoding for step in steps if step.decoding]
+    return Ran(
+        seconds, len(trace), output + sum(len(one.prompt) for one in trace), output, len(decoding),
+        sum(decoding) / max(len(decoding), 1), hits / queries if queries else 0.0, preemptions, steps, memory,
+    )  # fmt: skip
+
+
+def simulated(case: Case, rule: str, sampled: float | None = None, **more: Any) -> Ran:
+    """A case's requests, all at once, by a rule."""
+    made = case.plant(rule, **more).simulation()
+    return serve(made.engine, burst(case.sketches()), case.spec, sampled)
+
+
+def assumed() -> str:
+    """What simulations rest on."""
+    found = load(CALIBRATION)
+    error = "" if found.error is None else f", median error on steps that weren't fitted {found.error['median']:.1%}"
+    far = "" if CALIBRATION == WINDOWED else ", a model without windows: theirs are extrapolated"
+    return f"Steps cost what the calibration {CALIBRATION} says ({found.model} on {found.device}{error}){far}."
