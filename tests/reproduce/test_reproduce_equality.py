@@ -6,7 +6,7 @@ import pytest
 
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED
 from quire.reproduce import equality
-from quire.reproduce.equality import Answer, Way, _verdicts, compare, groups, same_tokens, ways
+from quire.reproduce.equality import CUTS, Answer, Way, _verdicts, compare, groups, same_tokens, ways
 from quire.reproduce.result import DIFFERS, HOLDS
 
 NOBODY = {"swap": 0, "recompute": 0}
@@ -22,8 +22,9 @@ def test_a_small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality, "MOST_LEN", 48)
     done = same_tokens()
     assert {result.verdict for result in done.results} == {HOLDS}
-    in_pages = len(MEMORIES) - len(RESERVED)
-    assert len(done.results) == len(MEMORIES) + in_pages * len(PREEMPTIONS) + 1
+    in_pages, windowed = len(MEMORIES) - len(RESERVED), len(CUTS) + 2
+    whole = len(MEMORIES) + windowed + (in_pages + windowed - 1) * len(PREEMPTIONS)
+    assert len(done.results) == whole + 1
     assert [result.paper for result in done.results[: len(MEMORIES)]] == [36] * len(MEMORIES)
     assert "0 swapped, 0 recomputed" not in done.text
     assert done.draw().axes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import quire
 from quire.bench.document import table
-from quire.build import build
+from quire.bench.shapes import built
+from quire.build import Built, build
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED, EngineConfig
+from quire.control.engine import Engine
+from quire.data.models.configs import named_config
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result
 from quire.vocabulary.params import SamplingParams
 
@@ -34,9 +38,20 @@ MOST_LEN = 240
 TIE = 1e-5  # log-probabilities so close are the same, and rounding chooses
 
 
+# Of Ministral's kinds of layers: one that sees all, three with a window that prompts and answers leave behind. Weights
+# are dummies, the same for every way.
+WINDOWED = {
+    **named_config("ministral-8b"), "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 4096, "sliding_window": 24,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3], "max_position_embeddings": 1024,
+}  # fmt: skip
+CUTS = ("lcm", "max", "gcd", "own")  # of pages of unlike layers
+
+
 class Way(NamedTuple):
     """One configuration of the engine; `depth` is how many steps may be in flight. Virtual memory has pages of 4, 16
-    and 64 KiB where others have 1, 16 and 64 tokens, and in little memory what it chooses itself."""
+    and 64 KiB where others have 1, 16 and 64 tokens, and in little memory what it chooses itself. `windows`: of the
+    model WINDOWED, whose pages are cut so."""
 
     memory: str = "paged"
     page: int = 16
@@ -45,6 +60,7 @@ class Way(NamedTuple):
     tokens: int = PLENTY
     preemption: str = "recompute"
     depth: int = 1
+    windows: str | None = None
 
     def config(self) -> EngineConfig:
         plenty = self.memory == "virtual" and self.tokens == PLENTY
@@ -53,12 +69,20 @@ class Way(NamedTuple):
             memory=self.memory, page_size=self.page, max_num_seqs=self.batch, max_num_batched_tokens=self.chunk,
             kv_tokens=self.tokens, max_model_len=MOST_LEN, preemption=self.preemption, depth=self.depth,
             swap_gib=0.1, dtype="float32", device="cpu", threads=1, enable_prefix_caching=False,
+            page_sizes=self.windows or "lcm",
         )  # fmt: skip
+
+    def build(self) -> AbstractContextManager[Built]:
+        """The engine, closed behind it."""
+        return built(self.config(), WINDOWED if self.windows else None)
 
     @property
     def group(self) -> str:
         """What it is told with: a memory with plenty of room, or a way to preempt in little."""
-        return self.memory if self.tokens == PLENTY else f"{self.memory}, preempted by {self.preemption}"
+        name = self.memory if not self.windows else f"windows, {self.memory}"
+        if self.windows and self.memory == "paged":
+            name += f" {self.windows}"
+        return name if self.tokens == PLENTY else f"{name}, preempted by {self.preemption}"
 
 
 class Answer(NamedTuple):
@@ -90,13 +114,17 @@ def same_tokens() -> Reproduction:
     """Every way of `ways`, compared with one request at a time in paged memory."""
     prompts = _prompts()
     reference = run(Way(), prompts)[0]
+    windowed = run(Way(windows="lcm"), prompts)[0]
     oracle = _transformers(prompts) if find_spec("transformers") else None
     compared: list[Compared] = []
     for way in ways():
         if not compared or compared[-1].way.group != way.group:
             print(f"c5: {way.group}", file=sys.stderr)
         answers, preempted = run(way, prompts)
-        compared.append(compare(way, answers, reference, oracle, preempted))
+        if way.windows:
+            compared.append(compare(way, answers, windowed, None, preempted))
+        else:
+            compared.append(compare(way, answers, reference, oracle, preempted))
     return Reproduction(_verdicts(compared), _text(compared), partial(_draw, compared))
 
 
@@ -113,11 +141,32 @@ def ways() -> Iterator[Way]:
             for page in SHORT_PAGES:
                 for depth in (1, 2):
                     yield Way(memory, page, BATCHES[-1], CHUNKS[0], LITTLE, preemption, depth)
+    yield from windowed_ways()
+
+
+def windowed_ways() -> Iterator[Way]:
+    """Pages of unlike layers, by every cut of them; uniform and virtual ones. With plenty of room and with little."""
+    kinds = [("paged", cut) for cut in CUTS] + [("uniform", "lcm"), ("virtual", "lcm")]
+    for memory, cut in kinds:
+        for page in PAGES:
+            for batch in BATCHES:
+                yield Way(memory, page, batch, CHUNKS[batch % 3 == 0], windows=cut)
+    for preemption in PREEMPTIONS:
+        for memory, cut in kinds:
+            if memory == "virtual":
+                continue  # LITTLE is enough for it: its pages hold more tokens of so small a model
+            for page in SHORT_PAGES:
+                yield Way(memory, page, BATCHES[-1], CHUNKS[0], LITTLE, preemption, 2, cut)
 
 
 def run(way: Way, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str, int]]:
     """The answers to all prompts, which come at once, and how often somebody was preempted, by way."""
-    engine = build(way.config()).engine
+    with way.build() as made:
+        return answers_of(made.engine, prompts)
+
+
+def answers_of(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str, int]]:
+    """The same, of an engine."""
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=2)
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, params)
@@ -127,9 +176,7 @@ def run(way: Way, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str,
             answer = answers[int(output.request)]
             answer.tokens.extend(output.tokens)
             answer.margins.extend(top.logprobs[0] - top.logprobs[1] for top in output.tops)
-    preempted = dict(engine.scheduler.preempted)
-    engine.close()
-    return answers, preempted
+    return answers, dict(engine.scheduler.preempted)
 
 
 def compare(

@@ -1,14 +1,15 @@
 """One trace through every memory: what each wastes, how many requests it batches, how long they take.
 
-PagedAttention Figures 2, 12 and 13 in one table (and vAttention Figure 1, which illustrates the same), twice: OPT-13B
-on the paper's A100, simulated, and the bundled model on this machine's CPU. What config.MEMORIES names has a row.
+PagedAttention Figures 2, 12 and 13 in one table (and vAttention Figure 1, which illustrates the same): OPT-13B on the
+paper's A100 and a model with windows, simulated, and the bundled model on this machine's CPU. What config.MEMORIES
+names has a row.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from quire.bench.workloads import parse, poisson
 from quire.build import build
 from quire.config import MEMORIES, EngineConfig
 from quire.control.memory import Usage
-from quire.reproduce import serving
+from quire.reproduce import serving, unlike_serving
 from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, measured
 from quire.sim.simulate import Objective, mean_usage
 
@@ -47,6 +48,9 @@ SIMULATED = Case("simulated", "OPT-13B on an A100 with 12 GiB of KV", "sharegpt"
 # A rate at which requests always wait, for every memory: the batch is what memory allows, not what came.
 REAL = Case("real", "the bundled model, 8,192 tokens of KV, seconds of one thread's CPU time", "sharegpt", 48, 64.0)
 REAL_TOKENS = 8192
+# A model of unlike layers: what its windows have left is no token's, whatever the memory takes it for.
+WINDOWED = unlike_serving.Case("ministral-8b", unlike_serving.H100, "longdoc@20")
+WINDOWS = "simulated, windows"
 
 
 class Ran(NamedTuple):
@@ -69,7 +73,7 @@ class Ran(NamedTuple):
 
 def every_memory() -> Reproduction:
     """The comparison, simulated and real."""
-    runs = [*simulated(SIMULATED), *real(REAL)]
+    runs = [*simulated(SIMULATED), *windowed(WINDOWED), *real(REAL)]
     return Reproduction(_verdicts(runs), _text(runs), partial(_draw, runs))
 
 
@@ -122,11 +126,40 @@ def real(case: Case) -> list[Ran]:
     return runs
 
 
+def windowed(case: unlike_serving.Case) -> list[Ran]:
+    """Requests that come at once, through every memory. Used is what tokens in flight and to come read, and internal
+    all else that is taken."""
+    runs = []
+    for memory in MEMORIES:
+        print(f"c1: {memory}, windows, simulated", file=sys.stderr)
+        run = unlike_serving.simulated(case, "jenga", sampled=0.5, memory=memory)
+        kinds = ("full", "window", "wasted", "free")
+        means = [sum(getattr(moment, kind) for moment in run.memory) // len(run.memory) for kind in kinds]
+        full, window, wasted, free = means
+        usage = Usage(full + window, 0, 0, wasted, 0, free)
+        runs.append(Ran(WINDOWS, memory, usage, run.batch, run.normalised, run.requests_per_s, run.preemptions))
+    return runs
+
+
+def _windowed_verdicts(of: Mapping[str, Ran]) -> list[Result]:
+    """Memory by layer type holds more than any other that keeps a token in every layer."""
+    paged, uniform = of["paged"], of["uniform"]
+    share = paged.share("used") > uniform.share("used")
+    return [
+        _claim("C1", "windows: share of taken KV memory that tokens need: paged > uniform", share, "simulated"),
+        _claim("C1", "windows: mean batch that decodes: paged > uniform", paged.batch > uniform.batch, "simulated"),
+        *_numbers([run._replace(by="simulated", memory=f"windows, {run.memory}") for run in of.values()]),
+    ]
+
+
 def _verdicts(runs: Sequence[Ran]) -> list[Result]:
     """What the papers say of the systems' order, then each memory's numbers, for which they have none."""
     results = []
     for by in dict.fromkeys(run.by for run in runs):
         of = {run.memory: run for run in runs if run.by == by}
+        if by == WINDOWS:
+            results += _windowed_verdicts(of)
+            continue
         ordered = [of[memory] for memory in ORDER]
         for what, falls in (
             ("mean batch", [run.batch for run in ordered]),
@@ -137,14 +170,20 @@ def _verdicts(runs: Sequence[Ran]) -> list[Result]:
             results.append(_claim("C1", f"{what}: {order}", falls == sorted(falls, reverse=True), by))
         paged, oracle = of["paged"].share("used"), of["orca-oracle"].share("used")
         results.append(_claim("V-F1", "a reservation wastes memory even if its length is known", oracle < paged, by))
-        for run in of.values():
-            for what, value, unit in (
-                ("holds tokens", round(100 * run.share("used"), 1), "% of taken KV memory"),
-                ("mean batch", round(run.batch, 2), "requests"),
-                ("mean normalised latency", round(1000 * run.normalised, 1), "ms a token"),
-            ):
-                results.append(measured("C1", f"{run.memory}: {what}", value, unit, by))
+        results += _numbers([*of.values()])
     return results
+
+
+def _numbers(runs: Sequence[Ran]) -> list[Result]:
+    return [
+        measured("C1", f"{run.memory}: {what}", value, unit, run.by)
+        for run in runs
+        for what, value, unit in (
+            ("holds tokens", round(100 * run.share("used"), 1), "% of taken KV memory"),
+            ("mean batch", round(run.batch, 2), "requests"),
+            ("mean normalised latency", round(1000 * run.normalised, 1), "ms a token"),
+        )
+    ]
 
 
 def _claim(row: str, what: str, holds: bool, by: str) -> Result:
@@ -167,6 +206,7 @@ def _text(runs: Sequence[Ran]) -> str:
         f"{case.by}: {case.device}; {case.workload}@{case.requests}, Poisson at {case.rate:g}/s, seed {serving.SEED}"
         for case in (SIMULATED, REAL)
     ]
+    cases.insert(1, f"{WINDOWS}: {WINDOWED.label}, {WINDOWED.budget:.1f} GiB of KV; {WINDOWED.workload}, all at once")
     lines = [*cases, "Shares are of the KV memory that is neither free nor cached.", table(head, rows)]
     return "\n".join(lines)
 

@@ -199,7 +199,8 @@ class Memory(NamedTuple):
 
 class Ran(NamedTuple):
     """A run: `decode_steps` are those with a row that decodes, `batch` is how many rows these have on average, and
-    `hit_rate` is of prompts' tokens. `steps` and `memory` are what was seen."""
+    `hit_rate` is of prompts' tokens; `normalised` is the mean of latency / output length, in seconds a token. `steps`
+    and `memory` are what was seen."""
 
     seconds: float
     requests: int
@@ -209,6 +210,7 @@ class Ran(NamedTuple):
     batch: float
     hit_rate: float
     preemptions: int
+    normalised: float
     steps: list[Step]
     memory: list[Memory]
 
@@ -233,10 +235,9 @@ def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory
     full = window = 0
     kinds = by_reach(spec, itemsize)
     for _, seq in scheduler.by_slot.values():
-        resident = scheduler.memory.residents[seq.id]
         for policy, size in kinds:
-            reads = policy.reads(seq, seq.computed, max(resident.held, seq.computed + 1))
-            count = max(resident.held - reads.start, 0) * size
+            reads = policy.reads(seq, seq.computed, max(seq.planned, seq.computed + 1))
+            count = max(seq.planned - reads.start, 0) * size
             if policy.group.kind == "full":
                 full += count
             else:
@@ -271,21 +272,25 @@ def serve(
     before = _counts(engine)
     began, look = clock(), clock()
     memory: list[Memory] = []
-    coming, ended = 0, 0
-    while ended < len(trace):
-        while coming < len(trace) and (concurrency is None or coming - ended < concurrency):
-            engine.add(str(coming), trace[coming].prompt, trace[coming].params)
-            coming += 1
+    came: list[float] = []
+    latencies: list[float] = []  # of those that ended, divided by their output lengths
+    while len(latencies) < len(trace):
+        while len(came) < len(trace) and (concurrency is None or len(came) - len(latencies) < concurrency):
+            engine.add(str(len(came)), trace[len(came)].prompt, trace[len(came)].params)
+            came.append(clock())
         for output in engine.step():
             if output.finish_reason == "error":
                 raise QuireError(f"request {output.request} failed: {output.stop_reason}")
-            ended += output.done
+            if output.done:
+                i = int(output.request)
+                latencies.append((clock() - came[i]) / (trace[i].params.max_tokens or 1))
         if sampled is not None and clock() >= look:
             memory.append(needed(engine, spec, itemsize, clock() - began))
             look = clock() + sampled
     seconds = clock() - began
     engine.runner = counted.runner
-    return _ran(trace, seconds, [b - a for a, b in zip(before, _counts(engine))], counted.steps, memory)
+    counts = [b - a for a, b in zip(before, _counts(engine))]
+    return _ran(trace, seconds, counts, latencies, counted.steps, memory)
 
 
 def _counts(engine: Engine) -> list[int]:
@@ -294,14 +299,20 @@ def _counts(engine: Engine) -> list[int]:
 
 
 def _ran(
-    trace: Sequence[Arriving], seconds: float, counts: Sequence[int], steps: list[Step], memory: list[Memory]
+    trace: Sequence[Arriving],
+    seconds: float,
+    counts: Sequence[int],
+    latencies: Sequence[float],
+    steps: list[Step],
+    memory: list[Memory],
 ) -> Ran:
     hits, queries, preemptions = counts
     output = sum(one.params.max_tokens or 0 for one in trace)
     decoding = [step.decoding for step in steps if step.decoding]
     return Ran(
         seconds, len(trace), output + sum(len(one.prompt) for one in trace), output, len(decoding),
-        sum(decoding) / max(len(decoding), 1), hits / queries if queries else 0.0, preemptions, steps, memory,
+        sum(decoding) / max(len(decoding), 1), hits / queries if queries else 0.0, preemptions,
+        sum(latencies) / max(len(latencies), 1), steps, memory,
     )  # fmt: skip
 
 
