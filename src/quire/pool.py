@@ -60,6 +60,11 @@ class Pool:
         sources = [read_source(config) for config in sized]
         dtypes = [dtype_of(config, source.config, self.device) for config, source in zip(sized, sources)]
         _check(sized, dtypes)
+        for source in sources:
+            if source.spec.least_budget:
+                raise StartupError(
+                    f"{source.name} keeps a part of each prompt, which no model of a pool does", "Serve it by itself"
+                )
         self.dtype, itemsize = dtypes[0], ITEMSIZE[dtypes[0]]
         plans = [
             plan_memory(config, source.spec, source.name, self.dtype, itemsize, self.device)

@@ -113,6 +113,12 @@ class Engine:
         self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
+        if params.prompt_logprobs is not None and self.scheduler.part is not None:
+            raise InputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt: it "
+                "couldn't be scored again after a preemption",
+                "prompt_logprobs",
+            )
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
         accepted: dict[str, Accepted] = {}
@@ -188,6 +194,11 @@ class Engine:
         """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"
         tells when it is ready, or by finish_reason "error" that it is not. PrefixTaken, PrefixesFull, or as `add`."""
         memory = self.scheduler.memory
+        if self.scheduler.part is not None:
+            raise PrefixesFull(
+                f"the prefix {name[:60]!r} can't be kept: what is left of a prompt in this model depends on all of it",
+                "prefix",
+            )
         if name in self.prefixes:
             raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
         if memory.prefixes is None or not memory.prefixes.room(len(tokens)):

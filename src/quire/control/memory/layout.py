@@ -177,11 +177,16 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layou
     """The pages for `size.tokens` tokens in every layer, or those in `size.bytes`."""
     pool = size.bytes or size.tokens * spec.token_bytes(size.itemsize)
     sheets = page_layout(config, spec, size.itemsize, pool)
-    spec = uniform(spec) if config.memory == "uniform" else spec
+    kept = uniform(spec) if config.memory == "uniform" else spec
     shares = _shares(sheets, config, size)
     if sheets.large_bytes:
-        return _in_large_pages(shares, sheets, config, spec, size)
-    return shared_out(shares, config, spec, size, layout)
+        found = _in_large_pages(shares, sheets, config, kept, size)
+    else:
+        found = shared_out(shares, config, kept, size, layout)
+    least, groups = spec.least_budget, found.groups
+    if least and config.memory == "uniform":
+        groups = tuple(replace(group, kind="uniform", budget=least) for group in groups)
+    return replace(found, groups=groups, budget=least, queries=spec.selection.queries if least else 0)
 
 
 def _shares(sheets: Sheets, config: EngineConfig, size: Size) -> list[Share]:
@@ -213,7 +218,7 @@ def _group(share: Share, spec: ModelSpec, ids: range, host_ids: range) -> Group:
     first = spec.layers[share.layers[0]]
     return Group(
         share.layers, share.page_bytes, share.token_bytes, share.table_width, ids, host_ids, share.run_tokens,
-        share.run_pages, first.window, first.kind, share.parts, first.chunk,
+        share.run_pages, first.window, first.kind, share.parts, first.chunk, first.budget,
     )  # fmt: skip
 
 

@@ -71,16 +71,16 @@ class PagedMemory(PageTables):
         **orders: Any,
     ) -> None:
         super().__init__(geometry, policies, order, debug, association, part, **orders)
-        self.chunk, self.caching = chunk, caching
-        # Where pages are dropped before a sequence's end it never holds all of them.
-        self.forgets = len(self.keeping) < len(self.policies)
+        self.chunk, self.caching = chunk, caching and not geometry.budget
+        # Where pages are dropped before a sequence's end it never holds all of them; or they change at a prompt's end.
+        self.forgets = bool(geometry.budget) or len(self.keeping) < len(self.policies)
         self.retention = Retention(self.pages, self.policies, retention, slack, every)
-        if caching:
+        if self.caching:
             self.back = list(map(self.retention.back, self.policies))
         self.most = [most_at_once(policy, chunk, back) for policy, back in zip(self.policies, self.back)]
         self.edges = [self.pages.edges(g) for g in range(len(self.groups))]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
-        self.prefixes = Prefixes(self, model_id, kept, caching)
+        self.prefixes = Prefixes(self, model_id, kept, self.caching)
         self.unit = self.prefixes.unit
         self.followers = Followers(self)
         self.swap = Swap(self, self.prefixes)
@@ -209,7 +209,9 @@ class PagedMemory(PageTables):
 
     def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
         """The tokens that a sequence has in common with one before it, and which one that is. Whole strides only: a
-        page that both would write to can't be copied before it is written."""
+        page that both would write to can't be copied before it is written. None where prompts shrink."""
+        if self.geometry.budget:
+            return 0, index
         prefixes = self.prefixes
         end = (len(seq.tokens) - 1) // prefixes.stride * prefixes.stride
         prefixes.chain(seq, end)
@@ -249,7 +251,7 @@ class PagedMemory(PageTables):
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
         resident = self.reside(seq, tables, one.length, before[0].owner if before else seq.id)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
-        resident.room = self.room_of(seq, tables)
+        resident.room = self.room_of(seq, resident)
         resident.forked = one.tokens % self.prefixes.stride > 0
         resident.marks = (one.tokens, one.junction)
         self.prefixes.queries += len(seq.tokens)

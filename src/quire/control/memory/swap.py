@@ -90,7 +90,7 @@ class Swap:
         for seq, old in zip(seqs, away):
             self.free(seq)
             resident = tables.reside(seq, _renamed(old.tables, moves), owner=owner)
-            resident.room, resident.held = old.room, old.held
+            resident.room, resident.held, resident.gone = old.room, old.held, old.gone
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
             resident.marks = old.marks
         _count(ledger, [tables.residents[seq.id] for seq in seqs])

@@ -26,6 +26,7 @@ from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
 from quire.data.runner.logprobs import details_of, top_of
+from quire.data.runner.prompts import Prompts
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.step import Step
@@ -97,6 +98,7 @@ class ModelRunner:
         self.idle = Idle(device)
         self.store: Store
         self.sampler: Sampler
+        self.prompts: Prompts | None = None  # where layers have budgets
         self.last: Tensor
         self.graphs: Any = None  # of decode steps
         self.mixed: Any = None  # of steps with prompts
@@ -111,6 +113,7 @@ class ModelRunner:
                 "Use --attention auto",
             )
         self.store = self._store(geometry)
+        self.prompts = self.store.prompts
         for cache in self.store.caches:
             self.backend.check(cache)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
@@ -165,6 +168,8 @@ class ModelRunner:
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
+        if self.prompts is not None:
+            self.prompts.born(plan.births)
         self.store.replay(plan.journal)
         ticket = self._rows(plan, began)
         if plan.ahead:
@@ -179,7 +184,10 @@ class ModelRunner:
             return Ticket(None, [], plan, began, None)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
-        if self.graphs is not None and self.graphs.fits(rows):
+        if self.prompts is not None and self.prompts.end(rows):  # no graph chooses what is kept
+            replayed = False
+            drawn, scores = self._eager(rows, Flat.of(rows))
+        elif self.graphs is not None and self.graphs.fits(rows):
             drawn = self._sampled(rows, partial(self.graphs.run, rows))
         else:
             flat = Flat.of(rows)

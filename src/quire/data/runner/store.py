@@ -15,6 +15,7 @@ import torch
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.hazards import Launch, Moves, launches
 from quire.data.runner.host_pool import HostPool
+from quire.data.runner.prompts import Prompts
 from quire.data.runner.staging import Staging
 from quire.data.runner.views import check_geometry, layer_caches, pages_by_size
 from quire.vocabulary.plan import Copy, In, Journal, Out, Table
@@ -26,8 +27,9 @@ ALIGNED = 16  # page ids: where a group's table begins
 class Store:
     """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
     `debug` the content of every swapped page is compared. `views` [pages, numbers] are the pages of each group, page 0
-    included, `tables` [slots, logical pages] its page table; `caches` are the layers'. `common` are the bytes that hold
-    the pages, if other models' stores have them too."""
+    included, `tables` [slots, logical pages] its page table; `caches` are the layers', `prompts` what those with
+    budgets must know, if there are any. `common` are the bytes that hold the pages, if other models' stores have them
+    too."""
 
     def __init__(
         self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
@@ -42,6 +44,7 @@ class Store:
         self.views = tuple(self.sized[size] for size in self.sizes)
         self.pool = HostPool(self.sized, geometry.host_bytes, debug)
         self._make_tables()
+        self.prompts = Prompts(geometry.slots, spec.least_budget, self.staging) if spec.least_budget else None
         self.caches = self._caches(spec)
         if device.type != "cpu":  # so that kernels are compiled now, not in the midst of serving
             for size in self.sized:
