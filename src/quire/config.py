@@ -19,6 +19,7 @@ DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("lcm", "max", "gcd", "own")
 ASSOCIATIONS = ("paper", "bulk", "none")
+RETENTIONS = ("paper", "slack", "boundary")
 AHEAD = ("inline", "thread", "off")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
@@ -50,7 +51,8 @@ class EngineConfig:
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
-    `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `deterministic` makes a
+    `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `retention` says what
+    stays cached behind a window (quire.control.memory.retention). `deterministic` makes a
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps, and
     `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed. `log_plans`
     names a file to write every plan and result to (quire.plan_log), for debugging.
@@ -88,6 +90,7 @@ class EngineConfig:
     preemption: str = "auto"
     swap_gib: float = 4.0
     prefix_tokens: int = 0
+    retention: str = "boundary"
     calibration: str | None = None
     generation_config: str | bool = "auto"
     override_generation_config: Mapping[str, object] | None = None
@@ -113,6 +116,7 @@ class EngineConfig:
             ("association", ASSOCIATIONS),
             ("map_ahead", AHEAD),
             ("preemption", PREEMPTIONS),
+            ("retention", RETENTIONS),
         ):
             if getattr(self, name) not in allowed:
                 raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")

@@ -66,6 +66,17 @@ def paged(windows: tuple[Layer, ...] = (None, None), **settings: Any) -> Callabl
     return make
 
 
+def retaining(retention: str, slack: int, **settings: Any) -> Callable[[Build], PagedMemory]:
+    """Full and window layers, where pages are emptied soon after they left the window."""
+
+    def make(build: Build) -> PagedMemory:
+        memory = paged((None, 6, None, 2), page_size=2, retention=retention, **settings)(build)
+        memory.retention.slack = slack
+        return memory
+
+    return make
+
+
 def reserved(
     rule: str, windows: tuple[int | None, ...] = (None, None), **settings: Any
 ) -> Callable[[Build], ReservedMemory]:
@@ -149,6 +160,9 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "chunked": paged((CHUNKED, None), page_size=4, page_sizes="max"),
     "chunked-16": paged((CHUNKED, CHUNKED, 6), page_size=16),
     "shared": paged((None, 6, LayerSpec(1, 4, shares=0), LayerSpec(1, 4, 6, shares=1)), page_size=4, page_sizes="own"),
+    "slack": retaining("slack", 3),
+    "boundary": retaining("boundary", 5),
+    "literal": retaining("paper", 0, page_sizes="own"),
     **VIRTUAL,
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 LATER = {
-    "own-sizes", "gcd", "uniform", "chunked", "chunked-16", "shared", *VIRTUAL,
+    "own-sizes", "gcd", "uniform", "chunked", "chunked-16", "shared", "slack", "boundary", "literal", *VIRTUAL,
     *(name for name in EVERY if name.startswith("large")),
 }  # fmt: skip
 """What that revision hadn't."""

@@ -1,10 +1,12 @@
 """The steps of recorded traces: none may change but for a reason that is named here.
 
-Three things were changed on purpose. Two are taken back for the comparison: a request that would find more a step later
-no longer holds up those behind it, and how much a sequence holds at once under a window is derived from what it reads,
-a page less than an estimate had it. The third is named trace by trace: branches that come back find room for all of
-them or change nothing; before, those admitted until one found none were sent away again, which left table entries
-behind and the cache in another order.
+Five things were changed on purpose. Four are taken back for the comparison: a request that would find more a step later
+no longer holds up those behind it; how much a sequence holds at once under a window is derived from what it reads, a
+page less than an estimate had it; branches that come back share what they have in common under windows too; and a
+sequence's pages are released from its last tokens to its first in all groups together, with what its windows left a
+short while ago. The fifth is named trace by trace: branches that come back find room for all of them or change nothing;
+before, those admitted until one found none were sent away again, which left table entries behind and the cache in
+another order.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from recorded import CASES, FILE, Case, record
 from traces import Watched
 
 from quire.control.memory import paged
+from quire.control.memory.paged import PagedMemory
 from quire.control.memory.policies import FAR, LayerPolicy, forgets
+from quire.control.memory.retention import Retention
+from quire.control.memory.tables import PageTables
+from quire.control.request import Sequence
 
 SENT_AWAY = {  # the first step that differs
     "paged-1-0-1": 25, "paged-1-5-2": 30, "paged-1-7-2": 52, "paged-4-1-2": 68, "paged-4-5-2": 17, "paged-4-7-2": 10,
@@ -54,11 +60,18 @@ def canonical(steps: list[Any]) -> list[Any]:
     return told
 
 
-def as_estimated(policy: LayerPolicy, chunk: int) -> int:
+def as_estimated(policy: LayerPolicy, chunk: int, back: int) -> int:
     if not forgets(policy):
         return FAR
     assert policy.group.window is not None
     return -(-(policy.group.window + 2 * chunk) // policy.group.page_tokens) + 1
+
+
+COMMON = PagedMemory._common
+
+
+def only_where_all_is_held(memory: PagedMemory, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
+    return (0, index) if memory.forgets else COMMON(memory, seq, index, owners)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -71,6 +84,9 @@ def test_steps_are_the_recorded_ones(case: Case, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Watched, "admit", held_up)
     monkeypatch.setattr(paged, "most_at_once", as_estimated)
+    monkeypatch.setattr(paged, "Retention", lambda pages, policies, *_: Retention(pages, policies, "paper"))
+    monkeypatch.setattr(PagedMemory, "_common", only_where_all_is_held)
+    monkeypatch.setitem(PageTables.__init__.__kwdefaults__, "aligned", 0)
     was, now = canonical(before()[str(case)]), canonical(record(case)[0])
     differs = next((i for i, (a, b) in enumerate(zip(was, now)) if a != b), None)
     assert differs == SENT_AWAY.get(str(case)), f"step {differs}: {was[differs or 0]}, now {now[differs or 0]}"

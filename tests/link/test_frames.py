@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from quire.config import EngineConfig
 from quire.control.edge import Limits
 from quire.control.memory import Account
-from quire.control.memory.answers import Sharing, Usage
+from quire.control.memory.answers import Sharing, TypeUsage, Usage
 from quire.control.outcomes import Output, Stats
 from quire.errors import (
     EngineDead,
@@ -92,7 +92,9 @@ def some_facts() -> Facts:
     stats = Stats()
     stats.steps, stats.rows, stats.prompt_tokens, stats.generated_tokens, stats.computed_tokens = 5, 4, 3, 2, 1
     stats.step_seconds, stats.finished = 0.25, {"stop": 3}
-    account = Account(Usage(1, 2, 3, 4, 5, 6), Sharing(*range(12)))
+    account = Account(
+        Usage(1, 2, 3, 4, 5, 6), Sharing(*range(13)), (TypeUsage("full", 1, 2, 3), TypeUsage("window-6", 4, 5, 6))
+    )
     return Facts(account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25, 0.5))
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from quire.jenga import Request
 
 from quire.control.memory.policies import POLICIES
+from quire.jenga import Request
 from quire.reproduce import eviction_orders, layer_interface, main
 from quire.reproduce.eviction_orders import ORDERS, Rate, alignment, balance, judged
 from quire.reproduce.layer_interface import SlidingWindowLayer, figure_9, figure_10, figure_11

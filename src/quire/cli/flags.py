@@ -22,6 +22,7 @@ from quire.config import (
     MEMORIES,
     PAGE_SIZES,
     PREEMPTIONS,
+    RETENTIONS,
     TABLE_SCOPES,
     EngineConfig,
 )
@@ -87,6 +88,8 @@ ENGINE = (
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
     Flag("prefix_tokens", int, "tokens of the KV memory kept for registered prefixes", metavar="N"),
+    Flag("retention", str, "what stays cached of what left a window: all of it, the last window, or also windows that "
+         "end with a prompt or where prompts part", RETENTIONS),
     Flag("preemption", str, "what happens to a request when memory is short; auto: what costs less", PREEMPTIONS),
     Flag("swap_gib", float, "host memory for swapped requests, in GiB", aliases=("--swap-space",), metavar="GIB"),
     Flag("calibration", str, "what preemption costs here: a file of `quire bench preemption`", metavar="FILE"),

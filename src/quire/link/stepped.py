@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from quire.control.memory import Account
-from quire.control.memory.answers import Sharing, Usage
+from quire.control.memory.answers import Sharing, TypeUsage, Usage
 from quire.control.outcomes import Output, Stats
 from quire.link.messages import Facts, Progress, Queues, Stepped
 from quire.vocabulary.columns import (
@@ -88,7 +88,8 @@ def said_facts(facts: Facts) -> dict[str, Any]:
     stats = facts.stats
     counted = {name: getattr(stats, name) for name in COUNTED}
     return {
-        "usage": facts.account.usage, "sharing": facts.account.sharing, "preempted": dict(facts.preempted),
+        "usage": facts.account.usage, "sharing": facts.account.sharing,
+        "types": facts.account.types, "preempted": dict(facts.preempted),
         "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
         "idle_seconds": stats.idle_seconds, "seconds": facts.seconds, "mapped": facts.mapped,
     }  # fmt: skip
@@ -178,11 +179,12 @@ def read_facts(said: dict[str, Any]) -> Facts:
         stats.step_seconds, stats.idle_seconds = float(said["step_seconds"]), float(said["idle_seconds"])
         stats.finished = {str(why): _count(many) for why, many in said["finished"].items()}
         usage, sharing = Usage(*map(_count, said["usage"])), Sharing(*map(_count, said["sharing"]))
+        types = tuple(TypeUsage(str(name), *map(_count, sizes)) for name, *sizes in said["types"])
         preempted = {str(way): _count(many) for way, many in said["preempted"].items()}
         *counts, stalled, meanwhile = said["mapped"]
         there, maps, unmaps, ahead = map(_count, counts)
         mapped = Mapped(there, maps, unmaps, ahead, float(stalled), float(meanwhile))
-        return Facts(Account(usage, sharing), stats, preempted, float(said["seconds"]), mapped)
+        return Facts(Account(usage, sharing, types), stats, preempted, float(said["seconds"]), mapped)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WireError("facts", f"{type(error).__name__} {error}"[:200]) from error
 

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.control.memory import TypeUsage
 from quire.control.outcomes import Output
 from quire.server.counted import Counted
 from quire.text.streams import Record
@@ -23,6 +24,8 @@ ENGINE = "0"  # there is one
 PARTIAL = (
     b"# The first front doesn't answer: what fronts count (requests, latencies, HTTP, processor time) is left out\n"
 )
+
+CATEGORIES = TypeUsage._fields[1:]
 
 Samples = Sequence[tuple[tuple[str, ...], float]]  # the values of labels, and of the sample
 Family = tuple[str, str, tuple[str, ...], Samples]  # a name, its help, the labels beside LABELS
@@ -209,13 +212,16 @@ class Part(NamedTuple):
 
 def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
     """What is so now."""
-    usage, sharing = llm.account
+    usage, sharing, types = llm.account
     deferred = min(llm.link.queues.deferred, llm.queued)
     reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
     text = "Waiting requests: capacity: until there is room; deferred: until another one has computed a common prefix"
     yield "num_requests_waiting_by_reason", text, ("reason",), reasons
     sizes = [((category,), size) for category, size in usage._asdict().items()]
     yield "kv_bytes", "KV memory by category", ("category",), sizes
+    text = "Pages in use by layer type: used by tokens, the rest of them (internal), and cached"
+    by_type = [((layer_type, name), size) for layer_type, *rest in types for name, size in zip(CATEGORIES, rest)]
+    yield "kv_layer_bytes", text, ("layer_type", "category"), by_type
     held = (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     for name, text, value in (
         ("num_requests_running", "Requests in memory", llm.running),
@@ -252,6 +258,11 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
     for name, text, value in (
         ("prefix_cache_queries", "Tokens looked up in the prefix cache", sharing.queries),
         ("prefix_cache_hits", "Tokens found in the prefix cache", sharing.hits),
+        (
+            "prefix_cache_full_hits",
+            "Tokens found by full attention, whether windows have them or not",
+            sharing.full_hits,
+        ),
         ("num_preemptions", "Requests preempted", sum(facts.preempted.values())),
         ("kv_pages_copied", "Pages copied on write", sharing.copies),
         ("kv_maps", "Pages mapped by --memory virtual, in each buffer", facts.mapped.maps),

@@ -36,7 +36,7 @@ def _counted(llm: AsyncLLM) -> tuple[int, int]:
 
 def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
     """What the server is doing, in one line."""
-    usage, sharing = llm.account
+    usage, sharing, _ = llm.account
     preemptions = sum(llm.facts.preempted.values())
     held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     cached = 100 * usage.cached / max(usage.total, 1)

@@ -271,7 +271,7 @@ class _Watch:
         self.running += len(scheduler.running) + ended
         if self.moments and now < self.moments[-1].time + self.apart:
             return
-        usage, sharing = scheduler.memory.account()
+        usage, sharing, _ = scheduler.memory.account()
         self.tables += sharing.tables
         self.saved += sharing.saved
         waiting = len(scheduler.waiting) + len(scheduler.swapped)

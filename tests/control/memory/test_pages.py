@@ -174,6 +174,7 @@ def test_a_page_released_too_often() -> None:
         (lambda pages: pages.of[0].refs.__setitem__(3, -1), "reference counts"),
         (lambda pages: pages.used.__setitem__(0, 2), "count of a group's pages"),
         (lambda pages: pages.of[0].keys.__setitem__(3, (0, b"x")), "empty and has a key"),
+        (lambda pages: pages.cached_pages.__setitem__(0, 2), "count of a group's cached pages"),
     ],
 )
 def test_check_finds_what_is_broken(harm: object, message: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memories import MEMORIES, Build, admit_one, reset, spec
+from test_invariants import serve
+from unlike import Kind, unlike
 
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
@@ -65,3 +67,36 @@ def test_geometry() -> None:
     assert (mixed.large_bytes, mixed.bytes) == (128, 25 * 128)  # 16 pages of each: 16 and 8 large ones
     mixed = build_memory(replace(config, page_sizes="max"), spec((None, 6, None), 48), Size(64, 48, 2)).geometry
     assert {(group.page_bytes, group.ids) for group in mixed.groups} == {(128, range(1, 33))}
+
+
+def test_usage_by_layer_type_adds_up_to_what_is_used_and_cached() -> None:
+    """Full layers in pages of their own size, two groups of them, and windows, which keep less."""
+    memory = unlike(Kind(16, 4), Kind(24, 8), Kind(32, 4, window=6))(Build(tokens=256))
+    first, second = Sequence(1, list(range(21))), Sequence(2, list(range(500, 522)))
+    for seq in (first, second):
+        assert serve(memory, seq) == 0
+    memory.free(first)
+    usage, _, types = memory.account()
+    assert [one.layer_type for one in types] == ["full", "window-6"]
+    full, window = types
+    assert full.used == 22 * (16 + 24)
+    assert window.used == 32 * (22 - 16)  # the tokens of its last two pages
+    assert full.cached == 5 * 64 + 2 * 192
+    assert sum(one.used for one in types) == usage.used
+    assert sum(one.internal for one in types) == usage.internal
+    assert sum(one.cached for one in types) == usage.cached > 0
+    memory.prefixes.reset()
+    assert [one.cached for one in memory.account().types] == [0, 0]
+    memory.check()
+
+
+def test_what_full_attention_had_is_counted_beside_what_was_found() -> None:
+    memory = unlike(Kind(16, 4), Kind(16, 4, window=6))(Build(tokens=256))
+    first = Sequence(1, list(range(30)))
+    assert serve(memory, first) == 0
+    memory.free(first)
+    for page in list(memory.pages.index[1].values())[3:]:
+        memory.pages.evict(1, page)
+    assert serve(memory, Sequence(2, list(range(30)))) == 12
+    sharing = memory.account().sharing
+    assert (sharing.hits, sharing.full_hits) == (12, 28)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from quire.config import IN_PAGES, EngineConfig
-from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
+from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, TypeUsage, Usage
 from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.prefix import Prefixes
@@ -22,8 +22,8 @@ from quire.vocabulary.plan import Journal
 from quire.vocabulary.specs import Geometry, ModelSpec
 
 __all__ = [
-    "LATER", "Account", "Admitted", "KVMemory", "Later", "Placement", "Prefixes", "Sharing", "Size", "Usage",
-    "build_memory", "longest",
+    "LATER", "Account", "Admitted", "KVMemory", "Later", "Placement", "Prefixes", "Sharing", "Size", "TypeUsage",
+    "Usage", "build_memory", "longest",
 ]  # fmt: skip
 
 

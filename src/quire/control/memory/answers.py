@@ -68,6 +68,17 @@ class Sharing(NamedTuple):
     prefix_capacity: int = 0  # tokens that may be
     queries: int = 0  # tokens of prompts looked up among cached prefixes
     hits: int = 0  # and found
+    full_hits: int = 0  # and found as far as layers are asked that see all tokens; windows may have less
+
+
+class TypeUsage(NamedTuple):
+    """Bytes of the pages of one layer type, "full" or "window-4096": what tokens take of pages that are in use, the
+    rest of these pages, and cached prefixes that no sequence uses (Jenga, Figure 16)."""
+
+    layer_type: str
+    used: int
+    internal: int
+    cached: int
 
 
 class LargeCounts(NamedTuple):
@@ -82,7 +93,8 @@ class LargeCounts(NamedTuple):
 
 
 class Account(NamedTuple):
-    """Both."""
+    """All of it; `types` where layers of several kinds may have pages."""
 
     usage: Usage
     sharing: Sharing
+    types: tuple[TypeUsage, ...] = ()

@@ -379,6 +379,11 @@ class LargePages:
         """The most pages that it can hold."""
         return self.count * max(self.ratios)
 
+    @property
+    def cached_pages(self) -> list[int]:
+        """As in Ledger."""
+        return list(map(len, self.cached))
+
     def counts(self) -> LargeCounts:
         """For an allocator's statistics."""
         return LargeCounts(

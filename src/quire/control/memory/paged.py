@@ -11,14 +11,17 @@ from bisect import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
-from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, Usage
+from quire.control.memory.accounting import filled_in, sharing_of, types_of, usage_of
+from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Usage
+from quire.control.memory.followers import Followers
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.pages import Resting
 from quire.control.memory.policies import POLICIES, Policies, faults, most_at_once, peak, policies_for
 from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.retention import SLACK, Retention
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
 from quire.control.request import Sequence
@@ -31,6 +34,7 @@ class Arrival(NamedTuple):
 
     The first `common` of them it has in common with an earlier sequence of its request, `owner` by its place among
     them, and names the same pages; `found` is the pages of the others, a table a group. `ready` of them are computed.
+    `junction` is as in Reuse. One that `follows` has no pages yet, see Followers.
     """
 
     tokens: int
@@ -39,11 +43,13 @@ class Arrival(NamedTuple):
     common: int
     ready: int
     length: int
+    junction: int
+    follows: bool = False
 
 
 class PagedMemory(PageTables):
     """See KVMemory. `chunk` is the largest number of tokens computed in one step, `prefix_tokens` are kept for
-    registered prefixes."""
+    registered prefixes, `retention`, `slack` and `every` say what is kept behind windows (see Retention)."""
 
     def __init__(
         self,
@@ -57,16 +63,24 @@ class PagedMemory(PageTables):
         prefix_tokens: int = 0,
         policies: Policies = POLICIES,
         association: str = "bulk",
+        retention: str = "paper",
+        slack: int = SLACK,
+        every: int = 0,
+        **orders: Any,
     ) -> None:
-        super().__init__(geometry, policies, order, debug, association)
+        super().__init__(geometry, policies, order, debug, association, **orders)
         self.chunk, self.caching = chunk, caching
         # Where pages are dropped before a sequence's end it never holds all of them.
         self.forgets = len(self.keeping) < len(self.policies)
-        self.most = [most_at_once(policy, chunk) for policy in self.policies]
+        self.retention = Retention(self.pages, self.policies, retention, slack, every)
+        if caching:
+            self.back = list(map(self.retention.back, self.policies))
+        self.most = [most_at_once(policy, chunk, back) for policy, back in zip(self.policies, self.back)]
         self.edges = [self.pages.edges(g) for g in range(len(self.groups))]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, caching)
         self.unit = self.prefixes.unit
+        self.followers = Followers(self)
         self.swap = Swap(self, self.prefixes)
         self.sound = False  # once `check` found nothing that the policies contradict themselves in
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
@@ -85,6 +99,7 @@ class PagedMemory(PageTables):
             prefix_tokens=config.prefix_tokens,
             policies=policies_for(group.kind for group in geometry.groups),
             association=config.association,
+            retention=config.retention,
         )
 
     # Admission
@@ -135,6 +150,9 @@ class PagedMemory(PageTables):
         residents: list[Resident] = []
         for seq, one in zip(seqs, coming):
             residents.append(self._come(seq, one, residents))
+        for seq, one in zip(seqs, coming):
+            if one.follows:
+                self.followers.follow(seq, seqs[one.owner], one.common)
         self._share_common(coming, residents)
         return [Admitted(one.tokens, seqs[one.owner] if one.ready < one.tokens else None) for one in coming]
 
@@ -154,6 +172,8 @@ class PagedMemory(PageTables):
         owners: dict[bytes, int] = {}  # the first sequence that has the tokens which a key names
         for i, seq in enumerate(seqs):
             common, owner = self._common(seq, i, owners) if len(seqs) > 1 else (0, i)
+            if self.forgets and common and coming[owner].tokens >= common:
+                common, owner = 0, i  # what it would need of that one may not be there
             ready = min(common, coming[owner].ready) if common else 0
             found = Reuse(common, self.prefixes.nothing().tables)
             if look and ready == common:  # what is still to be computed isn't followed by what has been
@@ -164,17 +184,21 @@ class PagedMemory(PageTables):
             room = budget if len(seqs) == 1 else len(seq.tokens)
             if self.forgets:
                 room = min(room, self.chunk)  # pages that are dropped are never all held at once
-            tokens, tables = found
+            if self.forgets and common:
+                own = self.prefixes.cached(seq) if self.caching else self.prefixes.nothing()
+                if own.tokens >= common:
+                    common, ready, found = 0, 0, own
+                else:
+                    room = 0  # until what is common is computed
+            tokens, tables, junction = found
             ready = tokens if ready == common else ready
-            coming.append(Arrival(tokens, tables, owner, common, ready, min(len(seq.tokens), tokens + room)))
+            end = min(len(seq.tokens), tokens + room)
+            coming.append(Arrival(tokens, tables, owner, common, ready, end, junction, self.forgets and common > 0))
         return coming
 
     def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
         """The tokens that a sequence has in common with one before it, and which one that is. Whole strides only: a
-        page that both would write to can't be copied before it is written. None where pages are dropped as a sequence
-        computes: what would be shared isn't held all at once."""
-        if self.forgets:
-            return 0, index
+        page that both would write to can't be copied before it is written."""
         prefixes = self.prefixes
         end = (len(seq.tokens) - 1) // prefixes.stride * prefixes.stride
         prefixes.chain(seq, end)
@@ -195,10 +219,11 @@ class PagedMemory(PageTables):
             needs = []
             for g, (policy, most) in enumerate(zip(self.policies, self.most)):
                 there = policy.required(seq, one.tokens)
+                held = 0 if one.follows and policy not in self.keeping else len(there)  # its window is its own
                 more = policy.reads(seq, one.tokens, one.length).stop - there.stop
                 writes = policy.writes(seq, one.tokens, one.length)
                 copied = max(there.stop - writes.start, 0) if writes else 0
-                whole = max(more, peak(policy, len(seq.tokens), most) - len(there))
+                whole = max(more, peak(policy, len(seq.tokens), most) - held)
                 needs.append(taken[g] + whole + copied + seq.branches)
                 taken[g] += more + copied
             all_needs.append(needs)
@@ -207,26 +232,29 @@ class PagedMemory(PageTables):
     def _come(self, seq: Sequence, one: Arrival, before: list[Resident]) -> Resident:
         """Give it a slot and tables. References to pages that it has in common with others are not counted yet."""
         tables = one.found
-        if one.common:
+        if one.common and not one.follows:
             owner = before[one.owner].tables
             stops = [policy.required(seq, one.common).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
         resident = self.reside(seq, tables, one.length, before[0].owner if before else seq.id)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
-        resident.room = self._room(seq, tables)
+        resident.room = self.room_of(seq, tables)
         resident.forked = one.tokens % self.prefixes.stride > 0
+        resident.marks = (one.tokens, one.junction)
         self.prefixes.queries += len(seq.tokens)
         self.prefixes.hits += one.tokens
+        self.prefixes.full_hits += max(one.tokens, one.junction)
         if self.caching:
             resident.expected = self.prefixes.expect(seq, one.tokens)
-        self._extend(seq, resident, one.length, one.tokens, reserved=True)
+        if not one.follows:
+            self._extend(seq, resident, one.length, one.tokens, reserved=True)
         return resident
 
     def _share_common(self, coming: list[Arrival], residents: list[Resident]) -> None:
         """Count the references to what sequences have in common, each page once for all who name it."""
         followers: dict[int, list[int]] = {}
         for one in coming:
-            if one.common:
+            if one.common and not one.follows:
                 followers.setdefault(one.owner, []).append(one.common)
         for owner, lengths in followers.items():
             for g, policy in enumerate(self.policies):
@@ -246,6 +274,8 @@ class PagedMemory(PageTables):
                 self.prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
                 self._arrived(seq, resident, end // unit)
             resident.committed = end
+        if seq.id in self.followers.behind:
+            self.followers.passed(seq, computed)
         if computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
 
@@ -255,7 +285,28 @@ class PagedMemory(PageTables):
             return
         resident = self.residents[seq.id]
         self._arrived(seq, resident, resident.expected[1])
+        self.followers.leave(seq)
         super().free(seq)
+
+    def _extend(self, seq: Sequence, resident: Resident, length: int, start: int, reserved: bool = False) -> bool:
+        if seq.id in self.followers.ahead:
+            needs = [
+                max(policy.reads(seq, start, length).stop - policy.required(seq, start).stop, 0)
+                for policy in self.policies
+            ]
+            if not self.pages.affords(needs):
+                return False
+            self.followers.catch_up(seq)
+        return super()._extend(seq, resident, length, start, reserved)
+
+    def _last_used(self, resident: Resident) -> Tables:
+        return self.retention.renewed(resident)
+
+    def _dropped(self, seq: Sequence, resident: Resident, group: int, pages: list[int]) -> None:
+        if self.caching and self.retention.trails and self.policies[group].unit:
+            first = resident.first[group] - len(pages)
+            names = self.prefixes.names(group, seq.keys, first, first + len(pages))
+            self.retention.left(seq, resident, group, first, pages, names)
 
     def _arrived(self, seq: Sequence, resident: Resident, full: int) -> None:
         start, end = resident.expected
@@ -264,6 +315,8 @@ class PagedMemory(PageTables):
             resident.expected = (min(full, end), end)
 
     def swap_out(self, seqs: Seq[Sequence]) -> bool:
+        if any(seq.id in self.followers.ahead for seq in seqs):
+            return False  # there is nothing of it yet
         return self.swap.out(seqs)
 
     def swap_in(self, seqs: Seq[Sequence]) -> bool:
@@ -285,42 +338,11 @@ class PagedMemory(PageTables):
         return Placement(resident.slot, tuple(tuple(table) for table in resident.tables))
 
     def account(self) -> Account:
-        return Account(self._usage(), self._sharing())
+        filled = filled_in(self)
+        return Account(self._usage(filled), sharing_of(self), types_of(self, filled))
 
-    def _usage(self) -> Usage:
-        used = padding = 0
-        for g, group in enumerate(self.groups):
-            full = group.run_tokens * group.token_bytes // group.run_pages  # bytes of tokens in a full page
-            holders = [(resident.tables[g], resident.held) for resident in self.residents.values()]
-            holders += [(prefix.tables[g], len(prefix.tokens)) for prefix in self.prefixes.registered.values()]
-            filled: dict[int, int] = {}  # bytes in pages that aren't full, as the fullest of their users has it
-            for pages, tokens in holders:
-                for i in range(group.whole(tokens), len(pages)):
-                    held = min(max(tokens * group.token_bytes - i * full, 0), full)
-                    filled[pages[i]] = max(filled.get(pages[i], 0), held)
-            here = self.pages.used[g] * full - sum(full - held for held in filled.values())
-            used += here
-            padding += self.pages.used[g] * group.page_bytes - here
-        space = self.pages.space([group.page_bytes for group in self.groups])
-        return Usage(used, space.cached, 0, padding, space.external, space.free)
-
-    def _sharing(self) -> Sharing:
-        tables = distinct = 0
-        pins = self.prefixes.pins
-        for g, group in enumerate(self.groups):
-            named = sum(len(resident.tables[g]) - resident.first[g] for resident in self.residents.values())
-            names = self.pages.names
-            idle = sum(at == g and names(g, page) == count for (at, page), count in pins.items())  # no sequence's, now
-            tables += named * group.page_bytes
-            distinct += (self.pages.used[g] - idle) * group.page_bytes
-        registered, host = self.prefixes.registered.values(), self.swap.host
-        return Sharing(
-            tables, tables - distinct, self.copies, self.swap.out_bytes, self.swap.in_bytes,
-            host.total, sum(host.used),
-            len(registered), sum(len(prefix.tokens) for prefix in registered),
-            min(group.until(kept) for group, kept in zip(self.groups, self.prefixes.set_aside)),
-            self.prefixes.queries, self.prefixes.hits,
-        )  # fmt: skip
+    def _usage(self, filled: list[int]) -> Usage:
+        return usage_of(self, filled)
 
     def check(self) -> None:
         if not self.sound:
@@ -331,6 +353,7 @@ class PagedMemory(PageTables):
                 )
             self.sound = True
         self.prefixes.check()
+        self.followers.check()
         counts = self.named()
         for (g, page), count in self.prefixes.pins.items():
             counts[g][page] = counts[g].get(page, 0) + count

@@ -10,12 +10,15 @@ their last use.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import mul
 from typing import NamedTuple, Protocol
 
 SCRATCH = 0
 WATERMARK = 100  # a hundredth of a pool stays free when a sequence joins others
+ALIGNED = 16  # pages that are released of each group at a time
 
 
 class Empty(Protocol):
@@ -114,18 +117,26 @@ class Pool:
 class Ledger:
     """The pages of groups whose ids are `ids`, one range a group; groups with the same range share them. `order` and
     `stack` as in Pool, the former where there is one. `releases` counts the times that something came back: what was
-    refused once needn't be tried before."""
+    refused once needn't be tried before.
+
+    The pages of a group hold `spans` tokens. All of a pool have one clock, and of pages that were used equally long ago
+    those with the last tokens are evicted first, whatever their group (Jenga §5.1, balanced and aligned eviction). For
+    experiments: not `balanced`, a group that is short evicts pages of its own as long as it has any, however old others
+    are; `aligned` pages of one group are taken to be equally deep, and with 0 all of them."""
 
     def __init__(
         self, ids: Sequence[range], order: Iterable[int] | None = None,
-        stack: Callable[[Iterable[int]], Empty] = list,
+        stack: Callable[[Iterable[int]], Empty] = list, spans: Sequence[int] = (1,), *, balanced: bool = True,
+        aligned: int = ALIGNED,
     ) -> None:  # fmt: skip
+        self.spans, self.balanced, self.aligned = spans, balanced, aligned
         self.pools = [Pool(own, order, stack) for own in dict.fromkeys(ids)]
         self.of = [next(pool for pool in self.pools if pool.ids == own) for own in ids]  # each group's pool
         for group, pool in enumerate(self.of):
             pool.groups.append(group)
         self.index: list[dict[bytes, int]] = [{} for _ in ids]  # content -> page
         self.used = [0] * len(ids)  # pages of each group that tables name
+        self.cached_pages = [0] * len(ids)  # of each group
         self.releases = self.evictions = 0
 
     def affords(
@@ -181,13 +192,21 @@ class Ledger:
         if pool.empty:
             page = pool.empty.pop()
         else:
-            page, _ = pool.cached.popitem(last=False)
+            page = self._oldest(pool, group)
+            del pool.cached[page]
             self._forget(pool, page)
             self.evictions += 1
         assert pool.refs[page] == 0, f"page {page} is given out but has {pool.refs[page]} references"
         pool.refs[page] = 1
         self.used[group] += 1
         return page
+
+    def _oldest(self, pool: Pool, group: int) -> int:
+        """The cached page that is evicted for a group."""
+        oldest = next(iter(pool.cached))
+        if self.balanced:
+            return oldest
+        return next((page for page in pool.cached if (pool.keys[page] or (-1,))[0] == group), oldest)
 
     def find(self, group: int, key: bytes) -> int | None:
         """The page that holds the content `key`, used or cached."""
@@ -198,6 +217,7 @@ class Ledger:
         pool = self.of[group]
         if pool.refs[page] == 0:
             del pool.cached[page]
+            self.cached_pages[group] -= 1
             self.used[group] += 1
         pool.refs[page] += times
 
@@ -227,13 +247,24 @@ class Ledger:
                 pool.empty.append(page)
             else:
                 pool.cached[page] = None
+                self.cached_pages[group] += 1
         self.used[group] -= freed
         self.releases += freed > 0
 
     def release_all(self, tables: Sequence[Sequence[int]]) -> None:
-        """One sequence fewer names the pages of its tables, one a group."""
-        for group, pages in enumerate(tables):
-            self.release(group, pages)
+        """One sequence fewer names the pages of its tables, one a group: from its last tokens to its first, a piece of
+        every group after the other."""
+        stops = [len(table) for table in tables]
+        if len(tables) > 1 and self.aligned:
+            piece = self.aligned * math.lcm(*self.spans)
+            longest = max(map(mul, stops, self.spans))
+            for start in range(longest // piece * piece, 0, -piece):
+                for group, (stop, span) in enumerate(zip(stops, self.spans)):
+                    if start // span < stop:
+                        self.release(group, tables[group][start // span : stop])
+                        stops[group] = start // span
+        for group, stop in enumerate(stops):
+            self.release(group, tables[group][:stop])
 
     def leave(self, owner: int) -> None:
         """A request has left: nothing, here."""
@@ -269,7 +300,7 @@ class Ledger:
         """One empty page more, if a cached one can be had for it: the one that would be given out next."""
         pool = self.of[group]
         if pool.cached:
-            self.evict(group, next(iter(pool.cached)))
+            self.evict(group, self._oldest(pool, group))
             self.evictions += 1
 
     def drop_cached(self) -> int:
@@ -287,6 +318,7 @@ class Ledger:
         entry = pool.keys[page]
         assert entry is not None, f"page {page} is cached without a key"
         del self.index[entry[0]][entry[1]]
+        self.cached_pages[entry[0]] -= 1
         pool.keys[page] = None
 
     @property
@@ -326,3 +358,7 @@ class Ledger:
                 assert self.of[group].keys[page] == (group, key), f"page {page} is indexed under another key"
         keyed = sum(key is not None for pool in self.pools for key in pool.keys)
         assert sum(map(len, self.index)) == keyed, "a keyed page is not indexed"
+        resting = [
+            sum(not self.of[group].refs[page] for page in pages.values()) for group, pages in enumerate(self.index)
+        ]
+        assert self.cached_pages == resting, "the count of a group's cached pages is wrong"

@@ -122,13 +122,14 @@ def grows(policy: LayerPolicy) -> bool:
     return policy.reads(None, 2 * FAR, 2 * FAR + 1).stop > policy.reads(None, FAR, FAR + 1).stop
 
 
-def most_at_once(policy: LayerPolicy, chunk: int) -> int:
+def most_at_once(policy: LayerPolicy, chunk: int, back: int = 0) -> int:
     """The most pages that a sequence holds, however long it is, when it grows by up to `chunk` tokens a step and a step
-    may be planned before the one before it is confirmed."""
+    may be planned before the one before it is confirmed, and pages are held `back` tokens longer than they are read."""
     if not forgets(policy):
         return FAR
     return max(
-        policy.reads(None, start + chunk, start + 2 * chunk).stop - policy.reads(None, start, start + chunk).start
+        policy.reads(None, start + chunk, start + 2 * chunk).stop
+        - policy.reads(None, start - back, start + chunk).start
         for start in policy.starts()
     )
 

@@ -28,10 +28,12 @@ MAX_PREFIXES = 1024
 
 
 class Reuse(NamedTuple):
-    """The first `tokens` tokens of a sequence, and the pages that hold them, a table a group (0: not needed)."""
+    """The first `tokens` tokens of a sequence, and the pages that hold them, a table a group (0: not needed). Of
+    `junction` tokens there is all that groups have which drop nothing."""
 
     tokens: int
     tables: Tables
+    junction: int = 0
 
 
 class Registered(NamedTuple):
@@ -59,7 +61,7 @@ class Prefixes:
         self.awaited: dict[bytes, set[int]] = {}  # keys in `coming`, and the sequences that were told to wait for them
         self.waiting: dict[int, list[int]] = {}  # these sequences, and the pages of each group that they will need
         self.promised = [0] * len(self.policies)  # all of these pages: who comes in meanwhile leaves them
-        self.queries = self.hits = 0  # tokens looked up in the cache, and found
+        self.queries = self.hits = self.full_hits = 0  # tokens looked up in the cache, and found: see Sharing
 
     # Keys
 
@@ -116,6 +118,10 @@ class Prefixes:
         named = [self.names(g, seq.keys, 0, end) if self.policies[g].unit else () for g, end in enumerate(ends)]
         found = list(ends)  # a group's pages from here on, before `hit`, are there
         hit, settled = limit, False
+        for g, policy in enumerate(self.policies):
+            if policy in self.tables.keeping:
+                hit, found[g] = self._found(g, seq, named[g], range(known, hit), found[g])
+        junction = hit
         while not settled and hit > known:
             settled = True
             for g, names in enumerate(named):
@@ -128,7 +134,7 @@ class Prefixes:
             names = named[g][max(need.start, begin) : need.stop]
             pages = [page for page in map(self.pages.index[g].get, names) if page is not None]
             tables.append([SCRATCH] * (need.start - begin) + pages)
-        return Reuse(hit, tables)
+        return Reuse(hit, tables, junction)
 
     def _found(self, group: int, seq: Sequence, names: Seq[bytes], tokens: range, found: int) -> tuple[int, int]:
         """The longest prefix, of up to tokens.stop tokens and beyond tokens.start, whose pages may be there, as far as
@@ -236,8 +242,7 @@ class Prefixes:
         prefix = self.registered.pop(name, None)
         if prefix is None:
             return False
-        for group, table in enumerate(prefix.tables):
-            self.pages.release(group, table)
+        self.pages.release_all(prefix.tables)
         self.pins -= Counter(_pages(prefix))
         self.index.remove(name, self._stops(prefix))
         self.look_again()

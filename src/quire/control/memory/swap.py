@@ -91,6 +91,7 @@ class Swap:
             resident = tables.reside(seq, _renamed(old.tables, moves), owner=owner)
             resident.room, resident.held = old.room, old.held
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
+            resident.marks = old.marks
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
         return True
 

@@ -7,11 +7,12 @@ written to a journal, which the runner replays.
 from __future__ import annotations
 
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from quire.control.memory.large import LargePages
-from quire.control.memory.pages import SCRATCH, Empty, Ledger
+from quire.control.memory.pages import ALIGNED, SCRATCH, Empty, Ledger
 from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
@@ -24,7 +25,10 @@ Tables = list[list[int]]
 class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
-    __slots__ = ("committed", "drops_at", "expected", "first", "forked", "held", "owner", "room", "slot", "tables")
+    __slots__ = (
+        "committed", "drops_at", "expected", "first", "forked", "held", "marks", "owner", "room", "slot", "tables",
+        "trails",
+    )  # fmt: skip
 
     def __init__(self, slot: int, tables: Tables, owner: int) -> None:
         self.slot, self.tables = slot, tables
@@ -37,25 +41,30 @@ class Resident:
         self.drops_at = 0  # computed tokens from which on a page more is of no use
         self.expected = (0, 0)  # keys of its prompt that others may wait for
         self.forked = False  # a page that will be written may be shared
+        # See quire.control.memory.retention
+        self.marks: tuple[int, ...] = ()
+        self.trails: dict[int, deque[tuple[int, int, bytes]]] = {}
 
 
 class PageTables:
-    """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order` as in
-    Ledger, `association` as in LargePages. With `debug` pages are poisoned when they are given out."""
+    """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order`,
+    `balanced` and `aligned` as in Ledger, `association` as in LargePages. With `debug` pages are poisoned when they are
+    given out."""
 
     stack: Callable[[Iterable[int]], Empty] = list
 
     def __init__(
         self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None,
-        debug: bool = False, association: str = "bulk",
+        debug: bool = False, association: str = "bulk", *, aligned: int = ALIGNED, balanced: bool = True,
     ) -> None:  # fmt: skip
         self.geometry, self.debug, self.association = geometry, debug, association
         self.groups = geometry.groups
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
+        self.back = [0] * len(self.policies)  # tokens that pages are held longer than they are read, a group
         self.growing = [grows(policy) for policy in self.policies]
         ids = [group.ids for group in geometry.groups]
-        self.pages = ledger_of(geometry, ids, association, order, self.stack)
+        self.pages = ledger_of(geometry, ids, association, order, self.stack, balanced=balanced, aligned=aligned)
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
@@ -100,7 +109,7 @@ class PageTables:
                         fresh = tuple(self.take(g, count, resident.owner, slot, at))
                         self.entries.append(Table(slot, g, at, fresh))
                         tables[g].extend(fresh)
-                resident.room = self._room(seq, tables)
+                resident.room = self.room_of(seq, tables)
             resident.forked = False
         resident.held = max(resident.held, length)
         return True
@@ -114,7 +123,7 @@ class PageTables:
             found += [(g, i) for i in there if self.pages.is_shared(g, table[i])]
         return found
 
-    def _room(self, seq: Sequence, tables: Tables) -> int:
+    def room_of(self, seq: Sequence, tables: Tables) -> int:
         """Tokens that can be computed in these pages."""
         room = FAR
         for policy, table, growing in zip(self.policies, tables, self.growing):
@@ -159,7 +168,8 @@ class PageTables:
             tables.append(pages)
         resident = self.reside(child, tables, owner=source.owner)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
-        resident.room = min(source.room, self._room(child, tables))
+        resident.marks = source.marks
+        resident.room = min(source.room, self.room_of(child, tables))
         source.forked = resident.forked = True
         return True
 
@@ -168,31 +178,42 @@ class PageTables:
         self._leave(self.residents.pop(seq.id))
 
     def _leave(self, resident: Resident) -> None:
-        self.pages.release_all(resident.tables)
+        self.pages.release_all(self._last_used(resident))
         self.pages.leave(resident.owner)
         self.slots.append(resident.slot)
         self.pages.releases += 1
 
+    def _last_used(self, resident: Resident) -> Tables:
+        """The pages that a sequence in memory has a part in as it leaves."""
+        return resident.tables
+
     def _drop(self, seq: Sequence, resident: Resident) -> None:
-        """Release the pages that no token to come can see."""
+        """Release the pages that no token to come can see, nor any of the last few (`back`)."""
         resident.drops_at = FAR
         for g, policy in enumerate(self.policies):
             table, held = resident.tables[g], resident.first[g]
-            first = min(policy.reads(seq, seq.computed, seq.computed + 1).start, len(table))
+            start = max(seq.computed - self.back[g], 0)
+            first = min(policy.reads(seq, start, start + 1).start, len(table))
             if first > held:
                 gone = table[held:first]
                 table[held:first] = [SCRATCH] * len(gone)
                 self.entries.append(Table(resident.slot, g, held, (SCRATCH,) * len(gone)))
                 resident.first[g] = first
                 self.pages.release(g, gone)
-            resident.drops_at = min(resident.drops_at, self._next_drop(policy, seq, first))
+                self._dropped(seq, resident, g, gone)
+            resident.drops_at = min(resident.drops_at, self._next_drop(g, seq, first))
 
-    def _next_drop(self, policy: LayerPolicy, seq: Sequence, first: int) -> int:
+    def _dropped(self, seq: Sequence, resident: Resident, group: int, pages: list[int]) -> None:
+        """These pages, the last before the first one held, were dropped."""
+
+    def _next_drop(self, group: int, seq: Sequence, first: int) -> int:
         """Computed tokens from which on a group needs page `first` no more; no later than that is a page full."""
+        policy, back = self.policies[group], self.back[group]
         if policy in self.keeping:
             return FAR
-        ends = range(seq.computed + 1, seq.computed + 1 + policy.group.run_tokens)
-        return ends.start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first)
+        start = max(seq.computed + 1 - back, 0)
+        ends = range(start, start + policy.group.run_tokens)
+        return start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first) + back
 
     def slot(self, seq: Sequence) -> int:
         return self.residents[seq.id].slot
@@ -226,12 +247,13 @@ class PageTables:
 
 def ledger_of(
     geometry: Geometry, ids: Seq[range], association: str = "bulk", order: Iterable[int] | None = None,
-    stack: Callable[[Iterable[int]], Empty] = list,
+    stack: Callable[[Iterable[int]], Empty] = list, *, balanced: bool = True, aligned: int = ALIGNED,
 ) -> Ledger | LargePages:  # fmt: skip
     """The ledger of a memory's pages, whose ids are those, a range a group; of two levels where there are large pages.
-    `order` and `stack` as in Ledger."""
+    `order`, `stack`, `balanced` and `aligned` as in Ledger."""
+    spans = [group.run_tokens // group.run_pages or 1 for group in geometry.groups]
     if not geometry.large_bytes:
-        return Ledger(ids, order, stack)
+        return Ledger(ids, order, stack, spans, balanced=balanced, aligned=aligned)
+    assert (balanced, aligned > 0) == (True, True), "of two levels the pages of all groups have one order"
     ratios = [geometry.large_bytes // group.page_bytes for group in geometry.groups]
-    spans = [group.run_tokens // group.run_pages for group in geometry.groups]
     return LargePages(ratios, len(ids[0]) // ratios[0], association, spans)

@@ -94,6 +94,7 @@ class VirtualMemory(PagedMemory):
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
             policies=policies_for(layer.kind for layer in spec.layers),
+            retention=config.retention,
         )
 
     # Which slot, and which page
@@ -240,8 +241,8 @@ class VirtualMemory(PagedMemory):
         self.prompts += (pages - self.prompts) / 16 if self.prompts else pages
         return resident
 
-    def _usage(self) -> Usage:
-        usage = super()._usage()
+    def _usage(self, filled: list[int]) -> Usage:
+        usage = super()._usage(filled)
         first = [pool.groups[0] for pool in self.pools]
         ahead = sum(len(self.queues[g].promised) * self.groups[g].page_bytes for g in first)
         return usage._replace(reserved=ahead, free=usage.free - ahead)

@@ -1,0 +1,153 @@
+"""Jenga's interface for layer types (Figure 9a), by its names: a type written as the paper writes them is a policy of
+quire's memory. Pages hold any number of tokens; a type says what it touches and which prefixes are valid in tokens.
+
+quire asks a policy what is read, where the paper's engine lets a type stamp pages: what `update_last_access` touches
+when a request has `len` tokens is what the last of them reads, and is held until no later one touches it. When a page
+is released it gets one time for all types, so times themselves are only for who looks at an Evictor. What
+`get_possible_prefix` accepts is what must be found. `set_prefix_length` must rise with the position, which is the order
+in which pages are evicted here: from the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from quire.control.memory.policies import FullPolicy, LayerPolicy
+from quire.control.request import Sequence as Branch
+from quire.errors import InputError
+from quire.vocabulary.specs import Group
+
+
+class Evictor:
+    """When each page was last accessed, and how long a prefix it ends (§5.1)."""
+
+    def __init__(self) -> None:
+        self.last_access: dict[int, int] = {}
+        self.prefix_length: dict[int, int] = {}
+
+    def update_last_access(self, page: int, time: int) -> None:
+        """The page was used."""
+        self.last_access[page] = time
+
+    def set_prefix_length(self, page: int, length: int) -> None:
+        """Of pages that were used at one time, the one with the greatest length is evicted first."""
+        self.prefix_length[page] = length
+
+    def order(self) -> list[int]:
+        """The pages as they are evicted."""
+        return sorted(self.last_access, key=lambda p: (self.last_access[p], -self.prefix_length.get(p, 0)))
+
+
+class Request:
+    """A request as a layer type sees it: `len` tokens, of which `page[i]` is the page of the i-th, counted from 1."""
+
+    def __init__(self, len: int, page: Sequence[int]) -> None:
+        self.len, self.page = len, page
+
+
+class LayerSupportsPrefixCache(Protocol):
+    """Figure 9a. `get_possible_prefix` is given whether the keys and values of each token are cached, and returns the
+    lengths of all prefixes that are valid for the type."""
+
+    evictor: Evictor
+
+    def update_last_access(self, r: Request, time: int) -> None: ...
+    def set_prefix_length(self, r: Request) -> None: ...
+    def get_possible_prefix(self, is_hit: Sequence[bool]) -> set[int]: ...
+
+
+def access(
+    layers: Sequence[LayerSupportsPrefixCache], pages: Sequence[Sequence[int]], start: int, len: int, time: int
+) -> None:
+    """A step at `time` brought a request to `len` tokens, from `start` that it had or found. pages[t] are those of type
+    t, as in Request. One time for all types keeps eviction balanced, one length for a token aligned (§5.1)."""
+    for layer, page in zip(layers, pages):
+        for tokens in range(max(start, 1), len + 1):
+            layer.update_last_access(Request(tokens, page), time)
+        layer.set_prefix_length(Request(len, page))
+
+
+def longest_prefix(layers: Sequence[LayerSupportsPrefixCache], hits: Sequence[Sequence[bool]]) -> int:
+    """The longest prefix that is valid for every type (§5.2), given what is cached of each; 0: none."""
+    valid = [layer.get_possible_prefix(is_hit) for layer, is_hit in zip(layers, hits)]
+    return max(set.intersection(*valid), default=0)
+
+
+def policy_of(layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> Callable[[Group], LayerPolicy]:
+    """What a memory's `policies` have for a kind of group: see JengaPolicy."""
+    return lambda group: JengaPolicy(group, layer, horizon, period)
+
+
+class JengaPolicy(FullPolicy):
+    """A layer type of the paper's interface as a policy of the memory.
+
+    What it touches must be a range up to the newest token. It is asked about requests of up to `horizon` tokens, which
+    are more than it looks back: beyond, what it touches and needs moves with the request, by `period` tokens at a time.
+    InputError names the method that contradicts this, or another one."""
+
+    def __init__(self, group: Group, layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> None:
+        super().__init__(group)
+        self.layer, self.horizon, self.period = layer, horizon, period
+        self.touched: dict[int, int] = {}  # tokens -> the first one that the last of them touches
+        self.needed: dict[int, int] = {}  # tokens of a prefix -> the first one that must be cached
+        self.check()
+
+    def reads(self, seq: Branch | None, start: int, end: int) -> range:
+        return range(self.group.whole(self._first(start + 1, self.touched)), self.group.pages(end))
+
+    def required(self, seq: Branch | None, hit: int) -> range:
+        """Of what must be cached, the pages that the next token touches: Figure 9 asks for a token more."""
+        stop = self.group.pages(hit)
+        first = max(self._first(hit, self.needed), self._first(hit + 1, self.touched))
+        return range(min(self.group.whole(first), stop), stop)
+
+    def _first(self, tokens: int, known: dict[int, int]) -> int:
+        """The first token that counts where there are so many, which beyond the horizon moves with them."""
+        near = tokens
+        if tokens > self.horizon:
+            near = self.horizon - (self.horizon - tokens) % self.period
+        if near not in known:
+            known[near] = self._touches(near) if known is self.touched else self._needs(near)
+        return known[near] + (tokens - near if known[near] else 0)
+
+    def _touches(self, tokens: int) -> int:
+        self.layer.evictor = evictor = Evictor()
+        self.layer.update_last_access(Request(tokens, range(tokens + 1)), 1)
+        touched = [token for token in evictor.last_access if token > 0]
+        first = min(touched, default=tokens + 1)
+        if sorted(touched) != list(range(first, tokens + 1)) or first > tokens:
+            raise InputError(f"update_last_access of {self._name} touches no range up to token {tokens}", "policies")
+        return first - 1
+
+    def _needs(self, tokens: int) -> int:
+        """By halving: what is valid with some tokens missing is so with fewer of them missing."""
+        low, high = 0, tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens in self.layer.get_possible_prefix([False] * middle + [True] * (tokens - middle)):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    @property
+    def _name(self) -> str:
+        return type(self.layer).__name__
+
+    def check(self) -> None:
+        """InputError if what the layer type says contradicts itself, as far as short requests show it."""
+        touched = list(map(self._touches, range(1, min(self.horizon, 48) + 1)))
+        if touched != sorted(touched):
+            raise InputError(f"update_last_access of {self._name} touches again what it had left", "policies")
+        for tokens, next_touched in enumerate(touched[1:], 1):
+            if tokens not in self.layer.get_possible_prefix([True] * tokens):
+                raise InputError(f"get_possible_prefix of {self._name} refuses {tokens} cached tokens", "policies")
+            if self._needs(tokens) > next_touched:
+                what = f"accepts {tokens} tokens without one that the next token touches"
+                raise InputError(f"get_possible_prefix of {self._name} {what}", "policies")
+        self.layer.evictor = evictor = Evictor()
+        self.layer.set_prefix_length(Request(32, range(33)))
+        lengths = [evictor.prefix_length.get(token, 0) for token in range(32)]
+        if sorted(lengths) != lengths:
+            raise InputError(f"set_prefix_length of {self._name} doesn't rise with the position", "policies")

@@ -1,0 +1,172 @@
+"""What stays of the pages that left a window, and for whom. Pages of four tokens, a window of eight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from memories import Build, admit_one
+from test_invariants import compute, serve
+from unlike import KNOWN, Kind, unlike
+
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import Sequence
+
+PAGE, WINDOW, SLACK = 4, 8, 8
+WINDOWED = 1
+
+
+def memory_of(
+    retention: str, tokens: int = 2000, *, window: int = WINDOW, page: int = PAGE, **more: Any
+) -> PagedMemory:
+    """Full layers and layers with a window, whose pages have one size and are one pool."""
+    build = Build(tokens=tokens, chunk=16, max_len=600)
+    geometry = unlike(Kind(16, page), Kind(16, page, window=window))(build).geometry
+    many = range(geometry.groups[0].ids.start, geometry.groups[0].ids.start + tokens // page)
+    return shared(geometry, many, chunk=16, retention=retention, **{"slack": SLACK, **more})
+
+
+def shared(geometry: Any, ids: range, **more: Any) -> PagedMemory:
+    groups = tuple(replace(group, ids=ids) for group in geometry.groups)
+    end = ids.stop * groups[0].page_bytes
+    return PagedMemory(replace(geometry, groups=groups, bytes=end), policies=KNOWN, **more)
+
+
+def asked(memory: PagedMemory, id: int, tokens: list[int], answer: int = 0) -> int:
+    """A request comes, is answered with so many tokens, and leaves: what it found."""
+    seq = Sequence(id, list(tokens))
+    found = serve(memory, seq)
+    assert found is not None
+    for i in range(answer):
+        seq.tokens.append(10_000 * id + i)
+        assert compute(memory, seq, 1)
+    memory.check()
+    memory.free(seq)
+    memory.check()
+    return found
+
+
+def cached(memory: PagedMemory) -> int:
+    return len(memory.pages.index[WINDOWED])
+
+
+def text(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def test_the_paper_keeps_all_that_left_a_window() -> None:
+    memory = memory_of("paper")
+    asked(memory, 1, text(0, 101))
+    assert cached(memory) == 25
+
+
+def test_with_slack_the_last_windows_stay() -> None:
+    """Of 100 tokens those from 100 - 8 - 8 on can be needed by a prefix that ends at 92 or behind it."""
+    memory = memory_of("slack")
+    asked(memory, 1, text(0, 101))
+    assert cached(memory) == 4
+    assert memory.pages.used == [0, 0]
+    for end, found in ((99, 96), (97, 96), (93, 92), (91, 0)):
+        assert memory.prefixes.cached(Sequence(9, [*text(0, end), 777])).tokens == found
+
+
+def test_the_end_of_a_prompt_stays_however_long_the_answer_is() -> None:
+    kept, forgot = memory_of("boundary"), memory_of("slack")
+    for memory in (kept, forgot):
+        asked(memory, 1, [*text(0, 60), 501, 502], answer=70)
+    assert asked(kept, 2, [*text(0, 60), 601, 602], answer=70) == 60
+    assert asked(kept, 3, [*text(0, 60), 701], answer=70) == 60
+    assert asked(forgot, 2, [*text(0, 60), 601, 602], answer=70) == 0
+
+
+def test_prompts_that_part_are_found_from_the_third_on() -> None:
+    """The first two show where: full attention has what they have in common, and windows have not."""
+    system = text(0, 40)
+    for retention, found in (("boundary", [0, 0, 40, 40]), ("slack", [0, 0, 0, 0]), ("paper", [0, 40, 40, 40])):
+        memory = memory_of(retention)
+        assert [asked(memory, id, system + text(1000 * id, 60)) for id in range(1, 5)] == found
+
+
+def test_windows_stay_every_so_many_tokens() -> None:
+    memory = memory_of("slack", every=32)
+    asked(memory, 1, text(0, 101))
+    for end, found in ((70, 64), (62, 60), (50, 32), (20, 0)):
+        assert memory.prefixes.cached(Sequence(9, [*text(0, end), 777])).tokens == found
+
+
+def test_what_others_use_is_not_emptied() -> None:
+    memory = memory_of("slack")
+    first, second = Sequence(1, text(0, 41)), Sequence(2, text(0, 41))
+    assert serve(memory, first) == 0
+    assert serve(memory, second) == 40
+    for _ in range(30):
+        assert compute(memory, first, 1)
+    memory.check()
+    third = Sequence(3, text(0, 41))
+    assert serve(memory, third) == 40
+    for seq in (first, second, third):
+        memory.free(seq)
+        memory.check()
+
+
+def test_a_page_that_was_given_to_another_is_left_alone() -> None:
+    """It left the window, was evicted and has other content when its time comes."""
+    memory = memory_of("slack", tokens=128)
+    seq = Sequence(1, text(0, 40))
+    assert serve(memory, seq) == 0
+    trail = list(memory.residents[1].trails[WINDOWED])
+    assert trail
+    for _, page, _ in trail:
+        memory.pages.evict(WINDOWED, page)
+    other = Sequence(2, text(500, 21))
+    assert serve(memory, other) == 0
+    for _ in range(12):
+        assert compute(memory, seq, 1)
+    memory.check()
+    memory.free(other)
+    assert memory.prefixes.cached(Sequence(3, text(500, 21))).tokens == 20
+
+
+def test_the_prefix_that_a_running_sequence_came_for_is_not_evicted_first() -> None:
+    """A sequence holds its pages a 64th of the window longer than it reads them: a question and an answer shorter than
+    that leave the whole window of the document in its hands."""
+    left = {}
+    for retention in ("paper", "slack"):
+        memory = memory_of(retention, tokens=1640, window=256, page=1, slack=16)
+        document = text(0, 300)
+        seq = Sequence(1, [*document, 501])
+        assert serve(memory, seq) == 0
+        for _ in range(3):
+            assert compute(memory, seq, 1)
+        other = Sequence(2, text(2000, 500))
+        assert serve(memory, other) == 0
+        memory.free(other)
+        assert asked(memory, 3, text(3000, 400)) == 0  # evicts all that is older
+        left[retention] = admit_one(memory, Sequence(4, [*document, 601]))
+    assert left == {"paper": 0, "slack": 300}
+
+
+def rounds(memory: PagedMemory, documents: int, length: int = 200) -> float:
+    """The share of tokens that is found when documents are asked about in turn, four times."""
+    found = looked = 0
+    for turn in range(4):
+        for document in range(documents):
+            tokens = [*text(1000 * document, length), 90_000 + turn]
+            found += asked(memory, 1 + turn * documents + document, tokens, answer=6)
+            looked += len(tokens)
+    return found / looked
+
+
+def test_more_documents_are_found_with_slack_than_the_papers_way() -> None:
+    """Four documents of 200 tokens in the windows and 800 in full attention fit; what the windows were moved over
+    doesn't."""
+    shares = {how: rounds(memory_of(how, tokens=1040, window=32), 4) for how in ("paper", "slack", "boundary")}
+    assert shares["paper"] < 0.1
+    assert shares["slack"] > 0.7
+    assert shares["boundary"] > 0.7
+
+
+@pytest.mark.parametrize("documents", [1, 2])
+def test_few_documents_are_found_in_each_way(documents: int) -> None:
+    assert all(rounds(memory_of(how, 1040, window=32), documents) > 0.7 for how in ("paper", "slack", "boundary"))

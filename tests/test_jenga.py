@@ -1,0 +1,118 @@
+"""Layer types written by the paper's method names, in the memory: they do what the engine's own do; one that
+contradicts itself is named. And the example."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paper_types import SelfAttention, SlidingWindow
+
+from quire.control.memory.policies import FAR, FullPolicy, LayerPolicy, WindowPolicy, forgets, most_at_once
+from quire.errors import InputError
+from quire.jenga import JengaPolicy, LayerSupportsPrefixCache, Request
+from quire.vocabulary.specs import Group
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "layer_type.py"
+
+
+@pytest.fixture
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("layer_type", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def group(tokens: int, window: int | None = None) -> Group:
+    return Group((0,), 64, 4, 2**40, range(1, 200), run_tokens=tokens, window=window)
+
+
+class Narrow(SlidingWindow):
+    """Needs no more than the next token sees."""
+
+    def get_possible_prefix(self, is_hit: Sequence[bool]) -> set[int]:
+        return {p for p in range(1, len(is_hit) + 1) if all(is_hit[max(p - self.sliding + 1, 0) : p])}
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 8])
+def test_the_papers_types_are_the_engines(tokens: int, window: int | None) -> None:
+    """Figure 9b's window wants one token more of a prefix than the next one sees; what it reads is the same."""
+    own: LayerPolicy = FullPolicy(group(tokens)) if window is None else WindowPolicy(group(tokens, window))
+    kinds: list[LayerSupportsPrefixCache] = [SelfAttention()] if window is None else [SlidingWindow(window)]
+    kinds += [Narrow(window)] if window else []
+    for kind in kinds:
+        policy = JengaPolicy(group(tokens), kind, horizon=40)
+        assert forgets(policy) == forgets(own)
+        assert most_at_once(policy, 7) == most_at_once(own, 7)
+        for start in (*range(60), FAR):
+            for end in (start + 1, start + 9):
+                assert policy.reads(None, start, end) == own.reads(None, start, end)
+            need, least = policy.required(None, start), own.required(None, start)
+            assert need == least if isinstance(kind, Narrow) or window is None else need.start <= least.start
+
+
+class Again(SlidingWindow):
+    def update_last_access(self, r: Request, time: int) -> None:
+        SelfAttention.update_last_access(self, r, time) if r.len == 20 else super().update_last_access(r, time)
+
+
+class Holes(SlidingWindow):
+    def update_last_access(self, r: Request, time: int) -> None:
+        super().update_last_access(r, time)
+        self.evictor.update_last_access(r.page[1], time)
+
+
+class Careless(SlidingWindow):
+    def get_possible_prefix(self, is_hit: Sequence[bool]) -> set[int]:
+        return {p for p in range(1, len(is_hit) + 1) if is_hit[p - 1]}
+
+
+class Strict(SlidingWindow):
+    def get_possible_prefix(self, is_hit: Sequence[bool]) -> set[int]:
+        return {p for p in super().get_possible_prefix(is_hit) if p != 9}
+
+
+class Reversed(SlidingWindow):
+    def set_prefix_length(self, r: Request) -> None:
+        for i in range(1, r.len + 1):
+            self.evictor.set_prefix_length(r.page[i], -i)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Again, "update_last_access of Again touches again"),
+        (Holes, "update_last_access of Holes touches no range"),
+        (Careless, "get_possible_prefix of Careless accepts"),
+        (Strict, "get_possible_prefix of Strict refuses 9"),
+        (Reversed, "set_prefix_length of Reversed"),
+    ],
+)
+def test_a_type_that_contradicts_itself_is_named(kind: type[SlidingWindow], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        JengaPolicy(group(4), kind(4), horizon=32)
+
+
+def test_the_example_holds_three_blocks_and_finds_the_document(
+    example: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example.main() == [(0, [26, 4]), (400, [26, 4])]
+    assert "found 400 of 402 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokens", range(1, 200))
+def test_the_examples_blocks_are_right_beyond_the_horizon(example: Any, tokens: int) -> None:
+    policy = example.policy_of(example.BlockLocalLayer(), 4 * example.BLOCK, example.BLOCK)(group(1))
+    assert policy.reads(None, tokens - 1, tokens).start == example.first_seen(tokens) - 1
+    assert policy.required(None, tokens).start == min(example.first_seen(tokens + 1) - 1, tokens)
+
+
+def test_it_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 120
