@@ -21,7 +21,9 @@ SAID = WORDS | {"control.request"}
 KERNELS, LAYERS_OF, MODELS, WEIGHTS = "data.kernels", "data.layers", "data.models", "data.weights"
 CONTROL = SAID | {"control"}
 DATA = {KERNELS, LAYERS_OF, MODELS, WEIGHTS, "data.runner"}
-JOINS = {"budget", "build", "source", "llm", "async_llm", "plan_log", "plan_replay", "vattention", "jenga"}
+JOINS = {
+    "budget", "build", "source", "llm", "async_llm", "plan_log", "plan_replay", "pool", "vattention", "jenga",
+}  # fmt: skip
 BELOW = CONTROL | DATA | {"files", "sim", "text", "link", *JOINS}
 TOP = {"server", "cli", "bench", "reproduce", "__main__"}
 LAYERS: dict[str, set[str]] = {  # what each part of the package may import, itself aside; the longest name counts

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
     from quire.llm import LLM, BeamSearchParams
+    from quire.pool import Pool
     from quire.text.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
     from quire.vocabulary.params import SamplingParams
 
@@ -23,6 +24,7 @@ __all__ = [  # noqa: RUF022 (plain sorted order)
     "EngineConfig",
     "LLM",
     "Logprob",
+    "Pool",
     "RequestOutput",
     "SamplingParams",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "BeamSearchSequence": "quire.text.outputs",
     "CompletionOutput": "quire.text.outputs",
     "EngineConfig": "quire.config",
+    "Pool": "quire.pool",
     "Logprob": "quire.text.outputs",
     "RequestOutput": "quire.text.outputs",
     "SamplingParams": "quire.vocabulary.params",

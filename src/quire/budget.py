@@ -174,8 +174,19 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
         attention += (
             2 * config.max_num_batched_tokens * spec.heads * max(s.head_dim for s in spec.layers) * (itemsize + 4)
         )
-    rotary = spec.rotaries * min(config.max_model_len or spec.max_len, spec.max_len) * head_dim * 4
-    return int(step + logits + attention + rotary)
+    longest = min(config.max_model_len or spec.max_len, spec.max_len)
+    if spec.least_budget:
+        attention = max(attention, _selection_bytes(spec, longest, itemsize))
+    return int(step + logits + attention + spec.rotaries * longest * head_dim * 4)
+
+
+def _selection_bytes(spec: ModelSpec, longest: int, itemsize: int) -> int:
+    """What chooses the tokens to keep of the longest prompt, some heads at once: scores and weights in float32, copies
+    of keys and values, and of keys in float32."""
+    kv_heads, dim = spec.layers[0].kv_heads, spec.layers[0].head_dim
+    scores = spec.heads // kv_heads * spec.selection.queries
+    heads = min(max(MAX_SCORES // (scores * longest), 1), kv_heads)
+    return heads * longest * (8 * scores + dim * (2 * itemsize + 4))
 
 
 def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,6 +34,7 @@ from quire.vocabulary.specs import ModelSpec
 if TYPE_CHECKING:
     import torch
 
+    from quire.pool import Member
     from quire.text.chat import ChatTemplate
     from quire.text.tokenizer import Tokenizer
 
@@ -59,13 +60,13 @@ def plan(config: EngineConfig) -> list[str]:
     source = read_source(config, weights=False)
     device = device_of(config)
     config = config.sized(device)
-    dtype = _dtype(config, source.config, device)
+    dtype = dtype_of(config, source.config, device)
     made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
     return made.lines() + page_lines(config, source.spec, ITEMSIZE[dtype], made)
 
 
-def build(config: EngineConfig, progress: bool = False) -> Built:
-    """Load the model and assemble the engine."""
+def build(config: EngineConfig, progress: bool = False, member: Member | None = None) -> Built:
+    """Load the model and assemble the engine; over its part of a pool, whose config is `member`'s."""
     from quire.text.renderer import Renderer
 
     renderer = None if config.skip_tokenizer_init else Renderer()  # its process comes up while torch is imported
@@ -73,29 +74,33 @@ def build(config: EngineConfig, progress: bool = False) -> Built:
     import_module("torch")
     tokenizer, chat = read_text(config, source, renderer)
     named = tokenizer.eos_ids if tokenizer is not None else ()
-    engine, plan, notices = build_engine(config, source, named, progress)
+    engine, plan, notices = build_engine(config, source, named, progress, member)
     return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name)
 
 
 def build_engine(
-    config: EngineConfig, source: Source, named: tuple[int, ...], progress: bool = False
+    config: EngineConfig, source: Source, named: tuple[int, ...], progress: bool = False, member: Member | None = None
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
-    """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said."""
+    """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said. The
+    memory is that of `member`, if any."""
     import torch
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = device_of(config)
     config = config.sized(device)
-    dtype = _dtype(config, source.config, device)
-    plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
+    dtype = dtype_of(config, source.config, device)
+    plan = member.plan if member else plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
+    common = member.pool.bytes_of if member else None
     ends = eos_ids(source, named)
     with _enough_memory(device):
-        runner = _runner(config, source, getattr(torch, dtype), torch.device(device), ends, plan.max_len, progress)
+        runner = _runner(
+            config, source, getattr(torch, dtype), torch.device(device), ends, plan.max_len, progress, common
+        )
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
-    memory = build_memory(config, source.spec, size, f"{source.name}:{dtype}")
+    memory = member.memory if member else build_memory(config, source.spec, size, f"{source.name}:{dtype}")
     if config.memory == "virtual":  # pages and buffers aren't always filled
         plan = plan._replace(kv_tokens=capacity(memory.geometry))
     assert config.max_num_batched_tokens is not None, "sized above"
@@ -107,6 +112,8 @@ def build_engine(
     limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT
     engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs)
+    if member is not None:
+        member.pool.turns.add(engine)
     notices = _notices(config, plan, ends, source.defaults)
     if runner.attention == "triton":
         from quire.data.kernels.triton.launch import left_out
@@ -139,6 +146,7 @@ def _runner(
     eos_ids: tuple[int, ...],
     max_len: int,
     progress: bool,
+    common: Callable[[], torch.Tensor] | None,
 ) -> Any:
     from quire.data.runner.model_runner import ModelRunner
     from quire.data.weights.dummy import fill_dummy
@@ -158,6 +166,7 @@ def _runner(
         model, source.spec, dtype, device, attention, eos_ids,
         graphs=config.cuda_graphs and attention in ("triton", *VENDORS),
         deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
+        common=common() if common is not None else None,
     )  # fmt: skip
 
 
@@ -197,7 +206,7 @@ def device_of(config: EngineConfig) -> str:
     return "cpu"
 
 
-def _dtype(config: EngineConfig, model: dict[str, Any], device: str) -> str:
+def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32."""
     if config.dtype != "auto":
         return config.dtype

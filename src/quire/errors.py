@@ -67,7 +67,8 @@ class LogError(QuireError):
 
 
 class Overloaded(QuireError):
-    """The bounded queue is full; the client may retry after `retry_after` seconds."""
+    """The bounded queue is full, or models that share the KV memory hold all of it; the client may retry after
+    `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.control.outcomes import Output
-from quire.errors import EngineDead, InputError
+from quire.errors import EngineDead, InputError, Overloaded
 from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput, check_registered
 from quire.text.prompts import Messages, Prompt, Prompts, engine_config
 from quire.text.session import Node, session_params
@@ -24,6 +24,7 @@ from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.build import Built
+    from quire.pool import Member, Pool
     from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger("quire")
@@ -67,12 +68,22 @@ class LLM:
 
     `model` is a folder, a hub id, or None for the bundled model. StartupError says what is wrong and what to change.
     Not thread-safe, and one call at a time. A failed or interrupted call leaves nothing behind; the LLM stays usable.
+    `custom_kv_cache`: the quire.Pool in which the model shares its KV memory with others; it has the settings.
     """
 
-    def __init__(self, model: str | None = None, *, progress: bool = False, **settings: Any) -> None:
+    _member: Member | None = None
+
+    def __init__(
+        self, model: str | None = None, *, progress: bool = False, custom_kv_cache: Pool | None = None, **settings: Any
+    ) -> None:
         from quire.build import build
 
-        self._start(build(engine_config(model, settings), progress))
+        if custom_kv_cache is not None:
+            custom_kv_cache.check_thread()
+            self._member = custom_kv_cache.member(model, settings)
+            self._start(build(self._member.config, progress, self._member))
+        else:
+            self._start(build(engine_config(model, settings), progress))
 
     @classmethod
     def of(cls, built: Built) -> LLM:
@@ -211,6 +222,8 @@ class LLM:
             self._closed = True
             self.prompts.close()
             self.engine.close()
+            if self._member is not None:
+                self._member.pool.leave(self.engine, self._member.part)
 
     def __enter__(self) -> LLM:
         return self
@@ -273,6 +286,8 @@ class LLM:
     def _check_idle(self) -> None:
         if self._closed:
             raise EngineDead("this LLM is closed")
+        if self._member is not None:
+            self._member.pool.check_thread()
         if self.engine.unfinished:
             raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
 
@@ -281,6 +296,8 @@ class LLM:
         try:
             with _Interrupts() as interrupts:
                 outputs = self.engine.step()
+        except Overloaded:  # others that share the memory hold it: nothing was begun
+            raise
         except BaseException:
             self.close()  # a step cut short leaves an engine that can't be trusted
             raise

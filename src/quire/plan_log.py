@@ -201,8 +201,9 @@ def _group(said: dict[str, Any]) -> Group:
     values["layers"] = tuple(map(_number, values["layers"]))
     if not isinstance(values["kind"], str):
         raise TypeError("a group's kind is no string")
-    for name in ("page_bytes", "token_bytes", "table_width", "run_tokens", "run_pages", "window", "chunk"):
-        if (name not in ("window", "chunk") or values[name] is not None) and not _number(values[name]):
+    lengths = ("window", "chunk", "budget")
+    for name in ("page_bytes", "token_bytes", "table_width", "run_tokens", "run_pages", *lengths):
+        if (name not in lengths or values[name] is not None) and not _number(values[name]):
             raise ValueError(f"a group's {name} is 0")
     return Group(**values)
 

@@ -13,6 +13,7 @@ from quire.control.memory.buffers import buffers_of
 from quire.control.memory.large import LargePages
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Ledger
+from quire.control.memory.part import Part
 from quire.control.memory.reserved import ReservedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
@@ -200,8 +201,10 @@ def check_published(memory: KVMemory, seqs: Iterable[Sequence]) -> None:
                 assert page not in published, f"page {page} is published before it is computed"
 
 
-def contents(pages: Ledger | LargePages) -> tuple[object, ...]:
+def contents(pages: Ledger | LargePages | Part) -> tuple[object, ...]:
     """All that a ledger keeps, in the order in which it would give it out."""
+    if isinstance(pages, Part):
+        return contents(pages.ledger)
     if isinstance(pages, Ledger):
         return tuple((tuple(p.empty), tuple(p.cached), tuple(p.refs), tuple(p.keys)) for p in pages.pools)
     kept = {name: value for name, value in vars(pages).items() if name != "slack"}

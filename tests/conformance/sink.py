@@ -30,7 +30,9 @@ class SinkPolicy(FullPolicy):
 class Sink:
     """What a token sees: the states of the first KEPT positions before it."""
 
-    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
+    def expected(
+        self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
         return (states[: min(position, KEPT)] ^ number).tobytes()
 
     def seen(self, pages: Pages, slot: int, position: int) -> bytes:

@@ -13,7 +13,7 @@ from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, StatePolicy, large, unlike
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import ChunkedPolicy, WindowPolicy
+from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, WindowPolicy
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.tables import Resident
 from quire.control.request import Sequence
@@ -27,6 +27,7 @@ every_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))
 """Pages of five sizes whose numbers overlap."""
 PLAIN = unlike(FULL, Kind(24, 8))
+BUDGETS = UNLIKE["budgets-uncached"]
 ROOMY = large(FULL, Kind(24, 4, window=8))
 
 
@@ -187,6 +188,27 @@ def plan_that_changes_on_its_way(patch: Patch) -> None:
     patch.setattr(wire, "decode", changed)
 
 
+def budget_a_token_short(patch: Patch) -> None:
+    gone = BudgetPolicy.gone
+    patch.setattr(BudgetPolicy, "gone", lambda policy, seq: gone(policy, seq) + (seq.prompt_len > 5))
+
+
+def writes_behind_a_prompt_by_position(patch: Patch) -> None:
+    """What a fork writes to isn't copied."""
+    patch.setattr(BudgetPolicy, "writes", FullPolicy.writes)
+
+
+def prefix_found_in_pages_that_changed(patch: Patch) -> None:
+    init = PagedMemory.__init__
+
+    def caching(memory: PagedMemory, *arguments: Any, **settings: Any) -> None:
+        init(memory, *arguments, **settings)
+        memory.caching = memory.prefixes.caching = True
+
+    patch.setattr(BudgetPolicy, "unit", FullPolicy.unit)
+    patch.setattr(PagedMemory, "__init__", caching)
+
+
 PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
     "a copy keyed without its group": (copy_keyed_without_its_group, TWINS, EchoRunner),
     "a state page shared while written": (state_page_shared_while_written, unlike(STATE, FULL), EchoRunner),
@@ -204,6 +226,9 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], Make, type[EchoRunner]]] = {
     "a type allocated when another fails": (a_type_allocated_when_another_fails, ROOMY, EchoRunner),
     "a hash kept on a rebound page": (hash_kept_on_a_rebound_page, ROOMY, EchoRunner),
     "a hit valid for one group only": (hit_valid_for_one_group_only, unlike(FULL, WINDOW, STATE), EchoRunner),
+    "a budget a token short": (budget_a_token_short, BUDGETS, EchoRunner),
+    "writes behind a prompt by position": (writes_behind_a_prompt_by_position, BUDGETS, EchoRunner),
+    "a prefix found in pages that changed": (prefix_found_in_pages_that_changed, BUDGETS, EchoRunner),
     "`ahead` not done": (ahead_not_done, eager, EchoRunner),
     "a birth that inherits the wrong rules": (birth_that_inherits_the_wrong_rules, PLAIN, EchoRunner),
     "a plan that changes when encoded and decoded": (plan_that_changes_on_its_way, PLAIN, Traveller),

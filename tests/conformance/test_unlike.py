@@ -6,8 +6,9 @@ import random
 
 import pytest
 from traces import Told, run_trace
-from unlike import KNOWN, UNLIKE
+from unlike import KNOWN, QUERIES, UNLIKE
 
+from quire.control.request import Sequence
 from quire.vocabulary.specs import Group
 
 WAYS = ("swap", "recompute", "auto")
@@ -20,7 +21,7 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
         UNLIKE[name],
         seed=seed,
         depth=depth,
-        budget=rng.choice((1, 3, 8, 16, 64)),
+        budget=max(rng.choice((1, 3, 8, 16, 64)), QUERIES if "budgets" in name else 1),
         tokens=rng.choice((64, 96, 128, 256)),
         max_seqs=rng.choice((3, 8)),
         preemption=rng.choice(WAYS),
@@ -34,11 +35,14 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
 def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None:
     """Room is made for what is read, and only for that."""
     window, chunk = 5 if kind == "window" else None, 7 if kind == "chunked" else None
-    group = Group((0,), 64, 4, 100, range(1, 200), run_tokens=5, run_pages=2, window=window, kind=kind, chunk=chunk)
+    group = Group(
+        (0,), 64, 4, 100, range(1, 200), run_tokens=5, run_pages=2, window=window, kind=kind, chunk=chunk, budget=7
+    )
     policy = KNOWN[kind](group)
-    for start in range(40):
-        for end in range(start + 1, 44):
-            assert set(policy.writes(None, start, end)) <= set(policy.reads(None, start, end))
+    for seq in (None, Sequence(1, [1] * 18)):
+        for start in range(40):
+            for end in range(start + 1, 44):
+                assert set(policy.writes(seq, start, end)) <= set(policy.reads(seq, start, end))
 
 
 @every

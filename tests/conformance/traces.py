@@ -399,7 +399,7 @@ class Trace:
         assert params.seed is not None
         for branch in range(params.width):
             tokens = expected(asked.prompt, params, branch_seed(params.seed, branch), eos_ids=EOS, **settings)
-            known = states([*asked.prompt, *tokens], self.groups)[len(asked.prompt) - 1 :]
+            known = states([*asked.prompt, *tokens], self.groups, prompt=len(asked.prompt))[len(asked.prompt) - 1 :]
             logprob = sum(fake_top(state, token, 0, VOCAB).logprob for state, token in zip(known, tokens))
             found.append(Found(tokens, logprob, *ending(params, tokens)))
         return sorted(found, key=lambda one: -one.logprob)[: params.n] if params.ranked else found[: params.n]
@@ -422,7 +422,7 @@ class Trace:
 
     def _compare_tops(self, asked: Asked, mine: list[Output], want: list[int]) -> None:
         params, prompt = asked.params, asked.prompt
-        known = states([*prompt, *want], self.groups)
+        known = states([*prompt, *want], self.groups, prompt=len(prompt))
         if params.top >= 0:
             tops, named = [top for output in mine for top in output.tops], tuple(params.logprob_token_ids or ())
             states_of = known[len(prompt) - 1 :]

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from memories import Build
 from sink import WITH_SINKS
 
 from quire.control.memory.paged import PagedMemory
+from quire.control.memory.part import Common
 from quire.control.memory.policies import FullPolicy
+from quire.control.memory.tables import ledger_of
+from quire.control.request import Sequence
 from quire.vocabulary.specs import Geometry, Group, Layout, lay_out
 
 
@@ -28,6 +32,10 @@ KNOWN = {**WITH_SINKS, "state": StatePolicy}
 """The policies of the engine, and those of the tests."""
 
 
+QUERIES = 3
+"""Tokens at the end of a prompt that are computed in one step, where layers have budgets."""
+
+
 class Kind(NamedTuple):
     """A group: `run` tokens of `token_bytes` fill `pages` pages, behind which `padding` bytes are left."""
 
@@ -38,10 +46,17 @@ class Kind(NamedTuple):
     kind: str = ""
     padding: int = 0
     chunk: int | None = None
+    budget: int | None = None
 
     @property
     def page_bytes(self) -> int:
         return self.run * self.token_bytes // self.pages + self.padding
+
+
+def ending(kinds: tuple[Kind, ...]) -> tuple[int, int]:
+    """A geometry's least budget, and the queries at the end of a prompt."""
+    least = min((kind.budget for kind in kinds if kind.budget is not None), default=0)
+    return least, min(least, QUERIES)
 
 
 def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
@@ -56,11 +71,11 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
             Group(
                 (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run), ids[i],
                 range(rows[i].start + 1, rows[i].stop + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk,
+                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk, budget=kind.budget,
             )
             for i, kind in enumerate(kinds)
         )  # fmt: skip
-        geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end)
+        geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, 0, *ending(kinds))
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
             policies=KNOWN,
@@ -69,31 +84,54 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
     return make
 
 
-def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: str = "bulk") -> Make:
-    """A memory of these groups in large pages, with room for the tokens that are asked for in each of them."""
+def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: str = "bulk", beside: int = 0) -> Make:
+    """A memory of these groups in large pages, with room for the tokens that are asked for in each of them. The first
+    `beside` of them are another model's, with all that there is in common."""
     whole = math.lcm(*(kind.page_bytes for kind in kinds))
     ratios = [whole // kind.page_bytes for kind in kinds]
 
     def make(build: Build) -> PagedMemory:
         pages = [-(-build.tokens * kind.pages // kind.run) for kind in kinds]
-        count = sum(-(-many // ratio) for many, ratio in zip(pages, ratios))
+        count = sum(-(-many // ratio) for many, ratio in list(zip(pages, ratios))[beside:])
         hosts = min(build.host, count)
         groups = tuple(
             Group(
                 (i,), kind.page_bytes, kind.token_bytes, -(-build.max_len * kind.pages // kind.run),
                 range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1), kind.run, kind.pages, kind.window,
-                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk,
+                kind.kind or ("full" if kind.window is None else "window"), chunk=kind.chunk, budget=kind.budget,
             )
             for i, (kind, ratio) in enumerate(zip(kinds, ratios))
         )  # fmt: skip
         slots = build.max_seqs + 1
-        geometry = Geometry(Layout.PAGED, (count + 1) * whole, slots, groups, 2, hosts * whole, whole)
+        geometry = Geometry(
+            Layout.PAGED, (count + 1) * whole, slots, groups, 2, hosts * whole, whole, *ending(kinds)
+        )  # fmt: skip
+        part = None
+        if beside:
+            both = [replace(geometry, groups=some) for some in (groups[:beside], groups[beside:])]
+            ledger = ledger_of(geometry, [group.ids for group in groups], association)
+            first, part = Common(ledger, both, [0, build.prefix_tokens]).parts
+            crowd(
+                PagedMemory(first.geometry, chunk=build.chunk, policies=KNOWN, part=first),
+                min(build.max_len, build.chunk),
+            )
+            geometry = part.geometry
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
-            policies=KNOWN, association=association,
+            policies=KNOWN, association=association, part=part,
         )  # fmt: skip
 
     return make
+
+
+def crowd(memory: PagedMemory, length: int) -> None:
+    """Leave pages in it that are cached, and nobody's: any of them can be had."""
+    seq = Sequence(1, list(range(length)))
+    assert isinstance(memory.admit([seq], length), list)
+    assert memory.grow(seq, length)
+    seq.computed = seq.planned = length
+    memory.commit(seq)
+    memory.free(seq)
 
 
 def parts(*kinds: tuple[int, int, int | None], large_bytes: int = 1920) -> list[Kind]:
@@ -101,6 +139,7 @@ def parts(*kinds: tuple[int, int, int | None], large_bytes: int = 1920) -> list[
     return [Kind(large_bytes // ratio // run, run, window=window) for ratio, run, window in kinds]
 
 
+BUDGETS = [Kind(16, 4, kind="budget", budget=budget) for budget in (9, 5, 3)]
 FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
 CHUNKED = Kind(24, 4, kind="chunked", chunk=12)
 STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
@@ -115,6 +154,8 @@ UNLIKE: dict[str, Make] = {
     "state": unlike(FULL, STATE),
     "state-uncached": unlike(STATE, WINDOW, caching=False, debug=True),
     "sink": unlike(SINK, FULL),
+    "budgets-uncached": unlike(*BUDGETS, debug=True),
+    "budgets-unlike-uncached": unlike(BUDGETS[2], FULL, WINDOW, Kind(24, 8, 3, kind="budget", budget=6)),
     "large-84-1": large(Kind(8, 1, window=5), Kind(84 * 8, 1)),
     "large-1-84": large(Kind(84 * 16, 1), Kind(1, 16, kind="state"), association="paper"),
     "large-6-10-15": large(*parts((6, 4, None), (10, 1, 6), (15, 16, 9))),
@@ -122,7 +163,12 @@ UNLIKE: dict[str, Make] = {
     "large-uncached": large(*parts((6, 16, 9), (1, 4, None), (4, 1, 3)), caching=False, debug=True),
     "large-poisoned": large(WINDOW, FULL, debug=True),
     "large-state": large(FULL, STATE, SINK, WINDOW),
+    "large-budgets-uncached": large(
+        Kind(32, 4, kind="budget", budget=9), Kind(16, 2, kind="budget", budget=5), FULL, WINDOW, debug=True
+    ),
     "large-chunked": large(CHUNKED, FULL, Kind(8, 8, kind="chunked", chunk=4)),
+    "large-beside-another": large(WINDOW, FULL, Kind(16, 2, window=5), Kind(96, 4), beside=2),
+    "large-beside-states": large(STATE, *parts((6, 16, 9), (1, 16, None)), beside=1, association="paper"),
     "large-not-whole": large(Kind(24, 8, 3, window=7), Kind(16, 4)),
     "chunked": unlike(CHUNKED, FULL),
     "chunks-across-pages": unlike(Kind(24, 4, kind="chunked", chunk=10), FULL, Kind(8, 8, kind="chunked", chunk=4)),

@@ -7,6 +7,7 @@ import pytest
 from quire.reproduce import articles, decode_batches, memory_timeline, unlike_gpu, unlike_throughput
 from quire.reproduce.articles import Found
 from quire.reproduce.decode_batches import CASE, Decoded, judged, longest_request
+from quire.reproduce.equality import WINDOWED
 from quire.reproduce.memory_timeline import DYNAMIC, Timeline
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 from quire.reproduce.unlike_gpu import Both
@@ -192,3 +193,19 @@ def test_loads_of_real_runs_fit_their_memory() -> None:
             assert here.budget == pytest.approx(load.case.budget)
             assert f"--kv-gib {here.budget:.2f}" in unlike_gpu.text(load, [])
     assert callable(getattr(unlike_gpu, "ministral_l4"))  # noqa: B009
+
+
+def test_real_runs_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with a shape so small: both rules, real and simulated, compute the same."""
+    monkeypatch.setattr(unlike_gpu, "ON", "cpu")
+    monkeypatch.setattr(unlike_gpu, "WARM", (16, 40))
+    small = Case(
+        "ministral-8b", H100, "docqa:2:120@6", kv_gib=0.004, caching=True, longest=512, changes=(*WINDOWED.items(),)
+    )
+    found = unlike_gpu.run(unlike_gpu.Load(small, concurrency=1))
+    assert [both.rule for both in found] == ["uniform", "jenga"]
+    for both in found:
+        assert both.real.decode_steps == both.simulated.decode_steps > 300
+        assert both.real.hit_rate == both.simulated.hit_rate > 0.4
+        assert both.real.seconds > 0
+    assert len(unlike_gpu.judged_articles(found)) == 14

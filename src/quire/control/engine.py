@@ -17,6 +17,7 @@ from quire.control.edge import Limits, check_salt
 from quire.control.outcomes import Outcomes, Output, Stats
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
+from quire.control.turns import Turns
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
@@ -78,6 +79,8 @@ class Engine:
         self.stats = Stats()
         self.outcomes = Outcomes(self.stats)
         self.added = 0
+        self.ended = 0  # requests, those ended by a stop string aside
+        self.turns: Turns | None = None  # with engines that have the memory in common
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
 
     # In
@@ -110,6 +113,12 @@ class Engine:
         self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
+        if params.prompt_logprobs is not None and self.scheduler.part is not None:
+            raise InputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt: it "
+                "couldn't be scored again after a preemption",
+                "prompt_logprobs",
+            )
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
         accepted: dict[str, Accepted] = {}
@@ -185,6 +194,11 @@ class Engine:
         """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"
         tells when it is ready, or by finish_reason "error" that it is not. PrefixTaken, PrefixesFull, or as `add`."""
         memory = self.scheduler.memory
+        if self.scheduler.part is not None:
+            raise PrefixesFull(
+                f"the prefix {name[:60]!r} can't be kept: what is left of a prompt in this model depends on all of it",
+                "prefix",
+            )
         if name in self.prefixes:
             raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
         if memory.prefixes is None or not memory.prefixes.room(len(tokens)):
@@ -215,24 +229,43 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Plan and submit until `depth` steps are in flight, then take in the oldest. Returns what it brought: nothing
-        if all that is left waits for its caller. EngineDead if nothing can be done and nobody is waited for."""
+        if all that is left waits for its caller, or for engines that have the memory in common. EngineDead if nothing
+        can be done and nobody is waited for; Overloaded if those engines wait for their callers."""
         outputs, self.outbox = self.outbox, []
+        if self.turns is not None and self.turns.passes(self):
+            return outputs
+        idle = not self._advance(outputs) and not outputs
+        if idle and self.scheduler.unfinished and not any(map(_waits, self.scheduler.running)):
+            self._stuck()
+        return outputs
+
+    def ahead(self) -> bool:
+        """A step for the sake of others, whose outputs the next `step` returns. Whether there was anything to do."""
+        return self._advance(self.outbox)
+
+    def _advance(self, outputs: list[Output]) -> bool:
+        """Plan and submit, and add what the oldest step in flight brings to `outputs`. False if there is none."""
         while len(self.flight) < self.depth:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
             self._planned(plan)
             self.flight.append((plan, self.runner.submit(plan)))
-        if self.flight:
-            plan, ticket = self.flight.popleft()
-            result = self.runner.collect(ticket)
-            self.stats.step_seconds += result.seconds
-            self.stats.idle_seconds += result.idle
-            self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
-            outputs += self._told(self.outcomes.of(self.scheduler.update(plan, result), self.clock()))
-        elif self.scheduler.unfinished and not outputs and not any(map(_waits, self.scheduler.running)):
+        if not self.flight:
+            return False
+        plan, ticket = self.flight.popleft()
+        result = self.runner.collect(ticket)
+        self.stats.step_seconds += result.seconds
+        self.stats.idle_seconds += result.idle
+        self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
+        outputs += self._told(self.outcomes.of(self.scheduler.update(plan, result), self.clock()))
+        return True
+
+    def _stuck(self) -> None:
+        """Nothing can be planned: others hold the memory, or something is wrong."""
+        if self.turns is None or len(self.turns.engines) == 1:
             raise EngineDead(f"no progress: {len(self.scheduler.waiting)} requests wait and nothing can be planned")
-        return outputs
+        self.turns.give_way(self)
 
     def _planned(self, plan: StepPlan) -> None:
         self.stats.steps += 1
@@ -251,6 +284,7 @@ class Engine:
         """Forget the requests whose end is among these outputs, and the prefixes that were not registered."""
         for output in outputs:
             if output.done:
+                self.ended += 1
                 request = self.requests.pop(output.request)
                 if request.prefix is not None and output.finish_reason in ("abort", "error"):
                     self.prefixes.pop(request.prefix, None)

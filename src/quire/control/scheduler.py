@@ -50,6 +50,7 @@ class Scheduler:
         self.budget, self.max_seqs, self.max_len = budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
+        self.part = memory.geometry.part if memory.geometry.budget else None
         self.waiting: deque[Request] = deque()
         self.swapped: deque[Request] = deque()
         self.running: dict[Request, None] = {}  # in order of arrival
@@ -115,6 +116,8 @@ class Scheduler:
             first = len(rows)
             for seq in request.live:
                 count = min(self._wanted(request, seq), budget)
+                if self.part is not None:
+                    count = self.part(seq.prompt_len, seq.planned, count)
                 if count <= 0:
                     continue
                 while not grow(seq, seq.planned + count):
@@ -253,6 +256,8 @@ class Scheduler:
             self.by_slot[self.memory.slot(seq)] = (request, seq)
             self._born(request, seq)
             count = min(self._wanted(request, seq), budget)
+            if self.part is not None:
+                count = self.part(seq.prompt_len, seq.planned, count)
             if count > 0 and self.memory.grow(seq, seq.planned + count):
                 rows.append(self._row(request, seq, count))
                 budget -= count

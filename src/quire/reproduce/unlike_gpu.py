@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RULES = ("uniform", "jenga")
+ON = "cuda"
 MOST_OFF = 0.15  # the simulation's error, as a share
-WARM = [Arriving(0.0, [OWN] * length, exactly(8)) for length in (64, 700, 2100, 64)]
+WARM = (64, 700, 2100, 64)  # tokens of prompts that warm up
 
 
 class Load(NamedTuple):
@@ -72,7 +73,7 @@ def built(case: Case, rule: str) -> AbstractContextManager[Built]:
     """An engine with dummy weights, warmed up at its start."""
     from quire.bench import shapes
 
-    config = replace(case.config(rule), dummy_weights=True, skip_tokenizer_init=True, device="cuda")
+    config = replace(case.config(rule), dummy_weights=True, skip_tokenizer_init=True, device=ON)
     if case.changes:
         return shapes.built(replace(config, model_config=None), case.shape)
     return shapes.built(config)
@@ -88,7 +89,7 @@ def run(load: Load) -> list[Both]:
     trace = burst(kept)
     for rule in RULES:
         with built(here, rule) as made:
-            serve(made.engine, WARM, made.spec)
+            serve(made.engine, [Arriving(0.0, [OWN] * length, exactly(8)) for length in WARM], made.spec)
             real = serve(made.engine, trace, made.spec, concurrency=load.concurrency)
         release()
         print(json.dumps({"rule": rule, **real.facts()}), file=sys.stderr, flush=True)

@@ -69,9 +69,9 @@ class Speed(NamedTuple):
 def speed(model: str, case: Case, rule: str) -> Speed:
     """A case's requests, those that either rule can serve."""
     named = rule
+    most = min(case.plant(one).max_len for one in RULES)
     if rule == UNSHARED:
         case, rule = case._replace(changes=(("kv_sharing", None),)), "uniform"
-    most = min(case.plant(one).max_len for one in RULES)
     sketches = case.sketches()
     kept = [one for one in sketches if one.prompt_len + one.output_len <= most]
     made = case.plant(rule).simulation()

@@ -31,8 +31,11 @@ def digest(data: bytes) -> int:
 class Rule(Protocol):
     """What one kind of group keeps of a sequence, and what a token at a position sees of it."""
 
-    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
-        """What the token at `position` sees, given all tokens and the states of the positions before it."""
+    def expected(
+        self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        """What the token at `position` sees, given all tokens, `prompt` of which are the prompt, and the states of the
+        positions before it."""
         ...
 
     def seen(self, pages: Pages, slot: int, position: int) -> bytes:
@@ -55,6 +58,7 @@ class Pages:
         self.host = host[: len(host) // size * size].reshape(-1, size)  # page `id` is row id - 1
         self.full = group.run_tokens * group.token_bytes // group.run_pages  # bytes that tokens take of a page
         self.rule = RULES[group.kind]
+        self.prompts: dict[int, int] = {}  # the lengths of the prompts of the sequences in each slot
 
     def page(self, slot: int, logical: int) -> int:
         """The page at a logical page of a slot; it must be a real one."""
@@ -89,7 +93,9 @@ class Pages:
 class Attended:
     """Full, sliding-window and chunked attention: the states of all positions before, or of those that are seen."""
 
-    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
+    def expected(
+        self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
         return (states[group.oldest(position) : position] ^ number).tobytes()
 
     def seen(self, pages: Pages, slot: int, position: int) -> bytes:
@@ -103,7 +109,9 @@ class Running:
     """A running state: a hash of all tokens so far, with their number, in the page of the latest one. The page that is
     read is not always the one that is written, and to advance it twice shows."""
 
-    def expected(self, group: Group, number: int, tokens: Seq[int], states: States, position: int) -> bytes:
+    def expected(
+        self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
         state = 0
         for i in range(position):
             state = self._advanced(state, i, tokens[i])
@@ -132,7 +140,44 @@ class Running:
         pages.pages[page] = np.resize(np.frombuffer(struct.pack("<qq", position + 1, after), np.uint8), pages.full)
 
 
-RULES: dict[str, Rule] = {"full": Attended(), "window": Attended(), "chunked": Attended(), "state": Running()}
+class Budgeted:
+    """Of a prompt, once it is whole, the states that are least, in the first places; those of later positions behind
+    them."""
+
+    @staticmethod
+    def _kept(group: Group, states: States) -> States:
+        assert group.budget is not None, "a budget has a number"
+        kept: States = states[np.sort(np.argsort(states, kind="stable")[: group.budget])]
+        return kept
+
+    @staticmethod
+    def _place(pages: Pages, slot: int, position: int) -> int:
+        prompt, budget = pages.prompts[slot], pages.group.budget
+        assert budget is not None, "a budget has a number"
+        return position if position < prompt else position - max(prompt - budget, 0)
+
+    def expected(
+        self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        seen = states[:position]
+        if position >= prompt:
+            seen = np.concatenate((self._kept(group, states[:prompt]), states[prompt:position]))
+        return (seen ^ number).tobytes()
+
+    def seen(self, pages: Pages, slot: int, position: int) -> bytes:
+        return (pages.read(slot, 0, self._place(pages, slot, position)) ^ pages.number).tobytes()
+
+    def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+        pages.put(slot, self._place(pages, slot, position), state)
+        if position == pages.prompts[slot] - 1:
+            for place, kept in enumerate(self._kept(pages.group, pages.read(slot, 0, position + 1)).tolist()):
+                pages.put(slot, place, kept)
+
+
+RULES: dict[str, Rule] = {
+    "full": Attended(), "uniform": Attended(), "window": Attended(), "chunked": Attended(),
+    "budget": Budgeted(), "state": Running()
+}  # fmt: skip
 """By the kind of a group."""
 FULL = Group((0,), 16, 16, 1, range(1), run_tokens=1)
 """A group of full attention, where nothing else is said."""

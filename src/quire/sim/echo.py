@@ -11,6 +11,7 @@ import hashlib
 import struct
 from array import array
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -63,12 +64,13 @@ def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, 
     return Top(token, logprobs[0], order.index(token) + 1, ids, tuple(logprobs[1:]))
 
 
-def states(tokens: Seq[int], groups: Seq[Group] = (FULL,), known: Seq[int] = ()) -> list[int]:
-    """The states of all positions of `tokens`, computed without a memory; `known` are the first of them."""
+def states(tokens: Seq[int], groups: Seq[Group] = (FULL,), known: Seq[int] = (), prompt: int = 0) -> list[int]:
+    """The states of all positions of `tokens`, of which the first `prompt` are the prompt, computed without a memory;
+    `known` are the first of them."""
     found = np.zeros(len(tokens), dtype=np.int64)
     found[: len(known)] = known
     for p in range(len(known), len(tokens)):
-        seen = [RULES[group.kind].expected(group, g, tokens, found, p) for g, group in enumerate(groups)]
+        seen = [RULES[group.kind].expected(group, g, tokens, found, p, prompt) for g, group in enumerate(groups)]
         found[p] = _state(tokens[p], p, seen)
     return [int(state) for state in found]
 
@@ -91,7 +93,7 @@ def expected(
     limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
     for count in range(1, limit + 1):
-        known = states(tokens, groups, known)
+        known = states(tokens, groups, known, len(prompt))
         tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size))
         if tokens[-1] in ends and count >= params.min_tokens:
             break
@@ -126,7 +128,7 @@ def expected_beams(
     live = [(list(prompt), 0.0, list[int]())]
     results: list[tuple[float, Found]] = []
     while live:
-        known = [states(tokens, groups, before) for tokens, _, before in live]
+        known = [states(tokens, groups, before, len(prompt)) for tokens, _, before in live]
         tops = [fake_top(mine[-1], 0, k, vocab_size) for mine in known]
         branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
         advance = method.advance(branches, context)
@@ -170,6 +172,7 @@ class EchoRunner:
         self.submitted = self.collected = 0
         self.slots: dict[int, Slot] = {}
         self.groups: list[Pages] = []
+        self.part: Callable[[int, int, int], int] | None = None  # see Geometry
         self._constant = Sampled((BLIND_TOKEN,)), Sampled(())
 
     def bind(self, geometry: Geometry) -> None:
@@ -178,6 +181,7 @@ class EchoRunner:
             return
         cells, host = np.zeros(geometry.bytes, dtype=np.uint8), np.full(geometry.host_bytes, POISON, dtype=np.uint8)
         self.groups = [Pages(group, g, cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
+        self.part = geometry.part
 
     def submit(self, plan: StepPlan) -> int:
         """Enqueue a plan; nothing of it happens before `collect`."""
@@ -213,6 +217,8 @@ class EchoRunner:
     def birth(self, birth: Birth) -> None:
         """A sequence takes a slot; a fork starts with its parent's sampling state."""
         self.slots[birth.slot] = Slot(birth, self.slots[birth.parent] if birth.parent >= 0 else None)
+        for group in self.groups:
+            group.prompts[birth.slot] = birth.prompt_len
 
     def replay(self, entry: Entry) -> None:
         """Apply one journal entry to tables and pages."""
@@ -231,7 +237,10 @@ class EchoRunner:
 
     def compute(self, row: Row) -> Sampled:
         """Write a state for each position of the row, then draw from the last one."""
-        slot = self.slots[row.slot]
+        slot, count = self.slots[row.slot], len(row.tokens)
+        prompt = self.groups[0].prompts[row.slot]
+        whole = self.part is None or self.part(prompt, row.start, count) == count
+        assert whole, f"a prompt of slot {row.slot} ends in the wrong steps"
         state, scores = 0, []
         for i, token in enumerate(row.tokens):
             if token == LAST:

@@ -64,6 +64,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """How layers with a budget choose what they keep of a prompt (SnapKV §4, PyramidKV §4.2): its last `queries`
+    tokens, and of those before them what these attend to most, once attention is averaged over `pool` neighbours."""
+
+    queries: int = 32
+    pool: int = 5
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once; `rotaries`
     are its rotary embeddings, each a table for all positions."""
@@ -78,6 +87,12 @@ class ModelSpec:
     parameters: int
     eos_ids: tuple[int, ...] = ()
     rotaries: int = 1
+    selection: Selection = Selection()
+
+    @property
+    def least_budget(self) -> int:
+        """The least of its layers' budgets; 0 if none has one."""
+        return min((layer.budget for layer in self.layers if layer.budget is not None), default=0)
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""
@@ -99,8 +114,9 @@ class Group:
     to this group, or to another one with the same `ids`, and so may `host_ids` in host memory, whose page `id` is at
     byte (id - 1) * page_bytes. `layers` are those that keep keys and values: one that shares another's is in none.
     `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
-    quire.control.memory.policies): "full", "window", "chunked". Where a sequence's tokens are contiguous in addresses,
-    a page is `parts` equal pages of the device, one in each buffer of the group's keys and values.
+    quire.control.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a prompt), "uniform" (all,
+    where layers have budgets, the least of which is `budget`). Where a sequence's tokens are contiguous in addresses, a
+    page is `parts` equal pages of the device, one in each buffer of the group's keys and values.
     """
 
     layers: tuple[int, ...]
@@ -115,6 +131,7 @@ class Group:
     kind: str = "full"
     parts: int = 1
     chunk: int | None = None
+    budget: int | None = None
 
     def oldest(self, position: int) -> int:
         """The first position that the token at `position` sees."""
@@ -150,6 +167,9 @@ class Geometry:
     With `large_bytes` the groups' pages are parts of large pages of so many bytes (Jenga §4), and all groups have all
     of the memory in common: page `id` of a group is in large page id * page_bytes // large_bytes, and large page 0 is
     scratch. With 0 each size of pages has a run of ids, and a part of the memory, of its own.
+
+    Of a prompt of more than `budget` tokens some layer keeps a part (0: of none), which its last `queries` tokens
+    choose: one step computes all of these, and nothing behind them.
     """
 
     layout: Layout
@@ -159,6 +179,16 @@ class Geometry:
     itemsize: int
     host_bytes: int = 0
     large_bytes: int = 0
+    budget: int = 0
+    queries: int = 0
+
+    def part(self, prompt: int, planned: int, count: int) -> int:
+        """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones; `prompt`
+        is the length of its prompt."""
+        rest = prompt - planned
+        if not 0 < self.budget < prompt or rest <= 0:
+            return count
+        return rest if count >= rest else max(min(count, rest - self.queries), 0)
 
     def in_large_pages(self, host: bool = False) -> int:
         """Tokens that every group holds at once in large pages, on the device or on the host."""

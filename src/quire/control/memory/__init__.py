@@ -104,6 +104,8 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: st
     """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU.
     StartupError if it has no room for the longest sequence, where it reserves, or beside the registered prefixes."""
     config = config.sized("cpu")
+    if spec.least_budget:
+        _check_budgets(config, spec)
     if config.memory not in RULES:
         kind = VirtualMemory if config.memory == "virtual" else PagedMemory
         paged = kind.build(config, spec, size, model_id)
@@ -120,6 +122,28 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: st
             "Use a smaller --max-model-len, or a larger --kv-gib or --kv-tokens",
         )
     return memory
+
+
+def _check_budgets(config: EngineConfig, spec: ModelSpec) -> None:
+    """StartupError where layers keep a part of each prompt and the settings are for layers that keep all."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    queries = spec.selection.queries
+    if config.max_num_batched_tokens < queries:
+        raise StartupError(
+            f"--max-num-batched-tokens is {config.max_num_batched_tokens}, and the model's layers need the last "
+            f"{queries} tokens of a prompt in one step, which choose what is kept of it",
+            f"Use {queries} or more",
+        )
+    if config.prefix_tokens:
+        raise StartupError(
+            f"--prefix-tokens is {config.prefix_tokens}, and what the model's layers keep of a prompt depends on all "
+            "of it: no prefix of it can be kept for others",
+            "Leave --prefix-tokens out",
+        )
+    if config.memory == "virtual":
+        raise StartupError(
+            "--memory is virtual, and the model's layers keep a part of each prompt", "Use --memory paged"
+        )
 
 
 def longest(config: EngineConfig, spec: ModelSpec, size: Size) -> int:

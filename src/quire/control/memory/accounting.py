@@ -16,7 +16,7 @@ def filled_in(memory: PagedMemory) -> list[int]:
     found = []
     for g, group in enumerate(memory.groups):
         full = group.run_tokens * group.token_bytes // group.run_pages  # bytes of tokens in a full page
-        holders = [(resident.tables[g], resident.held) for resident in memory.residents.values()]
+        holders = [(one.tables[g], one.held - one.gone[g]) for one in memory.residents.values()]
         holders += [(prefix.tables[g], len(prefix.tokens)) for prefix in memory.prefixes.registered.values()]
         filled: dict[int, int] = {}  # bytes in pages that aren't full, as the fullest of their users has it
         for pages, tokens in holders:

@@ -45,7 +45,7 @@ class Followers:
             if resident.tables[g]:
                 tables.entries.append(Table(resident.slot, g, 0, tuple(resident.tables[g])))
         resident.committed = resident.held = tokens
-        resident.room = tables.room_of(seq, resident.tables)
+        resident.room = tables.room_of(seq, resident)
 
     def leave(self, seq: Sequence) -> None:
         """A sequence leaves memory. Who follows it gets what there is of it, or has left or will leave with it."""

@@ -69,18 +69,30 @@ def uniform(spec: ModelSpec) -> ModelSpec:
 def page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int = 0) -> Sheets:
     """The pages of a memory of `pool` bytes, as `config.page_sizes` says. StartupError if layers can't be cut so, or if
     large pages were larger than the pool can have them."""
-    sets = layer_sets(config, spec, itemsize)
-    tokens = [sum(spec.layers[i].token_bytes(itemsize) for i in layers) for layers in sets]
+    [sheets] = joint_layout([(config, spec, itemsize)], pool)
+    return sheets
+
+
+def joint_layout(models: Sequence[tuple[EngineConfig, ModelSpec, int]], pool: int = 0) -> list[Sheets]:
+    """The same for models that have the pool in common: (config, spec, itemsize) each. Pages are cut as the first one's
+    config says."""
+    config = models[0][0]
+    parts = [layer_sets(*model) for model in models]
     types = [
-        LayerType(str(layers[0]), config.page_size * size, _row(config, spec, layers, itemsize))
-        for layers, size in zip(sets, tokens)
+        [LayerType(str(layers[0]), _page_bytes(*model, layers), _row(*model, layers)) for layers in sets]
+        for model, sets in zip(models, parts)
     ]
-    sizes, large = [-(-kind.page_bytes // kind.row) * kind.row for kind in types], 0
+    every = [kind for own in types for kind in own]
+    sizes, large = [-(-kind.page_bytes // kind.row) * kind.row for kind in every], 0
     if config.page_sizes == "max" or config.memory not in IN_PAGES:
-        sizes = [max_page(types)] * len(types)
+        sizes = [max_page(every)] * len(every)
     elif config.page_sizes == "lcm" and len(set(sizes)) > 1:
-        sizes, large = _large(types, large_limit(pool))
-    return Sheets(tuple(map(Sheet, sets, tokens, sizes)), large)
+        sizes, large = _large(every, large_limit(pool))
+    left = iter(sizes)
+    return [
+        Sheets(tuple(Sheet(i, _page_bytes(*model, i) // model[0].page_size, next(left)) for i in sets), large)
+        for model, sets in zip(models, parts)
+    ]
 
 
 def check_large(sheets: Sheets, pool: int) -> None:
@@ -123,7 +135,12 @@ def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tup
     return sets
 
 
-def _row(config: EngineConfig, spec: ModelSpec, layers: Sequence[int], itemsize: int) -> int:
+def _page_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
+    """Bytes of the tokens of these layers in a page."""
+    return config.page_size * sum(spec.layers[i].token_bytes(itemsize) for i in layers)
+
+
+def _row(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
     """Bytes of a head's tokens in a page: pages are a whole number of them."""
     return math.lcm(*(spec.layers[i].head_dim * config.page_size * itemsize for i in layers))
 
@@ -160,15 +177,24 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layou
     """The pages for `size.tokens` tokens in every layer, or those in `size.bytes`."""
     pool = size.bytes or size.tokens * spec.token_bytes(size.itemsize)
     sheets = page_layout(config, spec, size.itemsize, pool)
-    spec = uniform(spec) if config.memory == "uniform" else spec
+    kept = uniform(spec) if config.memory == "uniform" else spec
+    shares = _shares(sheets, config, size)
+    if sheets.large_bytes:
+        found = _in_large_pages(shares, sheets, config, kept, size)
+    else:
+        found = shared_out(shares, config, kept, size, layout)
+    least, groups = spec.least_budget, found.groups
+    if least and config.memory == "uniform":
+        groups = tuple(replace(group, kind="uniform", budget=least) for group in groups)
+    return replace(found, groups=groups, budget=least, queries=spec.selection.queries if least else 0)
+
+
+def _shares(sheets: Sheets, config: EngineConfig, size: Size) -> list[Share]:
     count, width = -(-size.tokens // config.page_size), -(-size.max_len // config.page_size)
-    shares = [
+    return [
         Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
         for sheet in sheets.pages
     ]
-    if sheets.large_bytes:
-        return _in_large_pages(shares, sheets, config, spec, size)
-    return shared_out(shares, config, spec, size, layout)
 
 
 def _in_large_pages(
@@ -192,7 +218,7 @@ def _group(share: Share, spec: ModelSpec, ids: range, host_ids: range) -> Group:
     first = spec.layers[share.layers[0]]
     return Group(
         share.layers, share.page_bytes, share.token_bytes, share.table_width, ids, host_ids, share.run_tokens,
-        share.run_pages, first.window, first.kind, share.parts, first.chunk,
+        share.run_pages, first.window, first.kind, share.parts, first.chunk, first.budget,
     )  # fmt: skip
 
 
@@ -212,3 +238,18 @@ def shared_out(shares: list[Share], config: EngineConfig, spec: ModelSpec, size:
     own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
     groups = tuple(_group(share, spec, own[share.page_bytes], own_host[share.page_bytes]) for share in shares)
     return Geometry(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)
+
+
+def joint_geometries(models: Sequence[tuple[EngineConfig, ModelSpec, Size]], pool: int) -> list[Geometry]:
+    """Geometries of models that have all of one buffer of `pool` bytes in common (Jenga §8), and host memory each of
+    its own. Their pages are parts of the same large pages, or all of one size: then those are the large pages."""
+    cut = joint_layout([(config, spec, size.itemsize) for config, spec, size in models], pool)
+    sheets = tuple(sheet for one in cut for sheet in one.pages)
+    large = cut[0].large_bytes or sheets[0].page_bytes
+    check_large(Sheets(sheets, large), pool)
+    made = []
+    for one, (config, spec, size) in zip(cut, models):
+        one, size = one._replace(large_bytes=large), size._replace(bytes=pool)
+        geometry = _in_large_pages(_shares(one, config, size), one, config, spec, size)
+        made.append(replace(geometry, large_bytes=cut[0].large_bytes))
+    return made

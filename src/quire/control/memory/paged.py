@@ -19,6 +19,7 @@ from quire.control.memory.answers import LATER, Account, Admitted, Later, Placem
 from quire.control.memory.followers import Followers
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.pages import Resting
+from quire.control.memory.part import Part
 from quire.control.memory.policies import POLICIES, Policies, faults, most_at_once, peak, policies_for
 from quire.control.memory.prefix import Prefixes, Reuse
 from quire.control.memory.retention import SLACK, Retention
@@ -66,30 +67,39 @@ class PagedMemory(PageTables):
         retention: str = "paper",
         slack: int = SLACK,
         every: int = 0,
+        part: Part | None = None,
         **orders: Any,
     ) -> None:
-        super().__init__(geometry, policies, order, debug, association, **orders)
-        self.chunk, self.caching = chunk, caching
-        # Where pages are dropped before a sequence's end it never holds all of them.
-        self.forgets = len(self.keeping) < len(self.policies)
+        super().__init__(geometry, policies, order, debug, association, part, **orders)
+        self.chunk, self.caching = chunk, caching and not geometry.budget
+        # Where pages are dropped before a sequence's end it never holds all of them; or they change at a prompt's end.
+        self.forgets = bool(geometry.budget) or len(self.keeping) < len(self.policies)
         self.retention = Retention(self.pages, self.policies, retention, slack, every)
-        if caching:
+        if self.caching:
             self.back = list(map(self.retention.back, self.policies))
         self.most = [most_at_once(policy, chunk, back) for policy, back in zip(self.policies, self.back)]
         self.edges = [self.pages.edges(g) for g in range(len(self.groups))]
         kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
-        self.prefixes = Prefixes(self, model_id, kept, caching)
+        self.prefixes = Prefixes(self, model_id, kept, self.caching)
         self.unit = self.prefixes.unit
         self.followers = Followers(self)
         self.swap = Swap(self, self.prefixes)
+        if part is not None:
+            part.holder = self
         self.sound = False  # once `check` found nothing that the policies contradict themselves in
         self.refused = (-1, -1)  # the last request that found no room: (its first sequence, releases at that time)
 
     @classmethod
     def build(cls, config: EngineConfig, spec: ModelSpec, size: Size, model_id: str = "") -> PagedMemory:
         """A memory of `size` for `spec`'s layers, grouped as `config.table_scope` says."""
+        return cls.over(geometry_of(config, spec, size), config, model_id)
+
+    @classmethod
+    def over(
+        cls, geometry: Geometry, config: EngineConfig, model_id: str = "", part: Part | None = None
+    ) -> PagedMemory:
+        """A memory of this geometry; in `part` of a ledger that several models have in common."""
         assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
-        geometry = geometry_of(config, spec, size)
         return cls(
             geometry,
             chunk=config.max_num_batched_tokens,
@@ -99,6 +109,7 @@ class PagedMemory(PageTables):
             prefix_tokens=config.prefix_tokens,
             policies=policies_for(group.kind for group in geometry.groups),
             association=config.association,
+            part=part,
             retention=config.retention,
         )
 
@@ -198,7 +209,9 @@ class PagedMemory(PageTables):
 
     def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
         """The tokens that a sequence has in common with one before it, and which one that is. Whole strides only: a
-        page that both would write to can't be copied before it is written."""
+        page that both would write to can't be copied before it is written. None where prompts shrink."""
+        if self.geometry.budget:
+            return 0, index
         prefixes = self.prefixes
         end = (len(seq.tokens) - 1) // prefixes.stride * prefixes.stride
         prefixes.chain(seq, end)
@@ -238,7 +251,7 @@ class PagedMemory(PageTables):
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
         resident = self.reside(seq, tables, one.length, before[0].owner if before else seq.id)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
-        resident.room = self.room_of(seq, tables)
+        resident.room = self.room_of(seq, resident)
         resident.forked = one.tokens % self.prefixes.stride > 0
         resident.marks = (one.tokens, one.junction)
         self.prefixes.queries += len(seq.tokens)
@@ -344,6 +357,13 @@ class PagedMemory(PageTables):
     def _usage(self, filled: list[int]) -> Usage:
         return usage_of(self, filled)
 
+    def references(self) -> list[dict[int, int]]:
+        """How many tables of sequences and of registered prefixes name each page, a group."""
+        counts = self.named()
+        for (g, page), count in self.prefixes.pins.items():
+            counts[g][page] = counts[g].get(page, 0) + count
+        return counts
+
     def check(self) -> None:
         if not self.sound:
             for g, policy in enumerate(self.policies):
@@ -354,8 +374,5 @@ class PagedMemory(PageTables):
             self.sound = True
         self.prefixes.check()
         self.followers.check()
-        counts = self.named()
-        for (g, page), count in self.prefixes.pins.items():
-            counts[g][page] = counts[g].get(page, 0) + count
-        self.pages.check(counts)
+        self.pages.check(self.references())
         self.swap.check()

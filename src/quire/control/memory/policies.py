@@ -25,6 +25,8 @@ class FullPolicy:
     `seq` is the sequence; None stands for any, and then the answer is for one that needs the most.
     """
 
+    shrinks = False  # whether a prompt's pages change once more, and some go, when its last token is computed
+
     def __init__(self, group: Group) -> None:
         self.group = group
 
@@ -52,6 +54,10 @@ class FullPolicy:
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
         """The pages that it changes: they must belong to this sequence alone."""
         return range(self.group.whole(start), self.group.pages(end))
+
+    def gone(self, seq: Sequence) -> int:
+        """Tokens of its prompt that have no place any more once all of them are computed."""
+        return 0
 
     def keeps(self, seq: Sequence, page: int) -> bool:
         """Whether a page that is full is worth finding again."""
@@ -91,9 +97,54 @@ class ChunkedPolicy(FullPolicy):
         return range(first, first + self.group.chunk * self.group.run_tokens, self.group.chunk)
 
 
+class BudgetPolicy(FullPolicy):
+    """PyramidKV: all of a prompt is there while it is computed. The step that computes its last token leaves `budget`
+    tokens of it, one behind another in the first pages, and later tokens follow them: that a token is at p doesn't say
+    in which page it lies. What is kept depends on all of the prompt, so no part of it can be found again."""
+
+    shrinks = True
+
+    @property
+    def unit(self) -> int:
+        return 0
+
+    def gone(self, seq: Sequence) -> int:
+        assert self.group.budget is not None, "a budget has a number"
+        return max(seq.prompt_len - self.group.budget, 0)
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        if seq is None:
+            return super().reads(seq, start, end)
+        left = end - self.gone(seq)
+        return range(self.group.pages(left if start >= seq.prompt_len else max(left, min(end, seq.prompt_len))))
+
+    def writes(self, seq: Sequence | None, start: int, end: int) -> range:
+        gone = 0 if seq is None else self.gone(seq)
+        if seq is None or not gone or end < seq.prompt_len:
+            return super().writes(seq, start, end)
+        if start < seq.prompt_len:
+            return self.reads(seq, start, end)
+        return super().writes(seq, start - gone, end - gone)
+
+
+class UniformPolicy(FullPolicy):
+    """Layers with unlike budgets in the same pages, all of which stay to the end (PagedAttention): in layers of the
+    least budget later tokens lie closest to the front."""
+
+    def writes(self, seq: Sequence | None, start: int, end: int) -> range:
+        assert self.group.budget is not None, "a budget has a number"
+        gone = 0 if seq is None or end < seq.prompt_len else max(seq.prompt_len - self.group.budget, 0)
+        if seq is not None and gone and start < seq.prompt_len:
+            return self.reads(seq, start, end)
+        return range(self.group.whole(start - gone), self.group.pages(end))
+
+
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
-POLICIES: Policies = {"full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy}
+POLICIES: Policies = {
+    "full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy, "budget": BudgetPolicy,
+    "uniform": UniformPolicy,
+}  # fmt: skip
 """By the kind of a group."""
 OFFERED = "quire.policies"
 """The group of entry points by which an installed package offers a policy, under the name of its kind."""
@@ -114,7 +165,7 @@ def policies_for(kinds: Iterable[str]) -> Policies:
 
 def forgets(policy: LayerPolicy) -> bool:
     """Whether pages are dropped before the sequence's end."""
-    return policy.reads(None, FAR, FAR + 1).start > 0
+    return policy.shrinks or policy.reads(None, FAR, FAR + 1).start > 0
 
 
 def grows(policy: LayerPolicy) -> bool:

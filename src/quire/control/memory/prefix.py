@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from quire.control.memory.index import PrefixIndex, Stop
 from quire.control.memory.pages import SCRATCH
-from quire.control.memory.policies import LayerPolicy
+from quire.control.memory.policies import FAR, LayerPolicy
 from quire.control.memory.tables import PageTables, Tables
 from quire.control.request import Sequence, common_prefix
 
@@ -52,7 +52,7 @@ class Prefixes:
         self.tables, self.pages, self.policies = tables, tables.pages, tables.policies
         self.set_aside, self.caching = set_aside, caching
         units = [policy.unit for policy in self.policies if policy.unit]
-        self.unit, self.stride = math.gcd(*units), math.lcm(*units)
+        self.unit, self.stride = math.gcd(*units) or FAR, math.lcm(*units)
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
         self.registered: dict[str, Registered] = {}
         self.index = PrefixIndex(self.stride)  # of the registered ones

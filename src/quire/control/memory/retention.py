@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import Ledger
+from quire.control.memory.part import Part
 from quire.control.memory.policies import LayerPolicy
 from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
@@ -33,7 +34,7 @@ class Retention:
 
     def __init__(
         self,
-        pages: Ledger | LargePages,
+        pages: Ledger | LargePages | Part,
         policies: Seq[LayerPolicy],
         how: str = "paper",
         slack: int = SLACK,

@@ -13,6 +13,7 @@ from operator import itemgetter
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import SCRATCH, Ledger
+from quire.control.memory.part import Part
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.tables import PageTables, Resident, Tables, ledger_of
 from quire.control.request import Sequence
@@ -89,7 +90,7 @@ class Swap:
         for seq, old in zip(seqs, away):
             self.free(seq)
             resident = tables.reside(seq, _renamed(old.tables, moves), owner=owner)
-            resident.room, resident.held = old.room, old.held
+            resident.room, resident.held, resident.gone = old.room, old.held, old.gone
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
             resident.marks = old.marks
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
@@ -147,7 +148,7 @@ def _renamed(tables: Tables, moves: Moves) -> Tables:
     return [[moves[g, page] if page else SCRATCH for page in table] for g, table in enumerate(tables)]
 
 
-def _count(ledger: Ledger | LargePages, residents: list[Resident]) -> None:
+def _count(ledger: Ledger | LargePages | Part, residents: list[Resident]) -> None:
     """Count the references of these tables, of whose pages each was counted once."""
     counted: set[tuple[int, int]] = set()
     for resident in residents:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import ALIGNED, SCRATCH, Empty, Ledger
+from quire.control.memory.part import Part
 from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
 from quire.control.request import Sequence
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
@@ -26,8 +27,8 @@ class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
     __slots__ = (
-        "committed", "drops_at", "expected", "first", "forked", "held", "marks", "owner", "room", "slot", "tables",
-        "trails",
+        "committed", "drops_at", "expected", "first", "forked", "gone", "held", "marks", "owner", "room", "slot",
+        "tables", "trails",
     )  # fmt: skip
 
     def __init__(self, slot: int, tables: Tables, owner: int) -> None:
@@ -39,6 +40,7 @@ class Resident:
         self.held = 0  # tokens that are or will be written, as far as asked for
         self.committed = 0  # tokens whose pages were published
         self.drops_at = 0  # computed tokens from which on a page more is of no use
+        self.gone = [0] * len(tables)  # tokens of its prompt that have no place any more, a group
         self.expected = (0, 0)  # keys of its prompt that others may wait for
         self.forked = False  # a page that will be written may be shared
         # See quire.control.memory.retention
@@ -49,13 +51,14 @@ class Resident:
 class PageTables:
     """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order`,
     `balanced` and `aligned` as in Ledger, `association` as in LargePages. With `debug` pages are poisoned when they are
-    given out."""
+    given out. `part` is that of the model in a ledger which it has in common with others."""
 
     stack: Callable[[Iterable[int]], Empty] = list
 
     def __init__(
         self, geometry: Geometry, policies: Policies = POLICIES, order: Iterable[int] | None = None,
-        debug: bool = False, association: str = "bulk", *, aligned: int = ALIGNED, balanced: bool = True,
+        debug: bool = False, association: str = "bulk", part: Part | None = None, *, aligned: int = ALIGNED,
+        balanced: bool = True,
     ) -> None:  # fmt: skip
         self.geometry, self.debug, self.association = geometry, debug, association
         self.groups = geometry.groups
@@ -63,8 +66,13 @@ class PageTables:
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
         self.back = [0] * len(self.policies)  # tokens that pages are held longer than they are read, a group
         self.growing = [grows(policy) for policy in self.policies]
+        self.shrinking = any(policy.shrinks for policy in self.policies)
         ids = [group.ids for group in geometry.groups]
-        self.pages = ledger_of(geometry, ids, association, order, self.stack, balanced=balanced, aligned=aligned)
+        self.pages: Ledger | LargePages | Part
+        if part is None:
+            self.pages = ledger_of(geometry, ids, association, order, self.stack, balanced=balanced, aligned=aligned)
+        else:
+            self.pages = part
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
@@ -109,9 +117,9 @@ class PageTables:
                         fresh = tuple(self.take(g, count, resident.owner, slot, at))
                         self.entries.append(Table(slot, g, at, fresh))
                         tables[g].extend(fresh)
-                resident.room = self.room_of(seq, tables)
+                resident.room = self.room_of(seq, resident)
             resident.forked = False
-        resident.held = max(resident.held, length)
+        resident.room, resident.held = max(resident.room, length), max(resident.held, length)
         return True
 
     def _shared(self, seq: Sequence, resident: Resident, start: int, length: int) -> list[tuple[int, int]]:
@@ -123,12 +131,12 @@ class PageTables:
             found += [(g, i) for i in there if self.pages.is_shared(g, table[i])]
         return found
 
-    def room_of(self, seq: Sequence, tables: Tables) -> int:
+    def room_of(self, seq: Sequence, resident: Resident) -> int:
         """Tokens that can be computed in these pages."""
         room = FAR
-        for policy, table, growing in zip(self.policies, tables, self.growing):
+        for policy, table, gone, growing in zip(self.policies, resident.tables, resident.gone, self.growing):
             if growing or len(table) < policy.reads(seq, FAR, FAR + 1).stop:
-                room = min(room, policy.group.until(len(table)))
+                room = min(room, policy.group.until(len(table)) + gone)
         return room
 
     def take_slot(self, tables: Tables, length: int) -> int:
@@ -163,13 +171,13 @@ class PageTables:
         source, computed = self.residents[parent.id], parent.computed
         tables = []
         for g, (policy, table) in enumerate(zip(self.policies, source.tables)):
-            pages = table[: policy.reads(parent, max(computed - 1, 0), computed).stop]
+            pages = table[: policy.reads(parent, computed, computed).stop]
             self.pages.share_all(g, pages)
             tables.append(pages)
         resident = self.reside(child, tables, owner=source.owner)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
-        resident.marks = source.marks
-        resident.room = min(source.room, self.room_of(child, tables))
+        resident.marks, resident.gone = source.marks, list(source.gone)
+        resident.room = min(source.room, self.room_of(child, resident))
         source.forked = resident.forked = True
         return True
 
@@ -201,7 +209,14 @@ class PageTables:
                 resident.first[g] = first
                 self.pages.release(g, gone)
                 self._dropped(seq, resident, g, gone)
+            if policy.shrinks and seq.computed >= seq.prompt_len:
+                resident.gone[g] = policy.gone(seq)
+                stop = policy.reads(seq, seq.prompt_len, resident.held).stop
+                self.pages.release(g, table[stop:])
+                del table[stop:]
             resident.drops_at = min(resident.drops_at, self._next_drop(g, seq, first))
+        if self.shrinking:
+            resident.room = max(self.room_of(seq, resident), resident.held)  # steps in flight may be behind a prompt
 
     def _dropped(self, seq: Sequence, resident: Resident, group: int, pages: list[int]) -> None:
         """These pages, the last before the first one held, were dropped."""
@@ -209,7 +224,9 @@ class PageTables:
     def _next_drop(self, group: int, seq: Sequence, first: int) -> int:
         """Computed tokens from which on a group needs page `first` no more; no later than that is a page full."""
         policy, back = self.policies[group], self.back[group]
-        if policy in self.keeping:
+        if policy.shrinks and seq.computed < seq.prompt_len:
+            return seq.prompt_len
+        if policy in self.keeping or policy.shrinks:
             return FAR
         start = max(seq.computed + 1 - back, 0)
         ends = range(start, start + policy.group.run_tokens)

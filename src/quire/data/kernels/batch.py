@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from typing import TypeVar
@@ -11,6 +11,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+from quire.vocabulary.specs import Selection
 
 At = TypeVar("At", int, np.ndarray, Tensor)
 """A position, or several."""
@@ -28,7 +30,8 @@ class LayerCache:
     Products of queries and keys are multiplied by `scale`; `softcap`, if any, bounds them: x becomes
     softcap * tanh(x / softcap). A token sees the last `window` positions up to its own, or with `chunk` those from the
     last multiple of it on (None: all). A layer that doesn't write uses the keys and values that another one wrote to
-    the same views, and what is asked of it is queries alone.
+    the same views, and what is asked of it is queries alone. One with a `budget` keeps so many tokens of a prompt, by
+    its `selection`, and what comes behind it follows them (Batch.inside).
     """
 
     keys: Tensor
@@ -41,6 +44,8 @@ class LayerCache:
     writes: bool = True
     contiguous: bool = False
     chunk: int | None = None
+    budget: int | None = None
+    selection: Selection = field(default_factory=Selection)
 
     def __post_init__(self) -> None:
         assert self.keys.shape == self.values.shape, "as many values as keys"
@@ -115,9 +120,9 @@ class LayerCache:
         return keys, values
 
     @cached_property
-    def kind(self) -> tuple[int, int, float | None, int | None, int | None]:
+    def kind(self) -> tuple[int, int, float | None, int | None, int | None, int | None]:
         """Layers of one kind have one plan a step."""
-        return self.group, self.heads, self.softcap, self.window, self.chunk
+        return self.group, self.heads, self.softcap, self.window, self.chunk, self.budget
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -133,7 +138,8 @@ class Batch:
     """T tokens of R rows. Device tensors: `tokens`, `positions` and `token_slots` are int64 [T]; `ends` [S] are the
     last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's
     first token; `asked`, the rows that sample. `tables` are the groups' page tables [slots, logical pages] on the
-    device.
+    device. `prompts`, where layers have budgets: the lengths of their prompts, of the rows [R] on the host, and of the
+    tokens [T].
     """
 
     tokens: Tensor
@@ -146,6 +152,8 @@ class Batch:
     offsets: np.ndarray
     asked: np.ndarray
     tables: Sequence[Tensor]
+    prompts: tuple[np.ndarray, Tensor] | None = None
+    _inside: dict[int, Batch] = field(default_factory=dict)
     _places: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -155,6 +163,20 @@ class Batch:
     def contexts(self, group: int) -> np.ndarray:
         """[R]: how many of the group's tokens a row's last one may see. Its sequence's, so far, in every group."""
         return self.starts + self.lengths
+
+    def inside(self, cache: LayerCache) -> Batch:
+        """The same batch, as its tokens lie in a cache: `positions` and `starts` count the tokens that are kept. Before
+        the end of a prompt that is all of them."""
+        if self.prompts is None or cache.budget is None:
+            return self
+        found = self._inside.get(cache.budget)
+        if found is None:
+            rows, tokens = self.prompts
+            starts = self.starts - np.where(self.starts < rows, 0, np.maximum(rows - cache.budget, 0))
+            positions = self.positions - gone(self.positions, tokens, cache.budget)
+            found = replace(self, positions=positions, starts=starts, prompts=None, _inside={}, _places={})
+            self._inside[cache.budget] = found
+        return found
 
     def narrowed(self) -> Batch:
         """The last tokens of the rows that sample alone, each a row of its own: what a model's last layer is asked for,
@@ -166,6 +188,7 @@ class Batch:
             self.tokens.index_select(0, at), self.positions.index_select(0, at), self.token_slots.index_select(0, at),
             at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64),
             np.arange(count), np.arange(count), self.tables,
+            None if self.prompts is None else (self.prompts[0][rows], self.prompts[1].index_select(0, at)),
         )  # fmt: skip
 
     def places(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
@@ -177,6 +200,12 @@ class Batch:
             found = self.tables[cache.group][self.token_slots, logical], self.positions % size
             self._places[cache.group, size] = found
         return found
+
+
+def gone(positions: Tensor, prompts: Tensor, budget: int) -> Tensor:
+    """How many tokens before these positions a layer with a budget has let go of; `prompts` are the lengths of their
+    sequences' prompts."""
+    return (prompts - budget).clamp_(min=0).masked_fill_(positions < prompts, 0)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ class ContiguousBackend:
 
     def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> Spans:
         """Once a step and kind of layers, on the host: keys and values of `batch`, queries of `asked` if given."""
-        of = asked or batch
+        of, batch = (asked or batch).inside(cache), batch.inside(cache)
         rows = list(zip(of.slots.tolist(), of.offsets.tolist(), of.starts.tolist(), of.lengths.tolist()))
         singles = sorted(row for row in rows if row[3] == 1)
         spans = [span for row in rows if row[3] > 1 for span in _spans(*row, cache)]

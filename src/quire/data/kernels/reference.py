@@ -69,7 +69,7 @@ class ReferenceBackend:
         """StartupError for a cache that it can't read: there is none."""
 
     def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> tuple[Batch, Batch]:
-        return batch, asked or batch
+        return batch.inside(cache), (asked or batch).inside(cache)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[Batch, Batch]) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim], with the

@@ -75,7 +75,7 @@ class SdpaBackend:
 
     def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> Gathering:
         """Once a step and kind of layers, on the host: keys and values of `batch`, queries of `asked` if given."""
-        asked = asked or batch
+        asked, batch = (asked or batch).inside(cache), batch.inside(cache)
         tiles = _tiles(asked, cache)
         pages, offsets = batch.places(cache)
         slots = None

@@ -119,6 +119,7 @@ _LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_PYRAMID = {**_LLAMA3, "rope_scaling": _LLAMA31_ROPE, "pyramid_kv": {"average": 2048}}
 _LLAMA32_1B = {
     **_LLAMA3,
     "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0},
@@ -185,6 +186,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3),
     "llama3.1-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_LLAMA3, rope_scaling=_LLAMA31_ROPE),
     "llama3-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3),
+    "pyramidkv-8b": _llama(4096, 32, 32, 8, 14336, 128256, 131072, **_PYRAMID),
+    "pyramidkv-70b": _llama(8192, 80, 64, 8, 28672, 128256, 131072, **_PYRAMID),
     "llama3.2-1b": _llama(2048, 16, 32, 8, 8192, 128256, 131072, **_LLAMA32_1B),
     "characterai-8b": _llama(4096, 32, 32, 8, 14336, 128256, 8192, **_LLAMA3, **_character(32)),
     "characterai-70b": _llama(8192, 80, 64, 8, 28672, 128256, 8192, **_LLAMA3, **_character(80)),

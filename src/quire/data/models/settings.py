@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self
 from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import Kind, read_kinds, read_layer_types
+from quire.data.models.pyramid import read_budgets
 from quire.errors import StartupError, shown
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
 
 MAX_LAYERS = 4096
 
@@ -37,6 +38,8 @@ class LlamaSettings:
     tied: bool
     rope: Rope
     kinds: tuple[Kind, ...]
+    budgets: tuple[int | None, ...]
+    selection: Selection
     max_len: int
     eos_ids: tuple[int, ...]
     norm_offset: ClassVar[bool] = False
@@ -51,6 +54,11 @@ class LlamaSettings:
         hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         kv_heads, head_dim = read_heads(fields, heads, heads, 128 if qwen3 else hidden // heads)
         rope, max_len = read_rope(fields, fields.size("max_position_embeddings"))
+        layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
+        kinds = _kinds(fields, architecture, layers)
+        budgets, selection = read_budgets(fields, layers, max_len)
+        if any(budgets) and any(kind != Kind() for kind in kinds):
+            raise StartupError("config.json has pyramid_kv, and layers that share or don't see all", "Give one of them")
         bias = fields.flag("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         return cls(
             vocab_size=fields.size("vocab_size"),
@@ -67,7 +75,9 @@ class LlamaSettings:
             qk_norm=qwen3,
             tied=fields.flag("tie_word_embeddings", False),
             rope=rope,
-            kinds=_kinds(fields, architecture, fields.size("num_hidden_layers", most=MAX_LAYERS)),
+            kinds=kinds,
+            budgets=budgets,
+            selection=selection,
             max_len=max_len,
             eos_ids=fields.ids("eos_token_id"),
         )
@@ -88,8 +98,8 @@ class LlamaSettings:
         return ModelSpec(
             family="llama",
             layers=tuple(
-                LayerSpec(self.kv_heads, self.head_dim, window, chunk=chunk, shares=shares)
-                for window, chunk, shares in self.kinds
+                LayerSpec(self.kv_heads, self.head_dim, window, chunk=chunk, shares=shares, budget=budget)
+                for (window, chunk, shares), budget in zip(self.kinds, self.budgets)
             ),
             vocab_size=self.vocab_size,
             max_len=self.max_len,
@@ -98,6 +108,7 @@ class LlamaSettings:
             intermediate=self.intermediate,
             parameters=self.parameters,
             eos_ids=self.eos_ids,
+            selection=self.selection,
         )
 
 

@@ -42,7 +42,7 @@ def token_step(
     splits: int | None = None,
 ) -> Step:  # fmt: skip
     """A step of one token a row, all of it on the device."""
-    singles = backend.singles(slots, positions)
+    singles = backend.singles(slots, positions, None if store.prompts is None else store.prompts.device)
 
     def plan(cache: LayerCache, asked: Batch | None) -> Any:
         return backend.plan_singles(singles, store.tables[cache.group], cache, scratch, splits)

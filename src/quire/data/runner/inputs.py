@@ -55,5 +55,5 @@ def batch_of(flat: Flat, store: Store, last: Tensor) -> Batch:
         tokens = torch.where(tokens == LAST, last[token_slots], tokens)
     return Batch(
         tokens, positions, token_slots, ends, flat.slots, flat.starts, flat.lengths, flat.offsets, flat.asked,
-        store.tables,
+        store.tables, None if store.prompts is None else store.prompts.of(flat.slots, token_slots),
     )  # fmt: skip

@@ -62,6 +62,7 @@ class MixedGraphs:
     ) -> None:  # fmt: skip
         self.model, self.store, self.backend, self.last = model, store, backend, last
         self.tails, self.recorder = tails, recorder
+        self.prompts = None if store.prompts is None else store.prompts.device
         self.firsts: dict[tuple[int, int], Graph] = {}  # by tokens and rows of one token
         self.seconds: dict[int, Graph] = {}  # by rows that sample
         self.ends: dict[tuple[int, str], Graph] = {}
@@ -149,6 +150,7 @@ class MixedGraphs:
     def _first(self, tokens: int, singles: int) -> None:
         """To `x` and `queries`."""
         ids, padded = self.inputs.step(tokens, singles)
+        padded = padded._replace(prompts=self.prompts)
         ids = torch.where(ids == LAST, self.last.index_select(0, padded.token_slots), ids)
 
         def plan(cache: LayerCache, asked: Batch | None) -> Launches:
@@ -163,7 +165,7 @@ class MixedGraphs:
         ends, slots, positions = self.inputs.sampled(count)
         cache = self.store.caches[-1]
         tables, splits = self.store.tables[cache.group], self.last_splits(cache, count)
-        singles = self.backend.singles(slots, positions)
+        singles = self.backend.singles(slots, positions, self.prompts)
         plan = self.backend.plan_singles(singles, tables, cache, self.scratch, splits)
         attended = self.backend.read(self.queries.index_select(0, ends), cache, plan)
         return self.model.logits(self.model.end(self.x.index_select(0, ends), attended.flatten(1)))

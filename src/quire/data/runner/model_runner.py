@@ -26,6 +26,7 @@ from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
 from quire.data.runner.logprobs import details_of, top_of
+from quire.data.runner.prompts import Prompts
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.step import Step
@@ -85,16 +86,19 @@ class ModelRunner:
         deterministic: bool = False,
         debug: bool = False,
         background: bool = False,
+        common: Tensor | None = None,
     ) -> None:
-        """`background`: a thread maps ahead of need, where memory is virtual."""
+        """`background`: a thread maps ahead of need, where memory is virtual. `common`: see Store."""
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug, self.background = graphs, deterministic, debug, background
+        self.common = common
         self.depth = 1 if device.type == "cpu" else 2
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
         self.store: Store
         self.sampler: Sampler
+        self.prompts: Prompts | None = None  # where layers have budgets
         self.last: Tensor
         self.graphs: Any = None  # of decode steps
         self.mixed: Any = None  # of steps with prompts
@@ -109,6 +113,7 @@ class ModelRunner:
                 "Use --attention auto",
             )
         self.store = self._store(geometry)
+        self.prompts = self.store.prompts
         for cache in self.store.caches:
             self.backend.check(cache)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
@@ -118,7 +123,7 @@ class ModelRunner:
 
     def _store(self, geometry: Geometry) -> Store:
         if geometry.layout is not Layout.CONTIGUOUS:
-            return Store(geometry, self.spec, self.dtype, self.device, self.debug)
+            return Store(geometry, self.spec, self.dtype, self.device, self.debug, self.common)
         from quire.data.runner.virtual.opening import open_store
 
         return open_store(
@@ -163,6 +168,8 @@ class ModelRunner:
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
+        if self.prompts is not None:
+            self.prompts.born(plan.births)
         self.store.replay(plan.journal)
         ticket = self._rows(plan, began)
         if plan.ahead:
@@ -177,7 +184,10 @@ class ModelRunner:
             return Ticket(None, [], plan, began, None)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
-        if self.graphs is not None and self.graphs.fits(rows):
+        if self.prompts is not None and self.prompts.end(rows):  # no graph chooses what is kept
+            replayed = False
+            drawn, scores = self._eager(rows, Flat.of(rows))
+        elif self.graphs is not None and self.graphs.fits(rows):
             drawn = self._sampled(rows, partial(self.graphs.run, rows))
         else:
             flat = Flat.of(rows)

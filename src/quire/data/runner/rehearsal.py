@@ -47,7 +47,7 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
                 runner.mixed.capture_second(size)
         torch.cuda.empty_cache()  # what they ran first; the memory of the steps that follow stays with the process
     mixed, runner.mixed = runner.mixed, None  # some steps with prompts have no graph: their kernels are wanted
-    for plan in _plans(tokens, max_len, runner.store.geometry.slots - 1):
+    for plan in (*_plans(tokens, max_len, runner.store.geometry.slots - 1), *_ends(runner, min(tokens, max_len))):
         runner.collect(runner.submit(plan))
     runner.mixed = mixed
     runner.store.clear_scratch()  # finite, whatever the model made of padding
@@ -130,6 +130,13 @@ def _plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
     # The same number of tokens, in rows as long as they may be.
     whole, rest = divmod(tokens, max_len)
     yield StepPlan((), (), ((_row(max_len),) * whole + (_row(rest),) * (rest > 0))[:slots])
+
+
+def _ends(runner: ModelRunner, longest: int) -> Iterator[StepPlan]:
+    """The longest prompt of one step, if layers keep a part of it; then slot 0 has a short one again."""
+    if runner.prompts is not None and longest > runner.prompts.budget:
+        yield StepPlan((Birth(0, 0, -1, Sampling(), 0, longest),), (), (_row(longest),))
+        yield StepPlan((Birth(0, 0, -1, Sampling(), 0, 1),), (), ())
 
 
 def _row(tokens: int) -> Row:

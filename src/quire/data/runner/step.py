@@ -9,20 +9,25 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.selection import compress, ends_of
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary, queries_keys_values
 
 Planner = Callable[[LayerCache, Batch | None], Any]
 """A backend's plan of a step for a layer like this one: for queries of all tokens, or of those asked for."""
+Behind = Callable[[Tensor, LayerCache], None]
 
 
 class Step:
     """Attention by a backend, planned once for each kind of layers."""
 
     def __init__(
-        self, positions: Tensor, caches: Sequence[LayerCache], backend: Any, plan: Planner, asked: Batch | None = None
-    ) -> None:
-        """With `asked`, the model's last layer has queries of its tokens alone."""
+        self, positions: Tensor, caches: Sequence[LayerCache], backend: Any, plan: Planner, asked: Batch | None = None,
+        behind: Behind | None = None,
+    ) -> None:  # fmt: skip
+        """With `asked`, the model's last layer has queries of its tokens alone. `behind` is told all queries of a layer
+        once they were answered."""
+        self.behind = behind
         self.positions, self.caches, self.backend, self.plan, self.asked = positions, caches, backend, plan, asked
         self.plans: dict[Any, Any] = {}
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # of each rotary embedding
@@ -30,12 +35,17 @@ class Step:
     @classmethod
     def of(cls, batch: Batch, caches: Sequence[LayerCache], backend: Any, narrow: bool = False) -> Step:
         """The step of a batch. `narrow`: only the hidden states of tokens that end the rows that sample are wanted,
-        `batch.narrowed()`'s."""
+        `batch.narrowed()`'s. Of prompts that end here layers with budgets keep their part."""
 
         def plan(cache: LayerCache, asked: Batch | None) -> Any:
             return backend.plan(batch, cache, asked)
 
-        return cls(batch.positions, caches, backend, plan, batch.narrowed() if narrow else None)
+        def behind(q: Tensor, cache: LayerCache) -> None:
+            compress(q, cache, batch.tables[cache.group], ends)
+
+        ends = ends_of(batch)
+        asked = batch.narrowed() if narrow else None
+        return cls(batch.positions, caches, backend, plan, asked, behind if ends else None)
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -46,12 +56,17 @@ class Step:
         asked = self.asked if last else None
         plan = self.planned(cache) if asked is None else self.plan(cache, asked)
         if self.backend.rotates:
-            return self.backend.rotate_and_attend(qkv, rotary, norms, cache, plan)
+            out = self.backend.rotate_and_attend(qkv, rotary, norms, cache, plan)
+            return self._answered(out, qkv[:, : cache.heads], cache)
         angles = self._angles(rotary, qkv.dtype) if rotary is not None else None
         q, k, v = queries_keys_values(qkv, cache.heads, angles, norms)
-        if asked is not None:
-            q = q.index_select(0, asked.ends)
-        return self.backend.attend(q, k, v, cache, plan)
+        asking = q if asked is None else q.index_select(0, asked.ends)
+        return self._answered(self.backend.attend(asking, k, v, cache, plan), q, cache)
+
+    def _answered(self, out: Tensor, q: Tensor, cache: LayerCache) -> Tensor:
+        if self.behind is not None:
+            self.behind(q, cache)
+        return out
 
     def wanted(self, x: Tensor) -> Tensor:
         """See quire.data.models.attending."""

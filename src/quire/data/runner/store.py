@@ -15,6 +15,7 @@ import torch
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.hazards import Launch, Moves, launches
 from quire.data.runner.host_pool import HostPool
+from quire.data.runner.prompts import Prompts
 from quire.data.runner.staging import Staging
 from quire.data.runner.views import check_geometry, layer_caches, pages_by_size
 from quire.vocabulary.plan import Copy, In, Journal, Out, Table
@@ -26,13 +27,16 @@ ALIGNED = 16  # page ids: where a group's table begins
 class Store:
     """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
     `debug` the content of every swapped page is compared. `views` [pages, numbers] are the pages of each group, page 0
-    included, `tables` [slots, logical pages] its page table; `caches` are the layers'."""
+    included, `tables` [slots, logical pages] its page table; `caches` are the layers', `prompts` what those with
+    budgets must know, if there are any. `common` are the bytes that hold the pages, if other models' stores have them
+    too."""
 
     def __init__(
-        self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False
-    ) -> None:
+        self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
+        common: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         check_geometry(geometry, spec)
-        self.geometry, self.device = geometry, device
+        self.geometry, self.device, self.common = geometry, device, common
         self.staging = Staging(device)
         self.buffer = self._pages(dtype)
         self.sizes = tuple(group.page_bytes for group in geometry.groups)
@@ -40,6 +44,7 @@ class Store:
         self.views = tuple(self.sized[size] for size in self.sizes)
         self.pool = HostPool(self.sized, geometry.host_bytes, debug)
         self._make_tables()
+        self.prompts = Prompts(geometry.slots, spec.least_budget, self.staging) if spec.least_budget else None
         self.caches = self._caches(spec)
         if device.type != "cpu":  # so that kernels are compiled now, not in the midst of serving
             for size in self.sized:
@@ -49,6 +54,8 @@ class Store:
 
     def _pages(self, dtype: torch.dtype) -> torch.Tensor:
         """All pages, one after another. Zeros: page 0 is scratch and must stay finite."""
+        if self.common is not None:
+            return self.common[: self.geometry.bytes].view(dtype)
         numbers = self.geometry.bytes // self.geometry.itemsize
         if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
             return torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype)
@@ -95,10 +102,14 @@ class Store:
 
     def _launch(self, launch: Launch) -> None:
         kind, size, moves = launch
+        if self.common is not None:
+            self.pool.settle()  # swaps wait for what other models' stores have enqueued
         if kind is Copy:
             self._copy(moves, size)
         elif kind is Out:
             self.pool.out(moves, size)
+            if self.common is not None:
+                self.pool.claim(moves.values(), size)  # another store may give these pages out, and can't know
         elif kind is In:
             self.pool.back(moves, size)
         else:

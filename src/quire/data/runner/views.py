@@ -91,7 +91,7 @@ def attention_of(spec: ModelSpec, layer: int) -> dict[str, Any]:
     scale = kept.head_dim**-0.5 if kept.scale is None else kept.scale
     return {
         "heads": kept.heads or spec.heads, "scale": scale, "softcap": kept.softcap, "window": kept.window,
-        "chunk": kept.chunk,
+        "chunk": kept.chunk, "budget": kept.budget, "selection": spec.selection,
     }  # fmt: skip
 
 

@@ -29,6 +29,9 @@ SMALL = {
     "gemma-3-4b": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                    "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64,
                    "sliding_window": 4, "sliding_window_pattern": 2},
+    "pyramidkv-8b": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                     "head_dim": 8, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64,
+                     "pyramid_kv": {"budgets": [9, 7], "queries": 1, "pool": 3}},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64},
 }  # fmt: skip
 

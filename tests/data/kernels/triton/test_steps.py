@@ -19,7 +19,7 @@ from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
 def plans() -> list[StepPlan]:
     """Two prompts, then one of them beside a third prompt's chunks, then all decoding."""
     params = SamplingParams(temperature=0, max_tokens=20).sampling()
-    births = [Birth(slot, slot, -1, params, 0, 5) for slot in (1, 2, 3)]
+    births = [Birth(slot, slot, -1, params, 0, prompt) for slot, prompt in ((1, 5), (2, 3), (3, 12))]
     tables = tuple(Table(slot, 0, 0, tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH))) for slot in (1, 2, 3))
     return [
         StepPlan(tuple(births), tables, (Row(1, (5, 6, 7, 8, 9), 0, 1), Row(2, (11, 12, 13), 0, 1)), ()),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch, LayerCache, to_device
+from quire.data.kernels.batch import Batch, LayerCache, gone, to_device
 from quire.data.kernels.reference import write_pages
 from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode, decode_scratch, multiprocessors
 from quire.data.kernels.triton.launch import early, hopper
@@ -56,15 +56,18 @@ class Launches:
     scratch: SplitScratch | None = None
     pdl: bool = False
     lent: Sequence[tuple[int, int, int, int]] = ()
+    cells: Tensor | None = None  # [T]: where tokens are in their sequences' pages, if not at their positions
 
 
 class Singles(NamedTuple):
-    """A step of one token a row on the device, each [R]; `tiles` only where `prompt` computes these rows too."""
+    """A step of one token a row on the device, each [R]; `tiles` only where `prompt` computes these rows too, `prompts`
+    [slots] only where layers have budgets."""
 
     slots: Tensor
     positions: Tensor
     lengths: Tensor
     tiles: Tensor | None
+    prompts: Tensor | None = None
 
 
 class Padded(NamedTuple):
@@ -78,6 +81,7 @@ class Padded(NamedTuple):
     lengths: Tensor
     rows: Tensor
     tiles: dict[int, Tensor]
+    prompts: Tensor | None = None
 
 
 class TritonBackend:
@@ -100,7 +104,7 @@ class TritonBackend:
     ) -> Launches:
         """Once a step and kind of layers, on the host; one upload. Keys and values are of `batch`, queries of `asked`
         if given, but for the rows of several tokens that are true in `without` [R]."""
-        of, group = asked or batch, cache.group
+        of, inside, group = (asked or batch).inside(cache), batch.inside(cache), cache.group
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
         one, many = np.flatnonzero(single), np.flatnonzero(~single if without is None else ~(single | without))
         contexts = of.contexts(group)
@@ -124,16 +128,17 @@ class TritonBackend:
             splits=splits,
             asked=None if asked is None else asked.ends,
             scratch=decode_scratch(n, cache.heads, heads, cache.head_dim, splits, batch.device),
+            cells=None if inside is batch else inside.positions,
         )
 
-    def singles(self, slots: Tensor, positions: Tensor) -> Singles:
+    def singles(self, slots: Tensor, positions: Tensor, prompts: Tensor | None = None) -> Singles:
         """A step of one token a row, all of it on the device: `slots` and `positions` [R]. A graph may capture it and
         the plans made of it: they serve whatever both hold at a replay."""
         tiles = None
         if self.deterministic:
             places = torch.arange(len(slots), device=slots.device)
             tiles = torch.stack((slots, places, torch.ones_like(slots), positions), 1).to(torch.int32)
-        return Singles(slots, positions, positions + 1, tiles)
+        return Singles(slots, positions, positions + 1, tiles, prompts)
 
     def plan_singles(
         self, step: Singles, tables: Tensor, cache: LayerCache, scratch: SplitScratch | None = None,
@@ -141,18 +146,24 @@ class TritonBackend:
     ) -> Launches:  # fmt: skip
         """As `plan`, for such a step and the page tables of the cache's group."""
         device = step.slots.device
+        cells, lengths, tiles = None, step.lengths, step.tiles
+        if step.prompts is not None and cache.budget is not None:
+            less = gone(step.positions, step.prompts.index_select(0, step.slots), cache.budget)
+            cells, lengths = step.positions - less, step.lengths - less
+            tiles = None if tiles is None else _moved(tiles, step.prompts, cache.budget)
         return Launches(
             tables=tables,
             token_slots=step.slots,
             positions=step.positions,
             slots=None if self.deterministic else step.slots,
-            lengths=step.lengths,
+            lengths=lengths,
             rows=None,
-            tiles=step.tiles,
+            tiles=tiles,
             kernel=self.usual,
             splits=splits or choose_splits(len(step.slots), cache.kv_heads, multiprocessors(device)),
             scratch=scratch,
             pdl=device.type == "cuda" and early(device),
+            cells=cells,
         )
 
     def plan_padded(
@@ -160,18 +171,25 @@ class TritonBackend:
     ) -> Launches:
         """As `plan`, for a padded step and the page tables of the cache's group."""
         device = step.token_slots.device
+        cells, lengths, tiles = None, step.lengths, step.tiles[self.queries(cache)]
+        if step.prompts is not None and cache.budget is not None:
+            prompts = step.prompts
+            cells = step.positions - gone(step.positions, prompts.index_select(0, step.token_slots), cache.budget)
+            lengths = lengths - gone(lengths - 1, prompts.index_select(0, step.slots), cache.budget)
+            tiles = _moved(tiles, prompts, cache.budget)
         return Launches(
             tables=tables,
             token_slots=step.token_slots,
             positions=step.positions,
             slots=step.slots if len(step.slots) else None,
-            lengths=step.lengths,
+            lengths=lengths,
             rows=step.rows,
-            tiles=step.tiles[self.queries(cache)],
+            tiles=tiles,
             kernel=self.usual,
             splits=splits,
             scratch=scratch,
             pdl=device.type == "cuda" and early(device),
+            cells=cells,
         )
 
     def queries(self, cache: LayerCache) -> int:
@@ -227,8 +245,9 @@ class TritonBackend:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
         if cache.writes:
             size, table = cache.page_tokens, plan.tables
-            pages = table[plan.token_slots, torch.div(plan.positions, size, rounding_mode="floor")]
-            write_pages(cache.keys, cache.values, k, v, pages, plan.positions % size)
+            cells = plan.positions if plan.cells is None else plan.cells
+            pages = table[plan.token_slots, torch.div(cells, size, rounding_mode="floor")]
+            write_pages(cache.keys, cache.values, k, v, pages, cells % size)
         return self.read(q, cache, plan)
 
     def rotate_and_attend(
@@ -249,6 +268,7 @@ class TritonBackend:
             qkv, q, cache, plan.tables, plan.token_slots, plan.positions,
             rotary=None if rotary is None else rotary.table,
             norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=plan.pdl,
+            cells=plan.cells,
         )  # fmt: skip
 
     def read(self, q: Tensor, cache: LayerCache, plan: Launches) -> Tensor:
@@ -262,3 +282,9 @@ class TritonBackend:
                 splits=plan.splits, rows=plan.rows, scratch=plan.scratch, pdl=plan.pdl,
             )  # fmt: skip
         return out
+
+
+def _moved(tiles: Tensor, prompts: Tensor, budget: int) -> Tensor:
+    """Tiles whose first positions count the tokens that are kept; `prompts` are those of all slots."""
+    less = gone(tiles[:, 3], prompts.index_select(0, tiles[:, 0]), budget)
+    return torch.cat((tiles[:, :3], (tiles[:, 3] - less)[:, None]), 1).to(torch.int32)

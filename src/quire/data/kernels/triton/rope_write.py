@@ -38,9 +38,9 @@ def _turned(
 
 
 @quick
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "cells"])
 def _rope_write(
-    qkv, q_out, keys, values, tables, slots, positions, rotary, q_weight, k_weight,
+    qkv, q_out, keys, values, tables, slots, positions, cells, rotary, q_weight, k_weight,
     qkv_stride, q_stride, table_stride, page_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr, CONTIGUOUS: tl.constexpr,
@@ -75,9 +75,12 @@ def _rope_write(
     else:
         head = (block - QUERY_BLOCKS) * TILE + tl.arange(0, TILE)[:, None]
         mask = inside & (head < 2 * KV_HEADS)
-        logical, offset = 0, position
+        cell = position
+        if cells is not None:
+            cell = tl.load(cells + token)
+        logical, offset = 0, cell
         if not CONTIGUOUS:
-            logical, offset = position // PAGE, position % PAGE
+            logical, offset = cell // PAGE, cell % PAGE
         page = tl.load(tables + tl.load(slots + token) * table_stride + logical)
         source = qkv + token * qkv_stride + (HEADS + head) * DIM + columns
         low = tl.load(source, mask=mask, other=0.0)
@@ -108,11 +111,13 @@ def configuration(rows: int, heads: int, block: int) -> tuple[int, int]:
 def rope_write(
     qkv: Tensor, q_out: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, positions: Tensor,
     *, rotary: Tensor | None = None, norms: tuple[Tensor, Tensor, float] | None = None,
-    pdl: bool = False,
+    pdl: bool = False, cells: Tensor | None = None,
 ) -> None:  # fmt: skip
     """qkv [T, heads + 2 kv_heads, dim] -> queries in q_out [T, heads, dim] (may be qkv's own part, in place), keys and
     values in `cache` at page tables[slots[t], positions[t] // page_tokens], offset positions[t] % page_tokens. For a
     cache that isn't written, qkv [T, heads, dim] holds the queries alone.
+
+    With `cells` [T] int64 they are these cells of the pages, and positions say only how to rotate.
 
     Token strides of qkv and q_out are free; dim is even. tables [slots, logical pages], slots and positions [T] are
     int64. `rotary` is layers.rotary's table, fp32 [length, 2, dim / 2], None: no rotation. `norms` (q_weight, k_weight,
@@ -133,7 +138,7 @@ def rope_write(
     query_blocks = cdiv(queries, tile)
     blocks = query_blocks + cdiv(2 * kv_heads, tile)
     _rope_write[(tokens * blocks,)](
-        qkv, q_out, cache.keys, cache.values, tables, slots, positions, rotary, q_weight, k_weight,
+        qkv, q_out, cache.keys, cache.values, tables, slots, positions, cells, rotary, q_weight, k_weight,
         qkv.stride(0), q_out.stride(0), tables.stride(0), cache.page_units, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile, BLOCK=block, QUERY_BLOCKS=query_blocks, BLOCKS=blocks,
         ROTATE=rotary is not None, NORM=norms is not None, PDL=pdl, num_warps=warps, **cache_layout(cache),

@@ -1,0 +1,78 @@
+"""PyramidKV in a config.json: how many tokens of a prompt each layer keeps, and how it chooses them. No torch.
+
+    "pyramid_kv": {"average": 2048, "groups": 8, "queries": 32, "pool": 5}
+
+Layers keep `average` tokens on average, fewer from the first layer to the last one: in front of the last `queries` of
+them, of which every layer keeps all, the last layer keeps a twentieth of the average, as its authors have it. Layers
+form `groups` of equal size with one budget each, a multiple of 16 behind the queries, so that their pages are of one
+size. Or `budgets` says each layer's own, null where a layer keeps all.
+"""
+
+from __future__ import annotations
+
+from quire.data.models.fields import MAX_SIZE, Fields
+from quire.errors import StartupError, shown
+from quire.vocabulary.specs import Selection
+
+LEAST = 20
+"""The last layer's part of the average: one of so many (PyramidKV's beta)."""
+
+GRAIN = 16
+"""Chosen tokens of a budget are a multiple of it, since pages hold so many."""
+
+MOST_QUERIES, MOST_POOL = 1024, 255
+KNOWN = ("average", "groups", "queries", "pool", "budgets")
+WHERE = "pyramid_kv of config.json"
+
+
+def read_budgets(fields: Fields, layers: int, max_len: int) -> tuple[tuple[int | None, ...], Selection]:
+    """Each layer's budget, None where it keeps all, and the choice. StartupError names the value that is wrong."""
+    section = fields.config.get("pyramid_kv")
+    if section is None:
+        return (None,) * layers, Selection()
+    if not isinstance(section, dict) or (unknown := [name for name in section if name not in KNOWN]):
+        wrong = shown(unknown[0]) if isinstance(section, dict) else shown(section)
+        raise StartupError(f"{WHERE} has {wrong}", f"It is an object of {', '.join(KNOWN)}")
+    own = Fields(section, WHERE)
+    selection = Selection(own.size("queries", 32, MOST_QUERIES), own.size("pool", 5, MOST_POOL))
+    if selection.pool % 2 == 0:
+        raise StartupError(f"pool in {WHERE} is {selection.pool}", "It must be odd: a token and its neighbours")
+    if (section.get("budgets") is None) == (section.get("average") is None):
+        raise StartupError(f"{WHERE} must have either average or budgets", "Give one of them")
+    if section.get("budgets") is not None:
+        return _listed(section["budgets"], layers, selection.queries, max_len), selection
+    average, groups = own.size("average", most=max_len), own.size("groups", min(layers, 8), layers)
+    if average < selection.queries:
+        raise StartupError(f"average in {WHERE} is {average}", f"It must be at least the {selection.queries} queries")
+    if layers % groups:
+        raise StartupError(f"groups in {WHERE} is {groups}", f"It must divide the {layers} layers")
+    return falling(average, selection.queries, layers, groups), selection
+
+
+def falling(average: int, queries: int, layers: int, groups: int) -> tuple[int, ...]:
+    """Budgets that fall linearly from the first layer to the last one, each group's the mean of its layers'."""
+    mean = average - queries
+    low = mean / LEAST
+    high = 2 * mean - low
+    size = layers // groups
+    budgets = []
+    for layer in range(layers):
+        middle = (layer // size + 0.5) * size - 0.5  # of the layers of its group
+        chosen = high - (high - low) * (middle / (layers - 1) if layers > 1 else 0.5)
+        budgets.append(queries + round(chosen / GRAIN) * GRAIN)
+    return tuple(budgets)
+
+
+def _listed(budgets: object, layers: int, queries: int, max_len: int) -> tuple[int | None, ...]:
+    if not isinstance(budgets, list) or len(budgets) != layers:
+        raise StartupError(f"budgets in {WHERE} must be a list of {layers} numbers, got {shown(budgets)}")
+    most = min(max_len, MAX_SIZE)
+    for budget in budgets:
+        if budget is not None and (type(budget) is not int or not queries <= budget <= most):
+            raise StartupError(
+                f"budgets in {WHERE} has {shown(budget)}",
+                f"A layer keeps from {queries} tokens, its last queries, to {most}; null: all of them",
+            )
+    if all(budget is None for budget in budgets):
+        raise StartupError(f"budgets in {WHERE} has no number", "Leave pyramid_kv out: every layer keeps all")
+    return tuple(budgets)

@@ -1,0 +1,166 @@
+"""Several models over one KV memory (Jenga §8): `Pool([config, config], kv_gib=4)`, then `LLM(model,
+custom_kv_cache=pool)` for each.
+
+Page sizes are planned from all models at once, so all of them are named before the first is loaded. What one model
+doesn't use the others may, page by page.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.budget import GIB, MemoryPlan, plan_memory
+from quire.build import ITEMSIZE, device_of, dtype_of
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.control.memory import Size
+from quire.control.memory.layout import joint_geometries
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.part import Common, Part
+from quire.control.memory.tables import ledger_of
+from quire.control.turns import Turns
+from quire.errors import InputError, StartupError
+from quire.source import Source, read_source
+
+if TYPE_CHECKING:
+    import torch
+
+ALIKE = ("page_sizes", "association", "device")
+
+
+class Member(NamedTuple):
+    """One model's part of a pool, from which its engine is built."""
+
+    config: EngineConfig
+    source: Source
+    plan: MemoryPlan
+    memory: PagedMemory
+    part: Part
+    pool: Pool
+
+
+class Pool:
+    """`kv_gib` GiB of KV memory for the models of `configs`, whose own sizes of it are ignored. StartupError if they
+    can't have it in common.
+
+    The thread that makes it is the one that uses its models. Each is loaded once; when it is closed, what it held is
+    the others'."""
+
+    def __init__(self, configs: Sequence[EngineConfig], *, kv_gib: float) -> None:
+        if not configs or not kv_gib > 0:
+            raise StartupError(f"a pool has {len(configs)} models and {kv_gib} GiB", "Give it some of both")
+        self.thread = threading.get_ident()
+        self.turns = Turns()
+        self.device = device_of(configs[0])
+        sized = [replace(config, kv_gib=kv_gib, kv_tokens=None).sized(self.device) for config in configs]
+        sources = [read_source(config) for config in sized]
+        dtypes = [dtype_of(config, source.config, self.device) for config, source in zip(sized, sources)]
+        _check(sized, dtypes)
+        for source in sources:
+            if source.spec.least_budget:
+                raise StartupError(
+                    f"{source.name} keeps a part of each prompt, which no model of a pool does", "Serve it by itself"
+                )
+        self.dtype, itemsize = dtypes[0], ITEMSIZE[dtypes[0]]
+        plans = [
+            plan_memory(config, source.spec, source.name, self.dtype, itemsize, self.device)
+            for config, source in zip(sized, sources)
+        ]
+        _check_room(plans)
+        sizes = [Size(plan.kv_tokens, plan.max_len, itemsize) for plan in plans]
+        models = [(config, source.spec, size) for config, source, size in zip(sized, sources, sizes)]
+        self.geometries = joint_geometries(models, int(kv_gib * GIB))
+        joint = replace(self.geometries[0], groups=tuple(g for one in self.geometries for g in one.groups))
+        ledger = ledger_of(joint, [group.ids for group in joint.groups], sized[0].association)
+        common = Common(ledger, self.geometries, [config.prefix_tokens for config in sized])
+        self.bytes = joint.bytes
+        self.members = [self._member(*each) for each in zip(sized, sources, plans, common.parts)]
+        self.buffer: torch.Tensor | None = None
+        self.free = list(self.members)
+
+    def _member(self, config: EngineConfig, source: Source, plan: MemoryPlan, part: Part) -> Member:
+        memory = PagedMemory.over(part.geometry, config, f"{source.name}:{self.dtype}", part)
+        longest = bisect_left(range(1, plan.max_len + 1), True, key=lambda length: not memory.fits([length]))
+        if longest < (2 if config.max_model_len is None else config.max_model_len):
+            raise StartupError(
+                f"the pool holds {longest} tokens of {source.name} at most beside registered prefixes",
+                "Use a larger kv_gib, or a smaller max_model_len or prefix_tokens",
+            )
+        if longest < plan.max_len:
+            plan = plan._replace(max_len=longest, clipped=" (a larger pool would allow more)")
+        return Member(config, source, plan, memory, part, self)
+
+    # For quire.build and quire.llm
+
+    def member(self, model: str | None, settings: dict[str, Any]) -> Member:
+        """The part of a model, which is named as in its config. StartupError if there is none, or not any more."""
+        if settings:
+            raise StartupError(
+                f"{', '.join(settings)[:80]} is given beside a pool", "Set it in the pool's EngineConfig"
+            )
+        for member in self.free:
+            if (model or "") in (member.config.model, member.config.model_config):
+                self.free.remove(member)
+                return member
+        known = ", ".join(
+            member.config.model_config or member.config.model or "the bundled one" for member in self.free
+        )
+        raise StartupError(
+            f"{model or 'the bundled model'!s:.80} is no model of the pool, or was loaded already",
+            f"Give one of: {known or 'none is left'}",
+        )
+
+    def bytes_of(self) -> torch.Tensor:
+        """The buffer that all models' pages are in; zeros at first."""
+        import numpy as np
+        import torch
+
+        if self.buffer is None:
+            if self.device == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
+                self.buffer = torch.from_numpy(np.zeros(self.bytes, dtype=np.uint8))
+            else:
+                self.buffer = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
+        return self.buffer
+
+    def check_thread(self) -> None:
+        """InputError in any thread but its own."""
+        if threading.get_ident() != self.thread:
+            raise InputError("models that share a KV memory are used by the thread that made their pool")
+
+    def leave(self, engine: Engine, part: Part) -> None:
+        """A model is closed: what it held is the others'."""
+        self.turns.leave(engine)
+        part.close()
+        if not self.turns.engines and not self.free:
+            self.buffer = None
+
+
+def _check(configs: Sequence[EngineConfig], dtypes: Sequence[str]) -> None:
+    """StartupError for models whose pages can't lie in one memory."""
+    for config in configs:
+        if config.memory != "paged" or config.page_sizes not in ("lcm", "max"):
+            raise StartupError(
+                f"a pool has a model of --memory {config.memory} and --page-sizes {config.page_sizes}",
+                "Models share a memory with --memory paged and --page-sizes lcm or max",
+            )
+    for name in ALIKE:
+        if len(values := {str(getattr(config, name)) for config in configs}) > 1:
+            raise StartupError(f"models of a pool have {name} {', '.join(sorted(values))}", "Give all the same")
+    if len(set(dtypes)) > 1:  # the bits of another format may be no number
+        raise StartupError(f"models of a pool have the formats {', '.join(dtypes)}", "Give all the same dtype")
+
+
+def _check_room(plans: Sequence[MemoryPlan]) -> None:
+    """StartupError if the weights and activations of all models don't fit beside the pool. Models compute in turns, but
+    each keeps what it computes in."""
+    own, kv = sum(plan.weights + plan.activations for plan in plans), max(plan.kv_bytes for plan in plans)
+    if own + kv > plans[0].free_bytes:
+        raise StartupError(
+            f"out of memory: the models of the pool take {own / GIB:.2f} GiB, their KV memory {kv / GIB:.2f} GiB, and "
+            f"{plans[0].free_bytes / GIB:.2f} GiB are free on {plans[0].device}",
+            "Use a smaller kv_gib, or fewer models",
+        )

@@ -1,0 +1,110 @@
+"""Engines over one memory that is too small for them, stepped in any order: every request ends, with the tokens that it
+must have, and nothing is lost. Depth 2, in chunks, with swapping, recomputation, forks and cached prefixes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from memories import spec
+
+from quire.config import EngineConfig
+from quire.control.assembly import assemble
+from quire.control.edge import Limits
+from quire.control.engine import Engine
+from quire.control.memory.layout import Size, joint_geometries
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.part import Common
+from quire.control.memory.tables import ledger_of
+from quire.control.turns import Turns
+from quire.sim.echo import EchoRunner, Pages, expected
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.seeds import branch_seed
+from quire.vocabulary.specs import Geometry
+
+VOCAB, LONGEST = 64, 48
+MODELS = [((None,), 4), ((None, 6, 6), 4), ((9, 9, None), 2)]  # windows of the layers, and tokens of a page
+
+
+class Beside(EchoRunner):
+    """Its pages are in the bytes that others have too."""
+
+    def __init__(self, cells: np.ndarray) -> None:
+        super().__init__(2, vocab_size=VOCAB)
+        self.cells = cells
+
+    def bind(self, geometry: Geometry) -> None:
+        host = np.zeros(geometry.host_bytes, dtype=np.uint8)
+        self.groups = [Pages(group, g, self.cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
+
+
+def engines(seed: int, count: int) -> list[Engine]:
+    """`count` engines that could each have a long request, and hardly two."""
+    ways = ("recompute", "swap", "auto")
+    models = []
+    for i, (windows, tokens) in enumerate(MODELS[:count]):
+        config = EngineConfig(
+            page_size=tokens, max_num_seqs=6, max_num_batched_tokens=16, swap_gib=2e-6, preemption=ways[(seed + i) % 3],
+            prefix_tokens=0, debug=True,
+        )  # fmt: skip
+        models.append((config, spec(windows, LONGEST), Size(0, LONGEST, 2)))
+    geometries = joint_geometries(models, 2200)
+    groups = tuple(group for geometry in geometries for group in geometry.groups)
+    joint = Geometry(geometries[0].layout, geometries[0].bytes, 7, groups, 2, 0, geometries[0].large_bytes)
+    common = Common(ledger_of(joint, [group.ids for group in groups]), geometries, [0] * count)
+    cells, turns = np.zeros(joint.bytes, dtype=np.uint8), Turns()
+    for i, ((config, _, _), part) in enumerate(zip(models, common.parts)):
+        memory, runner = PagedMemory.over(part.geometry, config, str(i), part), Beside(cells)
+        runner.bind(memory.geometry)
+        turns.add(assemble(config, memory, runner, Limits(VOCAB, LONGEST, 99), clock=lambda: 0.0))
+    return turns.engines
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_requests_end_in_whatever_order_engines_step(count: int) -> None:
+    preempted, gave_way = map(sum, zip(*(run(seed, count) for seed in range(8))))
+    assert preempted > 0
+    assert gave_way > 0
+
+
+def run(seed: int, count: int) -> tuple[int, int]:
+    """Requests preempted, and the times that an engine let the others go on."""
+    rng, made = random.Random(seed), engines(seed, count)
+    must: dict[tuple[int, str, int], list[int]] = {}
+    told: dict[tuple[int, str, int], list[int]] = {}
+    stem = [rng.randrange(VOCAB) for _ in range(20)]
+    for i, engine in enumerate(made):
+        memory = engine.scheduler.memory
+        for j in range(10):
+            prompt = stem[: rng.randrange(20)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+            length = rng.randint(1, 16)
+            n = 2 if j % 3 == 0 and memory.fits([len(prompt) + length] * 2) else 1
+            params = SamplingParams(max_tokens=length, n=n, seed=j, ignore_eos=True, detokenize=False)
+            assert memory.fits([len(prompt) + length] * n)
+            engine.add(str(j), prompt, params)
+            for branch in range(n):
+                seed_of = branch_seed(j, branch) if branch else j
+                groups = memory.geometry.groups
+                must[i, str(j), branch] = expected(prompt, params, seed_of, vocab_size=VOCAB, groups=groups)
+    short: dict[Engine, int] = {}  # who gave way, and what had ended elsewhere
+    gave_way = 0
+    for _ in range(4000):
+        if not any(engine.unfinished for engine in made):
+            break
+        i = rng.randrange(count)
+        for output in made[i].step() if made[i].unfinished else ():
+            if output.tokens:
+                told.setdefault((i, output.request, output.branch), []).extend(output.tokens)
+        for engine in made:
+            engine.scheduler.memory.check()
+            ended = sum(other.ended for other in made if other is not engine)
+            if engine.turns is not None and engine in engine.turns.short and engine not in short:
+                short[engine], gave_way = engine.turns.short[engine], gave_way + 1
+            if short.get(engine) != ended:
+                short.pop(engine, None)
+            elif any(other.scheduler.unfinished for other in made if other is not engine):
+                assert not engine.scheduler.running, "who was short is back before anything has ended elsewhere"
+    assert told == must
+    assert all(engine.scheduler.memory.account().usage.used == 0 for engine in made)
+    return sum(engine.scheduler.preemptions for engine in made), gave_way
