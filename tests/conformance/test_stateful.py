@@ -192,14 +192,15 @@ class Calls(RuleBasedStateMachine):
     def read(self, data: st.DataObject | None = None) -> None:
         """Through the replayed tables, each sequence finds what the reference holds, as far as it may look back."""
         self.device.replay(self.memory.take_journal()[0], self.memory.geometry.groups)
+        followers = getattr(self.memory, "followers", None)
         for seq in self.alive.values():
-            if self.waits(seq):
+            if self.waits(seq) or (followers and seq.id in followers.ahead):  # which has no pages before its turn
                 continue
             place = self.memory.place(seq)
             for g, group in enumerate(self.memory.geometry.groups):
                 table = place.tables[g]
                 assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
-                first = 0 if group.window is None else max(0, seq.computed - group.window + 1)
+                first = group.oldest(seq.computed)
                 for position in range(first, seq.planned):
                     begin = table[group.whole(position)] * group.page_bytes
                     cell = self.device.cells.get((begin, position % group.run_tokens))
