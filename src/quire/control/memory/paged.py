@@ -316,7 +316,9 @@ class PagedMemory(PageTables):
     def _dropped(self, seq: Sequence, resident: Resident, group: int, pages: list[int]) -> None:
         if self.caching and self.retention.trails and self.policies[group].unit:
             first = resident.first[group] - len(pages)
-            names = self.prefixes.names(group, seq.keys, first, first + len(pages))
+            self.prefixes.chain(seq, seq.computed)  # behind a registered prefix that ends within a page more is named
+            known = self.policies[group].group.whole(len(seq.keys) * self.unit)
+            names = self.prefixes.names(group, seq.keys, first, min(first + len(pages), known))
             self.retention.left(seq, resident, group, first, pages, names)
 
     def _arrived(self, seq: Sequence, resident: Resident, full: int) -> None:
