@@ -108,3 +108,8 @@ def run(seed: int, count: int) -> tuple[int, int]:
     assert told == must
     assert all(engine.scheduler.memory.account().usage.used == 0 for engine in made)
     return sum(engine.scheduler.preemptions for engine in made), gave_way
+
+
+def test_what_leaves_for_the_host_is_read_before_another_engine_has_its_pages() -> None:
+    """Whoever was swapped out, with nobody of its engine left to run, has its step all the same."""
+    run(59, 3)

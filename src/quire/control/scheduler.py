@@ -94,8 +94,8 @@ class Scheduler:
             return None
         if not hurt or not self.running:  # what was spread over large pages finds room when it comes back together
             self._join(rows)
-        if not rows and (self.flight or not (self.births and self.running)):
-            return None  # a step without rows brings a request back whose method waits, and nothing else
+        if not rows and not hurt and (self.flight or not (self.births and self.running)):
+            return None  # a step without rows brings a request back whose method waits, or takes victims' pages away
         for row in rows:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)

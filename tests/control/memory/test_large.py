@@ -330,3 +330,11 @@ def test_check_finds_what_is_broken(harm: object, message: str) -> None:
     harm(pages)
     with pytest.raises(AssertionError, match=message):
         pages.check([{page: 1}, {}])
+
+
+def test_more_of_one_group_is_not_made_up_for_by_less_of_another_in_part() -> None:
+    """Whatever else lies beside them: with 3 and 2 pages it is 3 + 1 large pages, not 2 + 1."""
+    pages = LargePages([4, 4], 10)
+    assert not pages.within([6, 0], [2, 2])
+    assert pages.within([6, 0], [2, 4])
+    assert pages.within([2, 2], [2, 2])

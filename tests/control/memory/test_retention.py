@@ -170,3 +170,22 @@ def test_more_documents_are_found_with_slack_than_the_papers_way() -> None:
 @pytest.mark.parametrize("documents", [1, 2])
 def test_few_documents_are_found_in_each_way(documents: int) -> None:
     assert all(rounds(memory_of(how, 1040, window=32), documents) > 0.7 for how in ("paper", "slack", "boundary"))
+
+
+@pytest.mark.parametrize("retention", ["slack", "boundary"])
+def test_pages_leave_a_window_behind_a_prefix_that_ends_before_the_first_place_where_all_groups_pages_end(
+    retention: str,
+) -> None:
+    """Nothing of it was looked up by key: the names of what is dropped are made then."""
+    geometry = unlike(Kind(16, 8), Kind(16, 4, window=3))(Build(tokens=96)).geometry
+    memory = PagedMemory(geometry, chunk=16, policies=KNOWN, retention=retention, slack=SLACK, prefix_tokens=16)
+    first, second = Sequence(1, text(0, 6)), Sequence(2, text(0, 6))
+    assert admit_one(memory, first, 5) == 0
+    assert compute(memory, first, 5)
+    assert memory.prefixes.pin("a", first)
+    memory.free(first)
+    assert admit_one(memory, second, 16) == 5
+    second.computed = second.planned = 5
+    for _ in range(4):
+        assert compute(memory, second, 1)
+        memory.check()

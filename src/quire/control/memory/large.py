@@ -97,9 +97,8 @@ class LargePages:
         return Resting(counts, list(map(len, large)))
 
     def within(self, needs: Sequence[int], limits: Sequence[int]) -> bool:
-        """Whether pages for `needs` take no more large pages than pages for `limits`."""
-        both = zip(self.ratios, needs, limits)
-        return sum([-(-limit // ratio) - -(-need // ratio) for ratio, need, limit in both]) >= 0
+        """Whether pages for `needs` take no more large pages than pages for `limits`, whatever else they share with."""
+        return sum([(limit - need) // ratio for ratio, need, limit in zip(self.ratios, needs, limits)]) >= 0
 
     def edges(self, group: int) -> int:
         """As Ledger.edges: the rest of the first large page, and that of the last."""

@@ -83,7 +83,7 @@ class PagedMemory(PageTables):
         self.prefixes = Prefixes(self, model_id, kept, self.caching)
         self.unit = self.prefixes.unit
         self.followers = Followers(self)
-        self.swap = Swap(self, self.prefixes)
+        self.swap = Swap(self, self.prefixes, chunk)
         if part is not None:
             part.holder = self
         self.sound = False  # once `check` found nothing that the policies contradict themselves in
@@ -149,7 +149,8 @@ class PagedMemory(PageTables):
         if self.caching and self.prefixes.is_coming(first, coming[0].tokens, needs[-1]):
             return LATER  # the same prompt is being computed: a step later its pages can be shared
         if not self._reserve(needs, resting):
-            if not self.residents:  # what is found may lie in more large pages than it would fill
+            if not self.residents:  # what is found, or registered, may lie in more large pages than it would fill
+                self.prefixes.gather()
                 coming = self._arrivals(seqs, budget, look=False)
             if self.residents or not self._reserve(*self._needs(seqs, coming)):
                 self.refused = (first.id, self.pages.releases)
@@ -196,7 +197,7 @@ class PagedMemory(PageTables):
             if self.forgets:
                 room = min(room, self.chunk)  # pages that are dropped are never all held at once
             if self.forgets and common:
-                own = self.prefixes.cached(seq) if self.caching else self.prefixes.nothing()
+                own = self.prefixes.cached(seq) if look else self.prefixes.nothing()
                 if own.tokens >= common:
                     common, ready, found = 0, 0, own
                 else:
@@ -318,7 +319,9 @@ class PagedMemory(PageTables):
     def _dropped(self, seq: Sequence, resident: Resident, group: int, pages: list[int]) -> None:
         if self.caching and self.retention.trails and self.policies[group].unit:
             first = resident.first[group] - len(pages)
-            names = self.prefixes.names(group, seq.keys, first, first + len(pages))
+            self.prefixes.chain(seq, seq.computed)  # behind a registered prefix that ends within a page more is named
+            known = self.policies[group].group.whole(len(seq.keys) * self.unit)
+            names = self.prefixes.names(group, seq.keys, first, min(first + len(pages), known))
             self.retention.left(seq, resident, group, first, pages, names)
 
     def _arrived(self, seq: Sequence, resident: Resident, full: int) -> None:

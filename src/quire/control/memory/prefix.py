@@ -18,11 +18,13 @@ from collections.abc import Sequence as Seq
 from operator import add, sub
 from typing import NamedTuple
 
+from quire.control.memory.gathering import gather
 from quire.control.memory.index import PrefixIndex, Stop
 from quire.control.memory.pages import SCRATCH
 from quire.control.memory.policies import FAR, LayerPolicy
 from quire.control.memory.tables import PageTables, Tables
 from quire.control.request import Sequence, common_prefix
+from quire.vocabulary.plan import Copy
 
 MAX_PREFIXES = 1024
 
@@ -247,6 +249,17 @@ class Prefixes:
         self.index.remove(name, self._stops(prefix))
         self.look_again()
         return True
+
+    def gather(self) -> None:
+        """No sequence is in memory: what registered prefixes hold lies in as few large pages as it fills, as `fits` has
+        counted it."""
+        for g in range(len(self.policies)):
+            moved = gather(self.pages, g, [page for group, page in self.pins if group == g])
+            self.tables.entries += [Copy(g, old, new) for old, new in moved.items()]
+            for old, new in moved.items():
+                self.pins[g, new] = self.pins.pop((g, old))
+            for prefix in self.registered.values() if moved else ():
+                prefix.tables[g][:] = [moved.get(page, page) for page in prefix.tables[g]]
 
     def pinned(self, seq: Sequence) -> Reuse:
         """The longest part of a registered prefix that the sequence begins with: all of it, or whole strides."""

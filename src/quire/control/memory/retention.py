@@ -62,7 +62,8 @@ class Retention:
         policy = self.policies[group]
         start = max(seq.computed - self.slack, 0)
         near = policy.reads(seq, start, start + 1).start
-        kept = [self._window(policy, mark) for mark in self._marks(seq, resident, near)] if trail[0][0] < near else []
+        due = trail and trail[0][0] < near
+        kept = [self._window(policy, mark) for mark in self._marks(seq, resident, near)] if due else []
         while trail and trail[0][0] < near:
             at, page, name = trail.popleft()
             if not any(at in window for window in kept) and self._is_cached(group, page, name):

@@ -24,10 +24,10 @@ Moves = dict[tuple[int, int], int]
 
 
 class Swap:
-    """The host pages of a memory of these tables."""
+    """The host pages of a memory of these tables, whose sequences compute up to `chunk` tokens in a step."""
 
-    def __init__(self, tables: PageTables, prefixes: Prefixes) -> None:
-        self.tables, self.prefixes = tables, prefixes
+    def __init__(self, tables: PageTables, prefixes: Prefixes, chunk: int) -> None:
+        self.tables, self.prefixes, self.chunk = tables, prefixes, chunk
         host_ids = [group.host_ids for group in tables.groups]
         self.host = ledger_of(tables.geometry, host_ids, tables.association)
         # The ledger of large pages has a scratch one too, and host memory none: its pages are numbered from 1 on.
@@ -68,13 +68,15 @@ class Swap:
         moves, names = _pages(away), self._names(seqs, away)
         for (g, host), name in names.items():
             moves[g, host] = ledger.find(g, name) or SCRATCH
-        spare = len(seqs) if tables.residents else 0  # a page more for each, to go on; alone they fit
         if len(seqs) > len(tables.slots):
             return False
-        if not self._reserve(moves, spare):
-            # What is found may lie in more large pages than it would fill: alone they come back without it.
+        if not self._reserve(moves, self._to_go_on(seqs, away)):
+            if tables.residents:
+                return False
+            # What is found may lie in more large pages than it would fill: without it they fit, alone.
+            self.prefixes.gather()
             moves = dict.fromkeys(moves, SCRATCH)
-            if tables.residents or not self._reserve(moves, spare):
+            if not self._reserve(moves, [0] * len(tables.groups)):
                 return False
         for g, page in dict.fromkeys((g, page) for (g, _), page in moves.items() if page):
             ledger.share(g, page)
@@ -96,13 +98,26 @@ class Swap:
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
         return True
 
-    def _reserve(self, moves: Moves, spare: int) -> bool:
-        """Whether there are pages for all that has no page yet, `spare` more a group, and those that are cached."""
+    def _to_go_on(self, seqs: Seq[Sequence], away: list[Resident]) -> list[int]:
+        """Pages of each group: one more for each of them; alone, those of their next step."""
+        tables = self.tables
+        if tables.residents:
+            return [len(seqs)] * len(tables.groups)
+        needs = [0] * len(tables.groups)
+        for seq, resident in zip(seqs, away):
+            end = max(min(len(seq.tokens), seq.computed + self.chunk), seq.computed + 1)
+            for g, (policy, table) in enumerate(zip(tables.policies, resident.tables)):
+                needs[g] += max(policy.reads(seq, seq.computed, end).stop - len(table), 0) + resident.forked
+        return needs
+
+    def _reserve(self, moves: Moves, spare: list[int]) -> bool:
+        """Whether there are pages for all that has no page yet, `spare` more of each group, and those that are
+        cached."""
         ledger = self.tables.pages
         # Of sequences that drew the same tokens several host pages may come back to one.
         resting = ledger.resting(dict.fromkeys((g, page) for (g, _), page in moves.items() if page))
         missing = self._counts(move for move, page in moves.items() if not page)
-        return ledger.reserve([need + rest + spare for need, rest in zip(missing, resting.pages)], resting)
+        return ledger.reserve([sum(counts) for counts in zip(missing, resting.pages, spare)], resting)
 
     def _names(self, seqs: Seq[Sequence], away: list[Resident]) -> dict[tuple[int, int], bytes]:
         """What host pages hold, where it may be found on the device."""
