@@ -8,6 +8,7 @@ budget asks for it. The scheduler never asks which memory it drives, and knows n
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.control.branching import Branching, Hands
@@ -51,8 +52,9 @@ class Scheduler:
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
         self.part = memory.geometry.part if memory.geometry.budget else None
-        self.waiting: deque[Request] = deque()
-        self.swapped: deque[Request] = deque()
+        # Whether other engines may take pages before what was decided of them is done: it is sent without rows then
+        self.pressing: Callable[[], bool] = lambda: False
+        self.waiting, self.swapped = deque[Request](), deque[Request]()
         self.running: dict[Request, None] = {}  # in order of arrival
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.births: list[Birth] = []
@@ -90,16 +92,18 @@ class Scheduler:
         """The next step, or None: nothing to do, or memory is short and a result is awaited first."""
         rows: list[Row] = []
         hurt = self._continue_running(rows)
-        if hurt is None:
-            return None
-        if not hurt or not self.running:  # what was spread over large pages finds room when it comes back together
+        # What was spread over large pages finds room when it comes back together.
+        if hurt is not None and (not hurt or not self.running):
             self._join(rows)
-        if not rows and not hurt and (self.flight or not (self.births and self.running)):
-            return None  # a step without rows brings a request back whose method waits, or takes victims' pages away
+        if hurt is None or (not rows and not hurt and (self.flight or not (self.births and self.running))):
+            return self._plan([]) if self.pressing() else None
         for row in rows:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
             seq.pending += row.sample > 0
+        return self._plan(rows)  # none of them: a request comes back whose method waits, or victims' pages are taken
+
+    def _plan(self, rows: list[Row]) -> StepPlan:
         births, self.births = tuple(self.births), []
         now, ahead = self.memory.take_journal()
         self.flight += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.errors import Overloaded
+from quire.vocabulary.plan import Table
 
 if TYPE_CHECKING:
     from quire.control.engine import Engine
@@ -25,6 +26,8 @@ class Turns:
         """It has a part of the memory."""
         self.engines.append(engine)
         engine.turns = self
+        memory = engine.scheduler.memory
+        engine.scheduler.pressing = lambda: any(type(entry) is not Table for entry in getattr(memory, "entries", ()))
 
     def leave(self, engine: Engine) -> None:
         """It has none any more."""
