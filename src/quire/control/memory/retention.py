@@ -22,6 +22,7 @@ from quire.control.memory.tables import Resident, Tables
 from quire.control.request import Sequence
 
 SLACK = 512  # tokens
+KNOWN = 4096  # windows that are remembered, a group
 HELD = 64  # the share of a window, at most, that is held longer than it is read
 
 Trail = deque[tuple[int, int, bytes]]
@@ -43,6 +44,7 @@ class Retention:
         self.pages, self.policies = pages, policies
         self.trails, self.marks = how != "paper", how == "boundary"
         self.slack, self.every = slack, every
+        self.windows: list[dict[int, tuple[int, range]]] = [{} for _ in policies]  # by mark: asked at every drop
 
     def back(self, policy: LayerPolicy) -> int:
         """Tokens that a resident itself holds its pages longer than it reads them. A page that leaves a window while
@@ -63,7 +65,7 @@ class Retention:
         start = max(seq.computed - self.slack, 0)
         near = policy.reads(seq, start, start + 1).start
         due = trail and trail[0][0] < near
-        kept = [self._window(policy, mark) for mark in self._marks(seq, resident, near)] if due else []
+        kept = [self._window(group, mark) for mark in self._marks(seq, resident, near)] if due else []
         while trail and trail[0][0] < near:
             at, page, name = trail.popleft()
             if not any(at in window for window in kept) and self._is_cached(group, page, name):
@@ -76,10 +78,17 @@ class Retention:
             marks += range(self.every, seq.computed + self.every, self.every)
         return marks
 
-    def _window(self, policy: LayerPolicy, mark: int) -> range:
+    def _window(self, group: int, mark: int) -> range:
         """The pages that a prefix needs which ends at most `slack` tokens before a mark."""
-        start = max(mark - self.slack, 0)
-        return range(policy.reads(None, start, start + 1).start, policy.group.pages(mark))
+        known = self.windows[group].get(mark)
+        if known is not None and known[0] == self.slack:
+            return known[1]
+        policy, start = self.policies[group], max(mark - self.slack, 0)
+        window = range(policy.reads(None, start, start + 1).start, policy.group.pages(mark))
+        if len(self.windows[group]) >= KNOWN:
+            self.windows[group].clear()
+        self.windows[group][mark] = self.slack, window
+        return window
 
     def _is_cached(self, group: int, page: int, name: bytes) -> bool:
         """The page holds what it did, and nobody uses it."""

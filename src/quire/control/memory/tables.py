@@ -230,6 +230,8 @@ class PageTables:
             return FAR
         start = max(seq.computed + 1 - back, 0)
         ends = range(start, start + policy.group.run_tokens)
+        if policy.reads(seq, ends.stop - 2, ends.stop - 1).start <= first:  # so it is where pages are left one by one
+            return ends.stop - 1 + back
         return start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first) + back
 
     def slot(self, seq: Sequence) -> int:
