@@ -199,6 +199,8 @@ def _control_flags(parser: argparse.ArgumentParser) -> None:
                              "defaults then: 64 of 512 tokens")  # fmt: skip
     parser.add_argument("--groups", type=int, default=1, metavar="N",
                         help="groups of layers, all but the first with windows (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--unlike", action="store_true",
+                        help="group i has i times as many layers as the first: pages of unlike sizes")  # fmt: skip
     parser.add_argument("--steps", type=int, default=control.STEPS, metavar="N", help="steps (default: %(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 

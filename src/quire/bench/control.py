@@ -58,7 +58,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         return [
             beams_cost(count, args.beams, context, args.steps) for context in args.contexts for count in args.sequences
         ]
-    return [step_cost(count, context, args.steps, args.groups) for context in args.contexts for count in args.sequences]
+    return [
+        step_cost(count, context, args.steps, args.groups, args.unlike)
+        for context in args.contexts
+        for count in args.sequences
+    ]
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
@@ -92,15 +96,16 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def step_cost(count: int, context: int, steps: int = STEPS, groups: int = 1) -> dict[str, Any]:
+def step_cost(count: int, context: int, steps: int = STEPS, groups: int = 1, unlike: bool = False) -> dict[str, Any]:
     """Decode steps of `count` sequences of about `context` tokens: microseconds of schedule, of update, and both. Of
-    several `groups` of layers all but the first have a window.
+    several `groups` of layers all but the first have a window; with `unlike` group i has i times as many layers as the
+    first, so that pages lie in large ones (Jenga §4).
 
     Lengths differ by up to a page, so that every step sees some sequences cross into a new page, as in service.
     """
-    scheduler, runner = decoding(count, context, steps, groups)
+    scheduler, runner = decoding(count, context, steps, groups, unlike)
     costs = _timed(scheduler, lambda plan: runner.collect(runner.submit(plan)), count, steps)
-    return {"sequences": count, "groups": groups, "context": context, **costs}
+    return {"sequences": count, "groups": groups, "unlike": unlike, "context": context, **costs}
 
 
 def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows: int, steps: int) -> dict[str, Any]:
@@ -181,12 +186,14 @@ def _candidates(plan: StepPlan) -> StepResult:
     return StepResult((CANDIDATES,) * len(plan.rows), 0.0)
 
 
-def decoding(count: int, context: int, steps: int, groups: int = 1) -> tuple[Scheduler, EchoRunner]:
+def decoding(
+    count: int, context: int, steps: int, groups: int = 1, unlike: bool = False
+) -> tuple[Scheduler, EchoRunner]:
     """A scheduler in default settings, its `count` sequences past their prompts, and a runner that computes nothing."""
     config = EngineConfig(max_num_seqs=count)
     longest = context + config.page_size + steps + 1
     size = Size(count * (longest + config.page_size) * 102 // 100, longest, 2)
-    memory = build_memory(config, _spec(longest, groups), size)
+    memory = build_memory(config, _spec(longest, groups, unlike), size)
     scheduler = Scheduler(memory, budget=count * longest, max_seqs=count, max_len=longest)
     runner = EchoRunner(blind=True)
     params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, temperature=0.0)
@@ -200,6 +207,7 @@ def decoding(count: int, context: int, steps: int, groups: int = 1) -> tuple[Sch
     return scheduler, runner
 
 
-def _spec(longest: int, groups: int = 1) -> ModelSpec:
-    layers = tuple(LayerSpec(8, 128, window=window) for window in WINDOWS[:groups]) * (32 // groups)
+def _spec(longest: int, groups: int = 1, unlike: bool = False) -> ModelSpec:
+    kinds = [window for i, window in enumerate(WINDOWS[:groups]) for _ in range(i + 1 if unlike else 1)]
+    layers = tuple(LayerSpec(8, 128, window=window) for window in kinds) * (32 // len(kinds))
     return ModelSpec("none", layers, 32000, longest, 4096, 32, 14336, 8 * 10**9)

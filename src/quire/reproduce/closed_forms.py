@@ -57,7 +57,7 @@ def bars(results: list[Result], title: str) -> Figure:
     """The paper's number and ours side by side, a panel each, since units differ."""
     from quire.reproduce.plots import COLOURS, figure
 
-    columns = 2
+    columns = min(2, len(results))
     lines = -(-len(results) // columns)
     fig = figure(9, 1.0 + 1.3 * lines)
     for axes, result in zip(fig.subplots(lines, columns, squeeze=False).flat, results):
