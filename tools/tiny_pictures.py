@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from tiny_tiles import prepared_size
+from tiny_tiles import TILES, prepared_size, tile_count
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 Field = NDArray[np.float32]
@@ -154,19 +154,20 @@ def _fill(
 ) -> list[Item] | None:
     """A group's shapes in its cell (left, top, width, height), each in a part of it."""
     left, top, across, down = cell
-    layouts = [(r, c) for r in range(1, 5) for c in range(1, 5) if group.number <= r * c <= max(group.number, 4)]
+    most = 1 if group.number == 1 else MOST
+    layouts = [(r, c) for r in range(1, 5) for c in range(1, 5) if group.number <= r * c <= most]
     rows, columns = max(layouts, key=lambda it: (min(down / it[0], across / it[1]), rng.random()))
     step_x, step_y = across / columns, down / rows
-    most = min(0.94 * min(step_x, step_y), min(step_x, step_y) - gap)
-    if most < least:
+    widest = min(0.94 * min(step_x, step_y), min(step_x, step_y) - gap)
+    if widest < least:
         return None
-    low = max(least, (0.3 if group.number == 1 else 0.6) * most)
-    size = rng.uniform(low, most) if low < most else most
+    low = max(least, (0.3 if group.number == 1 else 0.6) * widest)
+    size = rng.uniform(low, widest) if low < widest else widest
     items = []
     for cell_index in rng.sample(range(rows * columns), group.number):
         row, column = divmod(cell_index, columns)
-        width = min(most, max(least, size * rng.uniform(0.85, 1.1)))
-        slack_x, slack_y = (step_x - width) / 2, (step_y - width) / 2
+        width = min(widest, max(least, size * rng.uniform(0.85, 1.1)))
+        slack_x, slack_y = (step_x - width - gap) / 2, (step_y - width - gap) / 2
         if group.number == 1:  # its centre stays clear of the lines between places
             slack_x = min(slack_x, across * (0.055 if group.place == "middle" else 0.2))
             slack_y = min(slack_y, down * (0.055 if group.place == "middle" else 0.2))
@@ -212,13 +213,13 @@ def inside(shape: str, x: Field, y: Field) -> Field:
 
 def paint_ground(rng: random.Random, ground: str, pattern: str, height: int, width: int) -> Field:
     first, second = tint(rng, GROUNDS[ground]), tint(rng, GROUNDS[ground])
-    y, x = np.mgrid[:height, :width].astype(np.float32)
+    if pattern == "flat":
+        return np.broadcast_to(first, (height, width, 3)).copy()
+    y, x = np.arange(height, dtype=np.float32)[:, None], np.arange(width, dtype=np.float32)
     angle = rng.uniform(0, math.pi)
     along = x * math.cos(angle) + y * math.sin(angle)
     period = rng.uniform(4, 40)
-    if pattern == "flat":
-        share = np.zeros_like(x)
-    elif pattern == "gradient":
+    if pattern == "gradient":
         share = (along - along.min()) / max(1.0, float(np.ptp(along)))
     elif pattern == "stripes":
         share = (along % period < period / 2).astype(np.float32)
@@ -235,8 +236,8 @@ def paint_item(rng: random.Random, canvas: Field, owners: Pixels, item: Item, sh
     reach = 1.2 * item.radius + 1
     top, left = max(0, int(item.y - reach)), max(0, int(item.x - reach))
     bottom, right = min(height, int(item.y + reach) + 2), min(width, int(item.x + reach) + 2)
-    y, x = np.mgrid[top:bottom, left:right].astype(np.float32) + 0.5
-    x, y = (x - item.x) / item.radius, (y - item.y) / item.radius
+    y = ((np.arange(top, bottom, dtype=np.float32) + 0.5 - item.y) / item.radius)[:, None]
+    x = (np.arange(left, right, dtype=np.float32) + 0.5 - item.x) / item.radius
     turn = 0.0 if rng.random() < 0.4 else rng.uniform(-0.2, 0.2)
     x, y = x * math.cos(turn) + y * math.sin(turn), y * math.cos(turn) - x * math.sin(turn)
     field = inside(shape, x, y) * item.radius
@@ -259,10 +260,12 @@ def spoil(rng: random.Random, canvas: Field) -> Pixels:
     return pixels
 
 
-def draw_picture(rng: random.Random, split: Split = TRAIN, clean: bool = False) -> Picture:
-    """A picture of the split; a `clean` one has a flat background, no noise and no JPEG."""
+def draw_picture(rng: random.Random, split: Split = TRAIN, clean: bool = False, most_tiles: int = TILES) -> Picture:
+    """A picture of the split, of at most so many tiles; a `clean` one has a flat background, no noise and no JPEG."""
     while True:
         height, width = draw_size(rng, split)
+        if tile_count(height, width) > most_tiles:
+            continue
         ground = rng.choice(list(GROUNDS))
         pattern = PATTERNS[0] if clean else rng.choices(PATTERNS, (8, 3, 2, 2, 2))[0]
         if not split.ground(ground, pattern):

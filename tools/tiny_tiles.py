@@ -31,6 +31,11 @@ def best_grid(height: int, width: int) -> tuple[int, int]:
     return max(GRIDS, key=rating)
 
 
+def tile_count(height: int, width: int) -> int:
+    down, across = best_grid(height, width)
+    return 1 + down * across // TILE**2
+
+
 def prepared_size(height: int, width: int) -> tuple[int, int]:
     """The picture's height and width once it fits its grid."""
     down, across = best_grid(height, width)

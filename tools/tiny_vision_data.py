@@ -17,7 +17,19 @@ from PIL import Image
 from tiny_picture_chat import Turn, draw_text_turns, draw_turns
 from tiny_pictures import COLOURS, SHAPES, TRAIN, Picture, Split, draw_picture
 from tiny_text import ASSISTANT, BEGIN, END, SYSTEM, USER
-from tiny_tiles import MOST_FEATURES, NEWLINE, PATCH, SIDE, TILE, TILES, best_grid, features_of, prepared_size, tiles_of
+from tiny_tiles import (
+    MOST_FEATURES,
+    NEWLINE,
+    PATCH,
+    SIDE,
+    TILE,
+    TILES,
+    best_grid,
+    features_of,
+    prepared_size,
+    tile_count,
+    tiles_of,
+)
 from tiny_vision_model import IMAGE, shared_tokenizer
 from tokenizers import Tokenizer
 
@@ -107,11 +119,6 @@ def fill_picture(row: Any, picture: Picture, first: int = 0) -> list[int]:
     return np.where(features == NEWLINE, NEWLINE, features + first * SIDE * SIDE).tolist()  # type: ignore[no-any-return]
 
 
-def tile_count(picture: Picture) -> int:
-    down, across = best_grid(*picture.owners.shape)
-    return 1 + down * across // TILE**2
-
-
 def draw_parts(rng: random.Random, row: Any) -> list[Part]:
     """A conversation for training. Most are about one picture; some have none, or talk before the picture comes, or
     have a second picture later (where both have few tiles)."""
@@ -119,10 +126,9 @@ def draw_parts(rng: random.Random, row: Any) -> list[Part]:
         return [Part([], draw_text_turns(rng))]
     picture = draw_picture(rng, TRAIN)
     parts = [Part(fill_picture(row, picture), draw_turns(rng, picture, TURNS))]
-    used = tile_count(picture)
-    if used + 2 <= TILES and rng.random() < 0.25:
-        while used + tile_count(picture := draw_picture(rng, TRAIN)) > TILES:
-            pass
+    used = tile_count(*picture.owners.shape)
+    if used + 2 <= TILES and rng.random() < 0.3:
+        picture = draw_picture(rng, TRAIN, most_tiles=TILES - used)
         parts.append(Part(fill_picture(row, picture, used), draw_turns(rng, picture, TURNS)))
         for part in parts:
             del part.turns[TURNS // 2 :]
