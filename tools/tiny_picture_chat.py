@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tiny_pictures import COLOURS, PLACES, SHAPES, Group, Picture, draw_pictures
+from tiny_pictures import COLOURS, PLACES, SHAPES, Group, Picture, draw_pictures, held_out_pair
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
            "thirteen", "fourteen", "fifteen", "sixteen")  # fmt: skip
@@ -193,13 +193,15 @@ def _of_a_shape(rng: random.Random, picture: Picture) -> tuple[list[Group], str]
 
 
 def _pair(rng: random.Random, picture: Picture) -> tuple[str, str]:
-    """A colour and a shape: of a group, of two groups, or any."""
+    """A colour and a shape: of a group, of two groups, or any. What is held out is never asked for where it is not,
+    or training would teach that it never is."""
     first, second, style = rng.choice(picture.groups), rng.choice(picture.groups), rng.random()
     if style < 0.55:
         return first.colour, first.shape
-    if style < 0.8:
-        return first.colour, second.shape
-    return rng.choice(((first.colour, rng.choice(SHAPES)), (rng.choice(list(COLOURS)), first.shape)))
+    pair = first.colour, second.shape
+    if style >= 0.8:
+        pair = rng.choice(((first.colour, rng.choice(SHAPES)), (rng.choice(list(COLOURS)), first.shape)))
+    return (first.colour, first.shape) if held_out_pair(*pair) else pair
 
 
 Ask = Callable[[random.Random, Picture], Turn | None]

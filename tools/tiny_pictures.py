@@ -93,10 +93,15 @@ class Split:
 TRAIN, HELD_OUT = Split(), Split(held_out=True)
 
 
+def held_out_pair(colour: str, shape: str) -> bool:
+    """One pair of colour and shape in eight never meets in training."""
+    return (list(COLOURS).index(colour) + 3 * SHAPES.index(shape)) % 8 == 0
+
+
 def held_out_group(group: Group) -> bool:
-    """One pair of colour and shape in eight, and one of number, shape and place in eleven, never meet in training."""
-    colour, shape, place = list(COLOURS).index(group.colour), SHAPES.index(group.shape), PLACES.index(group.place)
-    return (colour + 3 * shape) % 8 == 0 or (group.number + 5 * shape + 3 * place) % 11 == 0
+    """Such a pair, or one triple of number, shape and place in eleven."""
+    triple = group.number + 5 * SHAPES.index(group.shape) + 3 * PLACES.index(group.place)
+    return held_out_pair(group.colour, group.shape) or triple % 11 == 0
 
 
 # -- what is in it ---------------------------------------------------------------------------------------------------

@@ -157,6 +157,14 @@ def judged_rows(seed: int, number: int, split: Split) -> tuple[NDArray[Any], lis
     return rows, [judged_row(rng, row, codec, split)[0] for row in rows]
 
 
+def judged_rows_at_once(seed: int, number: int, split: Split, workers: int) -> tuple[NDArray[Any], list[Turn]]:
+    """The same rows for any number of workers, which are forked."""
+    parts = 16
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        drawn = pool.starmap(judged_rows, [(seed + i, number // parts, split) for i in range(parts)])
+    return np.concatenate([rows for rows, _ in drawn]), [turn for _, turns in drawn for turn in turns]
+
+
 def without_pictures(seed: int, number: int) -> tuple[NDArray[Any], list[Turn]]:
     """Conversations that hold no picture, all of whose answers count."""
     rng, codec, rows = random.Random(seed), Codec(), np.zeros(number, ROW)

@@ -35,7 +35,7 @@ from tiny_vision_data import (
     Drawers,
     Rows,
     judged_row,
-    judged_rows,
+    judged_rows_at_once,
     to_device,
     without_pictures,
 )
@@ -44,8 +44,10 @@ from transformers import LlavaOnevisionForConditionalGeneration
 
 Json = dict[str, Any]
 Batch = dict[str, torch.Tensor]
+Exam = tuple[NDArray[Any], list[Turn]]  # rows of one question each, and the questions
 CLASSES = (1 + len(COLOURS), 1 + len(SHAPES), 3)  # of a patch's three labels
-NO_PICTURES = 300  # conversations without a picture that are judged
+NO_PICTURES, GENERATED = 300, 32  # judged conversations without a picture; answers that transformers decodes
+JUDGED_SEED = 10_000_000  # far from those of training
 
 
 class Student(torch.nn.Module):
@@ -220,16 +222,14 @@ def markdown(report: Json) -> str:
 # -- the whole run ---------------------------------------------------------------------------------------------------
 
 
-def judged(model: LlavaOnevisionForConditionalGeneration, number: int, seed: int, device: str) -> Json:
+def judged(model: LlavaOnevisionForConditionalGeneration, exams: dict[str, Exam], device: str) -> Json:
     """The model as saved (rounded to bf16, computed in fp32) on both splits, on no picture, and as generated."""
     report: Json = {"judged": {}, "wrong": {}}
-    for index, (name, split) in enumerate((("held out", HELD_OUT), ("fresh", TRAIN))):
-        rows, turns = judged_rows(seed + index, number, split)
-        report["judged"][name], report["wrong"][name] = judge(model, rows, turns, device)
-    alone, _ = judge(model, *without_pictures(seed, NO_PICTURES), device)
+    for name, exam in exams.items():
+        report["judged"][name], report["wrong"][name] = judge(model, *exam, device)
+    alone, _ = judge(model, *without_pictures(JUDGED_SEED, NO_PICTURES), device)
     report["no_picture"] = alone["no picture"]
-    few = min(50, number)
-    report["generated"] = {"right": as_generated(model, seed + 2, few, device), "of": few}
+    report["generated"] = {"right": as_generated(model, JUDGED_SEED, GENERATED, device), "of": GENERATED}
     return report
 
 
@@ -240,6 +240,10 @@ def run(options: argparse.Namespace) -> Json:
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     workers = options.workers or max(1, len(os.sched_getaffinity(0)) - 1)
+    exams = {
+        name: judged_rows_at_once(JUDGED_SEED + 100 * index, 64 if options.small else 4000, split, workers)
+        for index, (name, split) in enumerate((("held out", HELD_OUT), ("fresh", TRAIN)))
+    }
     drawers = Drawers(workers, 1000 + 1000 * options.seed, 16 if options.small else 256)
     try:
         model = load(Path(options.start)) if options.start else tiny_vision_model.build(options.seed)
@@ -253,7 +257,7 @@ def run(options: argparse.Namespace) -> Json:
         drawers.close()
     save(model, folder)
     final = load(folder).to(device).eval()
-    report = {"training": facts, **judged(final, 64 if options.small else 8000, 10_000_000, device)}
+    report = {"training": facts, **judged(final, exams, device)}
     report["device"] = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
     report["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     report["seconds"] = round(time.perf_counter() - begun, 1)
