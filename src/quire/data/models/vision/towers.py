@@ -149,7 +149,7 @@ def _intern(fields: Fields, published: bool, feature: int | None) -> dict[str, A
     fields.refuse("use_mask_token", False)
     fields.refuse("use_absolute_position_embeddings", True)
     return {
-        "qkv_bias": fields.flag(names[0], published),
+        "qkv_bias": fields.flag(names[0], False),
         "qk_norm": fields.flag(names[1], published),
         "rms": norm == "rms_norm",
         "final_norm": not published and feature == -1 and not fields.flag("use_mean_pooling", True),
