@@ -16,7 +16,20 @@ from quire.data.models.vision import Grid, rows_of
 from quire.data.weights.dummy import fill_dummy
 from quire.errors import StartupError
 
-SIZES = [(31, 31), (7, 5), (1, 90), (200, 1), (62, 93), (93, 62), (400, 300), (33, 150), (500, 500), (1, 1), (999, 37)]
+SIZES = [
+    (31, 31),
+    (7, 5),
+    (1, 90),
+    (200, 1),
+    (62, 93),
+    (93, 62),
+    (400, 300),
+    (33, 150),
+    (500, 500),
+    (1, 1),
+    (999, 37),
+    (93, 47),
+]
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
