@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from quire.vocabulary import wire
 from quire.vocabulary.columns import MOST_BYTES, WireError
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import (
     LAST,
     Birth,
     Copy,
+    Encode,
     Entry,
     In,
     Out,
@@ -44,7 +46,11 @@ samplings = st.builds(
     st.lists(st.tuples(numbers, floats), max_size=3).map(tuple), st.lists(runs, max_size=3).map(tuple), st.booleans(),
     small, runs,
 )  # fmt: skip
-births = st.builds(Birth, small, large, small, st.none() | samplings, large, small, runs, small)
+counts = st.integers(0, 2**32 - 1)
+media = st.builds(Medium, st.binary(min_size=32, max_size=32), counts, counts, counts, counts)
+births = st.builds(
+    Birth, small, large, small, st.none() | samplings, large, small, runs, small, st.lists(media, max_size=3).map(tuple)
+)
 rows = st.builds(Row, numbers, runs, numbers, numbers, runs, runs)
 decoding = st.tuples(st.integers(1, 300), st.integers(-1, 999), small).map(lambda t: Row(t[0], (t[1],), t[2], 1))
 entries = st.one_of(
@@ -79,8 +85,15 @@ def a_plan(count: int = 12) -> StepPlan:
         0.7, 0.9, 40, 0.1, 0.5, -0.5, 1.1, 3, (2, 7), (5, 6, 7), ((9, -100.0),), ((1,), (2, 3)), False, 2, (6, 5, 96)
     )
     return StepPlan(
-        (Birth(3, 70, -1, sampling, 2**62 + 1, 4, (1, 2, 3, 4), 2), Birth(4, 71, 3, None, -5, 4)),
-        (Table(3, 0, 0, (17, 18)), Copy(0, 17, 19), Out(1, 5, 6), In(0, 6, 2**33), Poison(1, 8), Table(4, 1, 7, ())),
+        (
+            Birth(
+                3, 70, -1, sampling, 2**62 + 1, 4, (1, 2, 3, 4), 2,
+                (Medium(b"k" * 32, 1, 2, 2), Medium(bytes(32), 3, 1, 9, 4)),
+            ),
+            Birth(4, 71, 3, None, -5, 4),
+        ),
+        (Table(3, 0, 0, (17, 18)), Copy(0, 17, 19), Out(1, 5, 6), In(0, 6, 2**33), Poison(1, 8), Table(4, 1, 7, ()),
+         Encode(1, 3, 1, 5, 2, 2)),
         (
             Row(3, (1, 2, 3, 4), 0, 3, (2, 3, 4)), Row(4, (), 9, 0, (), (8, 9)),
             *(Row(10 + i, (LAST,), 100 * i, 1) for i in range(count)),
@@ -143,6 +156,8 @@ def test_every_kind_of_entry_has_a_code() -> None:
         (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "row tokens"),
         (StepPlan((), (Copy(0, 2**64, 1),), ()), "journal numbers"),
         (StepPlan((Birth(1, 1, -1, None, 2**63, 5),), (), ()), "birth"),
+        (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(b"short", 0, 1, 1),)),), (), ()), "medium"),
+        (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(bytes(32), -1, 1, 1),)),), (), ()), "medium"),
         (StepPlan((Birth(2**31, 1, -1, None, 0, 5),), (), ()), "birth"),
         (StepPlan((Birth(1, 1, -1, Sampling(top_k=2**31), 0, 5),), (), ()), "sampling"),
         (StepPlan((), (), (Row(1, ("x",), 0, 1),)), "row tokens"),  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from quire.vocabulary.media import Medium
 from quire.vocabulary.method import Method
 from quire.vocabulary.params import MAX_TOKENS, SamplingParams
 from quire.vocabulary.plan import Top
@@ -44,8 +45,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "branches", "computed", "cumulative_logprob", "final", "finish", "id", "index", "keys", "pending", "planned",
-        "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason", "tokens", "tops",
+        "branches", "computed", "cumulative_logprob", "final", "finish", "id", "index", "keys", "media", "pending",
+        "planned", "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason", "tokens", "tops",
     )  # fmt: skip
 
     def __init__(self, id: int, tokens: list[int], *, seed: int = 0, salt: str = "", index: int = 0) -> None:
@@ -60,6 +61,7 @@ class Sequence:
         self.final = 0  # tokens that it will have at most, its prompt included; 0: that isn't known
         self.seed = seed
         self.salt = salt
+        self.media: tuple[Medium, ...] = ()  # the pictures of its prompt, in order
         self.reusable = MAX_TOKENS  # the longest prefix hit allowed; 0 when prompt log-probabilities are wanted
         self.keys: list[bytes] = []  # chained page keys: facts about tokens, filled by the memory as pages fill
         self.cumulative_logprob = 0.0
@@ -90,6 +92,7 @@ class Sequence:
         child = Sequence(id, list(self.tokens), seed=seed, salt=self.salt, index=index)
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
         child.final, child.reusable, child.keys = self.final, self.reusable, list(self.keys)
+        child.media = self.media
         child.cumulative_logprob, child.tops = self.cumulative_logprob, list(self.tops)
         child.prompt_tops = self.prompt_tops  # one prompt, scored once, before it is forked
         return child

@@ -28,6 +28,7 @@ from quire.vocabulary.plan import (
     Entry,
     In,
     Out,
+    Poison,
     Row,
     Sampled,
     Sampling,
@@ -232,7 +233,7 @@ class EchoRunner:
         elif isinstance(entry, In):
             group.pages[entry.page] = group.host[entry.host - 1]
             group.host[entry.host - 1] = POISON
-        else:
+        elif isinstance(entry, Poison):
             group.pages[entry.page] = POISON
 
     def compute(self, row: Row) -> Sampled:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.vocabulary.media import Medium
+
 LAST = -1
 """In `Row.tokens`: this slot's most recent sample, which only the device has seen."""
 
@@ -64,6 +66,7 @@ class Birth(NamedTuple):
     prompt_len: int
     history: tuple[int, ...] = ()
     top: int = -1  # most likely tokens to return with each sample; -1: no log-probabilities at all
+    media: tuple[Medium, ...] = ()  # the pictures of its prompt, in order; a fork's too
 
 
 class Row(NamedTuple):
@@ -126,7 +129,20 @@ class Poison(NamedTuple):
     page: int
 
 
-Entry = Table | Copy | Out | In | Poison
+class Encode(NamedTuple):
+    """Encode parts first .. first + parts - 1 of the `medium`-th picture of the sequence in `slot`, before the step's
+    rows. With the last part its rows are written: to the pages that the slot's table of `group` names from its page
+    `at` on."""
+
+    group: int
+    slot: int
+    medium: int
+    at: int
+    first: int
+    parts: int
+
+
+Entry = Table | Copy | Out | In | Poison | Encode
 Journal = tuple[Entry, ...]
 
 

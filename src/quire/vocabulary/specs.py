@@ -6,10 +6,15 @@ runner must allocate. Integers only: no tensors, no policies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from typing import NamedTuple
+
+ALIGNED = 16
+"""Bytes of one access: where tensors of a state begin."""
 
 
 class Layout(Enum):
@@ -19,6 +24,19 @@ class Layout(Enum):
 
     PAGED = "paged"
     CONTIGUOUS = "contiguous"
+
+
+class StatePart(NamedTuple):
+    """A tensor of a layer's running state: of `shape`, of numbers of `itemsize` bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of it, in a place that begins where any of them may."""
+        return -(-math.prod(self.shape) * self.itemsize // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +50,9 @@ class LayerSpec:
     heads (None: the model's). A layer that `shares` keeps nothing: it reads the keys and values of that earlier layer.
     `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type that
     isn't quire's own (see quire.control.memory.policies).
+
+    A layer with a `state` (Mamba) keeps these tensors of a sequence, whatever its length, and nothing of a token. A
+    layer that is `cross` keeps keys and values of the rows that pictures are encoded to, and none of tokens.
     """
 
     kv_heads: int
@@ -44,23 +65,32 @@ class LayerSpec:
     shares: int | None = None
     budget: int | None = None
     policy: str | None = None
+    state: tuple[StatePart, ...] = ()
+    cross: bool = False
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values that this layer keeps."""
+        """Bytes of one token's keys and values that this layer keeps; of one row of a picture's, if it is `cross`."""
         return 0 if self.shares is not None else 2 * self.kv_heads * self.head_dim * itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state."""
+        return sum(part.bytes for part in self.state)
 
     @property
     def kind(self) -> str:
         """The name of the policy that says what is kept, as a Group has it."""
         if self.policy is not None:
             return self.policy
+        if self.state or self.cross:
+            return "state" if self.state else "cross"
         kinds = {"budget": self.budget, "chunked": self.chunk, "window": self.window}
         return next((kind for kind, length in kinds.items() if length is not None), "full")
 
     @property
-    def kept(self) -> tuple[str, int, int, int | None, int | None, int | None]:
+    def kept(self) -> tuple[str | int | tuple[StatePart, ...] | None, ...]:
         """What decides how its tokens are kept, and for how long: layers that agree in it share page tables."""
-        return self.kind, self.kv_heads, self.head_dim, self.window, self.chunk, self.budget
+        return self.kind, self.kv_heads, self.head_dim, self.window, self.chunk, self.budget, self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +100,19 @@ class Selection:
 
     queries: int = 32
     pool: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """A model's eyes: the rows that stand for a picture have `width` numbers and are `most_rows` at most; `parameters`
+    of tower and connector; `activations`, bytes that encoding one part takes. With `both_ways` the tokens of a prompt
+    attend to one another both ways, so that all of it is computed in one step (PaliGemma)."""
+
+    width: int
+    most_rows: int
+    parameters: int
+    activations: int = 0
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +131,7 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
     rotaries: int = 1
     selection: Selection = Selection()
+    vision: VisionSpec | None = None
 
     @property
     def least_budget(self) -> int:
@@ -115,8 +159,11 @@ class Group:
     byte (id - 1) * page_bytes. `layers` are those that keep keys and values: one that shares another's is in none.
     `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
     quire.control.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a prompt), "uniform" (all,
-    where layers have budgets, the least of which is `budget`). Where a sequence's tokens are contiguous in addresses, a
-    page is `parts` equal pages of the device, one in each buffer of the group's keys and values.
+    where layers have budgets, the least of which is `budget`), "state" (a page is the running state after the latest of
+    the tokens of its run), and two whose runs are of the rows that a sequence's pictures are encoded to, each picture
+    in pages of its own: "cross" (keys and values of them) and "vision" (the rows themselves; of no layer). Where a
+    sequence's tokens are contiguous in addresses, a page is `parts` equal pages of the device, one in each buffer of
+    the group's keys and values.
     """
 
     layers: tuple[int, ...]

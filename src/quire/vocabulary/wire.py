@@ -28,9 +28,11 @@ from quire.vocabulary.columns import (
     write_runs,
     write_tops,
 )
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import (
     Birth,
     Copy,
+    Encode,
     Entry,
     In,
     Journal,
@@ -44,7 +46,7 @@ from quire.vocabulary.plan import (
     Table,
 )  # fmt: skip
 
-VERSION = 3
+VERSION = 4
 PLAN, RESULT = 1, 2
 
 Message = StepPlan | StepResult
@@ -58,14 +60,17 @@ class Kind(NamedTuple):
     run: bool = False
 
 
-ENTRIES = (Kind(Table, 3, run=True), Kind(Copy, 3), Kind(Out, 3), Kind(In, 3), Kind(Poison, 2))
+ENTRIES = (Kind(Table, 3, run=True), Kind(Copy, 3), Kind(Out, 3), Kind(In, 3), Kind(Poison, 2), Kind(Encode, 6))
 """The kinds of entries; an entry's place here is its code on the wire, so new ones go last."""
 CODES = {kind.entry: code for code, kind in enumerate(ENTRIES)}
 
 HEAD = struct.Struct("<BB")  # version, kind
 PLAN_HEAD = struct.Struct("<IIII")  # births, entries of the journal, rows, entries of `ahead`
 RESULT_HEAD = struct.Struct("<Idd")  # samples, seconds, idle
-BIRTH = struct.Struct("<iqiqiiIB")  # slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling
+# slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling, pictures
+BIRTH = struct.Struct("<iqiqiiIBI")
+MEDIUM = struct.Struct("<32s4I")  # key, start, tokens, rows, parts
+KEY_BYTES = 32
 # temperature, top_p, min_p, the penalties; top_k, min_tokens, prompt_logprobs; counts of stop tokens, allowed ones,
 # biases, bad words, named tokens; flags
 SAMPLING = struct.Struct("<6d3i5IB")
@@ -118,12 +123,17 @@ def _result(result: StepResult) -> Iterator[bytes]:
 
 
 def _birth(birth: Birth) -> Iterator[bytes]:
-    slot, seq, parent, sampling, seed, prompt_len, history, top = birth
-    yield pack(BIRTH, "birth", slot, seq, parent, seed, prompt_len, top, len(history), sampling is not None)
+    slot, seq, parent, sampling, seed, prompt_len, history, top, media = birth
+    has = sampling is not None
+    yield pack(BIRTH, "birth", slot, seq, parent, seed, prompt_len, top, len(history), has, len(media))
     if sampling is not None:
         yield from _sampling(sampling)
     if history:
         yield write_ints(history, "birth history")
+    for medium in media:
+        if len(medium.key) != KEY_BYTES:
+            raise WireError("medium", f"its key has {len(medium.key)} bytes, not {KEY_BYTES}")
+        yield pack(MEDIUM, "medium", *medium)
 
 
 def _sampling(asked: Sampling) -> Iterator[bytes]:
@@ -207,12 +217,15 @@ def _read_result(reader: Reader) -> StepResult:
 
 
 def _read_birth(reader: Reader) -> Birth:
-    slot, seq, parent, seed, prompt_len, top, history, has = reader.take(BIRTH, "birth")
+    slot, seq, parent, seed, prompt_len, top, history, has, pictures = reader.take(BIRTH, "birth")
     if has > 1:
         raise reader.error("birth", f"{has} neither says that it has sampling parameters nor that it hasn't")
     sampling = _read_sampling(reader) if has else None
     tokens = reader.ints(history, "birth history") if history else ()
-    return Birth(slot, seq, parent, sampling, seed, prompt_len, tokens, top)
+    if pictures * MEDIUM.size > reader.end - reader.at:
+        raise reader.error("media", f"{pictures} are announced, {reader.end - reader.at} bytes remain")
+    media = tuple([Medium(*reader.take(MEDIUM, "medium")) for _ in range(pictures)])
+    return Birth(slot, seq, parent, sampling, seed, prompt_len, tokens, top, media)
 
 
 def _read_sampling(reader: Reader) -> Sampling:
