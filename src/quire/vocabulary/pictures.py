@@ -53,7 +53,8 @@ class Tiling(Protocol):
         ...
 
     def parts(self, grid: Grid) -> int:
-        """Tiles that the encoder sees of it, those that it makes itself included."""
+        """Equal shares that it can be encoded in, one after another: tiles, those that the encoder makes itself
+        included; or one, where tiles see one another."""
         ...
 
     def rows(self, grid: Grid) -> int:
@@ -128,7 +129,8 @@ class Closest:
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """The smallest canvas of up to `most` tiles that holds the picture without shrinking it, else the one that shrinks
-    it least (Llama 3.2 Vision). A row for each of `side` x `side` patches and for each tile's class token."""
+    it least (Llama 3.2 Vision). A row for each of `side` x `side` patches and for each tile's class token. Tiles see
+    one another, so that all of them are one part."""
 
     tile: int
     side: int
@@ -136,7 +138,7 @@ class Fitted:
 
     @property
     def most_parts(self) -> int:
-        return self.most
+        return 1
 
     @property
     def most_rows(self) -> int:
@@ -160,10 +162,10 @@ class Fitted:
         return high, min(math.floor(grid.width * by_height) or 1, wide)
 
     def parts(self, grid: Grid) -> int:
-        return grid.rows * grid.columns
+        return 1
 
     def rows(self, grid: Grid) -> int:
-        return self.parts(grid) * (self.side**2 + 1)
+        return grid.rows * grid.columns * (self.side**2 + 1)
 
     def shape(self, grid: Grid) -> int:
         """The number of the grid's shape, from 1 on: among those of a tile row, then of two, and so on."""

@@ -180,10 +180,11 @@ def test_mllama(more: dict[str, Any], tmp_path: Path) -> None:
     seen_grids = set()
     for height, width in [*SIZES, (31, 62), (31, 93), (31, 124), (62, 31), (62, 62), (93, 31), (124, 31), (500, 9)]:
         grid = encoder.tiling.grid(height, width)
-        count = encoder.tiling.parts(grid)
+        count = grid.rows * grid.columns
         seen = encoder.open(pixels(count, 31), grid)
+        assert len(seen) == encoder.tiling.parts(grid) == 1
         padded = torch.zeros(1, 1, 4, 3, 31, 31)
-        padded[0, 0, :count] = seen
+        padded[0, 0, :count] = seen[0]
         mask = (torch.arange(4) < count).long()[None, None]
         with torch.no_grad():
             states = theirs.model.vision_model(padded, torch.tensor([[encoder.tiling.shape(grid)]]), mask)
@@ -298,7 +299,7 @@ def test_any_share_of_the_tiles(tmp_path: Path) -> None:
 def test_bf16_is_near(family: str, tmp_path: Path) -> None:
     encoder = eyes.ours(eyes.saved(getattr(eyes, family)(), tmp_path), tmp_path, prepare=False)
     grid = encoder.tiling.grid(60, 60)
-    cut = pixels(encoder.tiling.parts(grid), encoder.tiling.tile)
+    cut = pixels(grid.rows * grid.columns if encoder.whole else encoder.tiling.parts(grid), encoder.tiling.tile)
     fill_dummy(encoder, 1)
     exact = rows_of(encoder, cut, grid, 4)
     encoder.dtype = torch.bfloat16

@@ -40,7 +40,7 @@ def whole(name: str) -> dict[str, Any]:
         ("internvl2-8b", 338, 3328, 13),
         ("phi-3-vision", 313, 2653, 17),
         ("paligemma2-10b", 417, 256, 1),
-        ("llama-3.2-11b-vision", 895, 6404, 4),
+        ("llama-3.2-11b-vision", 895, 6404, 1),
     ],
 )
 def test_published_ones(name: str, millions: int, most_rows: int, parts: int) -> None:
@@ -53,6 +53,12 @@ def test_published_ones(name: str, millions: int, most_rows: int, parts: int) ->
     assert encoder.whole == settings.cross == (name == "llama-3.2-11b-vision")
     assert settings.both_ways == (name == "paligemma2-10b")
     assert 0 < settings.activation_bytes(1, 2) <= settings.activation_bytes(8, 2) < 3 << 30
+    spec = settings.spec()
+    assert (spec.width, spec.most_rows, spec.parameters) == (
+        settings.width, most_rows, settings.parameters,
+    )  # fmt: skip
+    assert spec.both_ways == settings.both_ways
+    assert spec.activations == settings.activation_bytes(1, 2)
     assert set(encoder.names()) == {name for name, _ in encoder.named_parameters()}
 
 

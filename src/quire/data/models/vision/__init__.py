@@ -31,8 +31,8 @@ class Encoder(Protocol):
     """From pixels to rows, in three calls: `open`, `encode` of all parts in any shares, `join`. Its weights are filled
     as a model's are: by `names`, without `prefixes`, less what is `ignored`; then `prepare`.
 
-    `whole`: the parts of a picture see one another, so that a share is one picture, all of it. Else a share may be any
-    tiles, of many pictures too, and a tile's features depend on no other.
+    A share may be any parts, of many pictures too: what a part is encoded to depends on no other. But where an encoder
+    is `whole`, a picture is one part, all of its tiles, and a share is one picture.
     """
 
     tiling: Tiling
@@ -40,12 +40,12 @@ class Encoder(Protocol):
     prefixes: tuple[str, ...]
 
     def open(self, pixels: Tensor, grid: Grid) -> Tensor:
-        """A picture's pixels [tiles, side, side, 3] uint8 -> [parts, 3, side, side], normalised, in the model's
-        dtype."""
+        """A picture's pixels [tiles, side, side, 3] uint8 -> [parts, 3, side, side], or [1, tiles, 3, side, side] where
+        `whole`: normalised, in the model's dtype."""
         ...
 
     def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
-        """Parts [n, 3, side, side] -> features [n, tokens, width]. `grid`: of the picture, where `whole`."""
+        """Parts [n, ...], as opened -> features [n, tokens, width]. `grid`: of the picture, where `whole`."""
         ...
 
     def join(self, features: Tensor, grid: Grid) -> Tensor:
@@ -76,7 +76,5 @@ def rows_of(encoder: Encoder, pixels: Tensor, grid: Grid, at_once: int) -> Tenso
     """The rows of a picture [rows, hidden], at most `at_once` of its parts encoded at a time."""
     import torch
 
-    opened = encoder.open(pixels, grid)
-    if encoder.whole:
-        return encoder.join(encoder.encode(opened, grid), grid)
-    return encoder.join(torch.cat([encoder.encode(share) for share in opened.split(at_once)]), grid)
+    shares = encoder.open(pixels, grid).split(at_once)
+    return encoder.join(torch.cat([encoder.encode(share, grid) for share in shares]), grid)

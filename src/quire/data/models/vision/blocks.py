@@ -142,7 +142,7 @@ class Frame(nn.Module):
     def normalised(self, pixels: Tensor) -> Tensor:
         normal = self.settings.normal
         mean, std = (torch.tensor(x, device=pixels.device) for x in (normal.mean, normal.std))
-        return ((pixels * normal.scale - mean) / std).permute(0, 3, 1, 2)
+        return pixels.float().mul_(normal.scale).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading."""

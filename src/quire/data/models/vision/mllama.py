@@ -128,16 +128,20 @@ class MllamaVision(Frame):
         self.tower = Tower(settings.tower, dtype, device)
         self.projector = Linear(settings.features, settings.width, True, dtype, device)
 
+    def open(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """pixels [tiles, side, side, 3] uint8 -> [1, tiles, 3, side, side]: one part."""
+        assert len(pixels) == grid.rows * grid.columns, f"{len(pixels)} tiles in a grid of {grid.rows} x {grid.columns}"
+        return super().open(pixels, grid)[None]
+
     def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
-        """All tiles of one picture, and its grid."""
+        """A picture [1, tiles, 3, side, side] and its grid -> [1, tiles * (patches + 1), out]."""
         assert grid is not None, "the tower sees a whole picture"
         assert isinstance(self.tiling, Fitted), "its tiles are fitted"
-        assert len(pixels) == self.tiling.parts(grid), f"{len(pixels)} tiles of {self.tiling.parts(grid)}"
-        return self.tower(pixels, self.tiling.shape(grid))
+        return self.tower(pixels[0], self.tiling.shape(grid)).flatten(0, 1)[None]
 
     def join(self, features: Tensor, grid: Grid) -> Tensor:
-        """features [tiles, patches + 1, out] -> [tiles * (patches + 1), width]."""
-        return self.projector(features.flatten(0, 1))
+        """features [1, rows, out] -> [rows, width]."""
+        return self.projector(features[0])
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix."""

@@ -13,6 +13,7 @@ from quire.data.models.vision.pixels import CLIP_NORMAL, HALF_NORMAL, IMAGENET_N
 from quire.data.models.vision.towers import ACTIVATIONS, CLIP, INTERN, MLLAMA, SIGLIP, TowerSettings, read_tower
 from quire.errors import StartupError, shown
 from quire.vocabulary.pictures import AnyResolution, Closest, Fitted, HighDefinition, Single, Tiling
+from quire.vocabulary.specs import VisionSpec
 
 MAX_TILES = 64
 MAX_SIZES = 256
@@ -89,13 +90,19 @@ class VisionSettings:
         return self.tower.parameters + connector[self.kind]
 
     def activation_bytes(self, parts: int, itemsize: int) -> int:
-        """Bytes at most while `parts` tiles are encoded, or (mllama) a picture is; and while the largest picture's
-        features, all there, are joined."""
-        tiles = self.tower.most_tiles if self.cross else parts
-        encoding = tiles * self.tower.tile_numbers
-        kept = self.tiling.most_parts * self.tower.patches * self.tower.out
-        joined = self.tiling.most_parts * self.tower.patches // self.merge**2 * (self.features + 3 * self.width)
-        return (kept + max(encoding, joined)) * itemsize
+        """Bytes at most while `parts` parts of the largest picture are encoded, its pixels and the features of all the
+        others there, and while they are joined."""
+        at_once, tiles = (self.tower.most_tiles,) * 2 if self.cross else (parts, self.tiling.most_parts)
+        opened = tiles * 3 * self.tower.image**2 * (4 + itemsize)  # normalised in fp32
+        kept, rows = tiles * self.tower.patches, tiles * self.tower.patches // self.merge**2
+        joined = rows * (2 * self.features + 4 * self.width)
+        return opened + (kept * self.tower.out + max(at_once * self.tower.tile_numbers, joined)) * itemsize
+
+    def spec(self, itemsize: int = 2) -> VisionSpec:
+        """What a memory needs to know."""
+        return VisionSpec(
+            self.width, self.most_rows, self.parameters, self.activation_bytes(1, itemsize), self.both_ways
+        )
 
 
 def _llava(fields: Fields, said: Fields) -> dict[str, Any]:

@@ -76,10 +76,11 @@ class TowerSettings:
 
     @property
     def tile_numbers(self) -> int:
-        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what is added to it, its
-        norm, and queries, keys and values with what attention finds, or the MLP's inside twice (on a CPU)."""
-        block = 3 * self.hidden + max(4 * self.hidden, 2 * self.intermediate)
-        return self.tokens * (block + len(self.taps) * self.hidden) + 2 * 3 * self.image**2
+        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what was added to it last,
+        what is to be added next, its norm, the MLP's result and twice its inside (once on a GPU), or queries, keys and
+        values with what attention finds; and its patches, cut."""
+        block = max(5 * self.hidden + 2 * self.intermediate, 8 * self.hidden)
+        return self.tokens * (block + len(self.taps) * self.hidden) + 3 * self.image**2
 
     @property
     def parameters(self) -> int:
