@@ -84,7 +84,7 @@ class StatePlan:
         ends = batch.starts + batch.lengths
         width = int(((ends - 1) // run - batch.starts // run).max()) + 1
         tiles = to_device(make_tiles(batch.lengths), batch.device)
-        return cls(offsets, lengths, starts, *_pages(table, slots, starts, lengths, run, width), run, tiles)
+        return cls(offsets, lengths, starts, *pages_of(table, slots, starts, lengths, run, width), run, tiles)
 
     @classmethod
     def single(cls, table: Tensor, slots: Tensor, positions: Tensor, run_tokens: int) -> StatePlan:
@@ -92,7 +92,7 @@ class StatePlan:
         may be captured. Padding has slot 0 and position 0."""
         offsets = torch.arange(len(slots), device=slots.device)
         lengths = torch.ones_like(positions)
-        pages = _pages(table, slots, positions, lengths, run_tokens, 1)
+        pages = pages_of(table, slots, positions, lengths, run_tokens, 1)
         return cls(offsets, lengths, positions, *pages, run_tokens)
 
 
@@ -104,7 +104,7 @@ def make_tiles(lengths: np.ndarray) -> np.ndarray:
     return np.stack((rows, first * CONV_TILE), axis=1).astype(np.int32)
 
 
-def _pages(
+def pages_of(
     table: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, run: int, width: int
 ) -> tuple[Tensor, Tensor]:
     """(`reads`, `writes`), the latter `width` wide: behind a row's last page that one again."""

@@ -208,11 +208,11 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
     for each in (reference, runner):
         caches = each.store.caches
         if how == "windows":
-            caches = [replace(cache, window=5) for cache in caches]
+            caches = {layer: replace(cache, window=5) for layer, cache in caches.items()}
         if how == "chunks":
-            caches = [replace(cache, chunk=6) for cache in caches]
+            caches = {layer: replace(cache, chunk=6) for layer, cache in caches.items()}
         if how == "unlike layers":
-            caches = [replace(caches[0], softcap=0.5), *caches[1:]]
+            caches = {**caches, 0: replace(caches[0], softcap=0.5)}
         monkeypatch.setattr(each.store, "caches", caches)
     again = with_graphs(runner, monkeypatch, how != "parts not chosen")
     expected, got = served([reference, runner], seed=len(name) + len(how))
