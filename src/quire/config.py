@@ -24,6 +24,7 @@ AHEAD = ("inline", "thread", "off")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
+MAX_STATE_TOKENS = 65536
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
 MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
@@ -41,6 +42,8 @@ class EngineConfig:
     of the device, and `virtual_layout` which layers share a buffer (control.memory.buffers); None: 2048 and "sliced" on
     a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead` says whether what the next step needs is mapped while
     one computes, by whoever launched it or by a thread.
+    Of layers with a running state one is kept after every `state_tokens` tokens: a multiple of `page_size`, behind
+    which prefixes can be found (Jenga §5.3).
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
     "lcm" cuts large pages, of which any layer type may get any, into pages as large as each type's tokens are (Jenga
     §4); "max" pads all to one size, "gcd" gives fewer layers a table, so that all pages are equal, and "own" gives each
@@ -73,6 +76,7 @@ class EngineConfig:
     memory: str = "paged"
     attention: str = "auto"
     page_size: int = 16
+    state_tokens: int = 512
     table_scope: str = "model"
     page_sizes: str = "lcm"
     association: str = "bulk"
@@ -122,6 +126,7 @@ class EngineConfig:
                 raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")
         for name, low, high in (
             ("page_size", 1, MAX_PAGE_SIZE),
+            ("state_tokens", 1, MAX_STATE_TOKENS),
             ("virtual_page_kib", 4, 2**20),
             ("kv_tokens", 1, 2**40),
             ("max_model_len", 1, 2**31 - 1),

@@ -13,22 +13,12 @@ from sink import WITH_SINKS
 
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.part import Common
-from quire.control.memory.policies import FullPolicy
 from quire.control.memory.tables import ledger_of
 from quire.control.request import Sequence
 from quire.vocabulary.specs import Geometry, Group, Layout, lay_out
 
-
-class StatePolicy(FullPolicy):
-    """A running state: the page of the latest token holds it, so that computing goes on from the page before, and
-    writes one page for each run of tokens. A full page is the state at its end."""
-
-    def reads(self, seq: object, start: int, end: int) -> range:
-        return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
-
-
 Make = Callable[[Build], PagedMemory]
-KNOWN = {**WITH_SINKS, "state": StatePolicy}
+KNOWN = WITH_SINKS
 """The policies of the engine, and those of the tests."""
 
 
@@ -37,7 +27,8 @@ QUERIES = 3
 
 
 class Kind(NamedTuple):
-    """A group: `run` tokens of `token_bytes` fill `pages` pages, behind which `padding` bytes are left."""
+    """A group: `run` tokens of `token_bytes` fill `pages` pages, behind which `padding` bytes are left; or, of the kind
+    "state", a state of `token_bytes` for each run."""
 
     token_bytes: int
     run: int
@@ -50,6 +41,8 @@ class Kind(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
+        if self.kind == "state":
+            return self.token_bytes + self.padding
         return self.run * self.token_bytes // self.pages + self.padding
 
 
@@ -142,7 +135,7 @@ def parts(*kinds: tuple[int, int, int | None], large_bytes: int = 1920) -> list[
 BUDGETS = [Kind(16, 4, kind="budget", budget=budget) for budget in (9, 5, 3)]
 FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
 CHUNKED = Kind(24, 4, kind="chunked", chunk=12)
-STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
+STATE, SINK = Kind(64, 8, kind="state"), Kind(16, 2, kind="sink")
 UNLIKE: dict[str, Make] = {
     "3-to-2": unlike(WINDOW, FULL),
     "84-to-1": unlike(Kind(8, 1, window=5), Kind(84 * 8, 1)),
@@ -157,7 +150,7 @@ UNLIKE: dict[str, Make] = {
     "budgets-uncached": unlike(*BUDGETS, debug=True),
     "budgets-unlike-uncached": unlike(BUDGETS[2], FULL, WINDOW, Kind(24, 8, 3, kind="budget", budget=6)),
     "large-84-1": large(Kind(8, 1, window=5), Kind(84 * 8, 1)),
-    "large-1-84": large(Kind(84 * 16, 1), Kind(1, 16, kind="state"), association="paper"),
+    "large-1-84": large(Kind(84 * 16, 1), Kind(16, 16, kind="state"), association="paper"),
     "large-6-10-15": large(*parts((6, 4, None), (10, 1, 6), (15, 16, 9))),
     "large-8-12-1-3": large(*parts((8, 1, None), (12, 4, 6), (1, 16, None), (3, 8, 2)), association="none"),
     "large-uncached": large(*parts((6, 16, 9), (1, 4, None), (4, 1, 3)), caching=False, debug=True),

@@ -88,6 +88,7 @@ ENGINE = (
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
     Flag("prefix_tokens", int, "tokens of the KV memory kept for registered prefixes", metavar="N"),
+    Flag("state_tokens", int, "tokens after each of which a running state can be found again (Mamba)", metavar="N"),
     Flag("retention", str, "what stays cached of what left a window: all of it, the last window, or also windows that "
          "end with a prompt or where prompts part", RETENTIONS),
     Flag("preemption", str, "what happens to a request when memory is short; auto: what costs less", PREEMPTIONS),

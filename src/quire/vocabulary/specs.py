@@ -70,7 +70,7 @@ class LayerSpec:
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values that this layer keeps; of one row of a picture's, if it is `cross`."""
-        return 0 if self.shares is not None else 2 * self.kv_heads * self.head_dim * itemsize
+        return 0 if self.shares is not None or self.state else 2 * self.kv_heads * self.head_dim * itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -143,6 +143,11 @@ class ModelSpec:
         return sum(layer.token_bytes(itemsize) for layer in self.layers)
 
     @property
+    def stateful(self) -> list[int]:
+        """The layers that keep a running state."""
+        return [i for i, layer in enumerate(self.layers) if layer.state]
+
+    @property
     def owners(self) -> list[int]:
         """The layers that keep keys and values of their own, in order."""
         return [i for i, layer in enumerate(self.layers) if layer.shares is None]
@@ -160,10 +165,10 @@ class Group:
     `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
     quire.control.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a prompt), "uniform" (all,
     where layers have budgets, the least of which is `budget`), "state" (a page is the running state after the latest of
-    the tokens of its run), and two whose runs are of the rows that a sequence's pictures are encoded to, each picture
-    in pages of its own: "cross" (keys and values of them) and "vision" (the rows themselves; of no layer). Where a
-    sequence's tokens are contiguous in addresses, a page is `parts` equal pages of the device, one in each buffer of
-    the group's keys and values.
+    the tokens of its run, of `token_bytes` however many these are), and two whose runs are of the rows that a
+    sequence's pictures are encoded to, each picture in pages of its own: "cross" (keys and values of them) and "vision"
+    (the rows themselves; of no layer). Where a sequence's tokens are contiguous in addresses, a page is `parts` equal
+    pages of the device, one in each buffer of the group's keys and values.
     """
 
     layers: tuple[int, ...]
@@ -197,6 +202,17 @@ class Group:
     def until(self, pages: int) -> int:
         """Tokens that lie in the first `pages` pages, whole ones only."""
         return pages * self.run_tokens // self.run_pages
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of what fills a page: of one that isn't padded, all."""
+        return self.token_bytes if self.kind == "state" else self.run_tokens * self.token_bytes // self.run_pages
+
+    def filled(self, page: int, tokens: int) -> int:
+        """Bytes of the first `tokens` tokens of a sequence that lie in its page `page`."""
+        if self.kind == "state":
+            return self.token_bytes if self.pages(tokens) > page else 0
+        return min(max(tokens * self.token_bytes - page * self.full_bytes, 0), self.full_bytes)
 
     @property
     def page_tokens(self) -> int:

@@ -139,11 +139,20 @@ class UniformPolicy(FullPolicy):
         return range(self.group.whole(start - gone), self.group.pages(end))
 
 
+class StatePolicy(FullPolicy):
+    """A running state, after the latest token of each run. Computing goes on from that of the token before, and leaves
+    one in the page of each run that it passes through: where a run is full its page is a checkpoint, at which a prefix
+    can end and computing start again (Jenga §5.3). The page of the latest token changes with every token."""
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
+
+
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
 POLICIES: Policies = {
     "full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy, "budget": BudgetPolicy,
-    "uniform": UniformPolicy,
+    "uniform": UniformPolicy, "state": StatePolicy,
 }  # fmt: skip
 """By the kind of a group."""
 OFFERED = "quire.policies"
