@@ -15,6 +15,7 @@ VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of 
 ATTENTIONS = ("auto", "reference", "sdpa", "contiguous", "triton", *VENDORS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+STATE_DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("lcm", "max", "gcd", "own")
@@ -43,7 +44,7 @@ class EngineConfig:
     a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead` says whether what the next step needs is mapped while
     one computes, by whoever launched it or by a thread.
     Of layers with a running state one is kept after every `state_tokens` tokens: a multiple of `page_size`, behind
-    which prefixes can be found (Jenga §5.3).
+    which prefixes can be found (Jenga §5.3). What it sums up is in `state_dtype`, "auto" being float32.
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
     "lcm" cuts large pages, of which any layer type may get any, into pages as large as each type's tokens are (Jenga
     §4); "max" pads all to one size, "gcd" gives fewer layers a table, so that all pages are equal, and "own" gives each
@@ -71,6 +72,7 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    state_dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
     memory: str = "paged"
@@ -114,6 +116,7 @@ class EngineConfig:
             ("memory", MEMORIES),
             ("attention", ATTENTIONS),
             ("dtype", DTYPES),
+            ("state_dtype", STATE_DTYPES),
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
             ("page_sizes", PAGE_SIZES),

@@ -23,6 +23,7 @@ from quire.config import (
     PAGE_SIZES,
     PREEMPTIONS,
     RETENTIONS,
+    STATE_DTYPES,
     TABLE_SCOPES,
     EngineConfig,
 )
@@ -76,6 +77,7 @@ ENGINE = (
          "or anyone's", ASSOCIATIONS),
     Flag("attention", str, "the attention backend", ATTENTIONS),
     Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),
+    Flag("state_dtype", str, "number format of running states (Mamba); auto: float32", STATE_DTYPES),
     Flag("device", str, "where to compute", DEVICES),
     Flag("revision", str, "branch, tag or commit of a hub's model", metavar="REV"),
     Flag("threads", int, "CPU threads", metavar="N"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from typing import NamedTuple
@@ -141,6 +141,16 @@ class ModelSpec:
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""
         return sum(layer.token_bytes(itemsize) for layer in self.layers)
+
+    def stored(self, itemsize: int, ssm: int) -> ModelSpec:
+        """The same where numbers of states have `itemsize` bytes, as all others have, and those of `ssm`, in which
+        what was rounded adds up, `ssm`."""
+        layers = tuple(
+            replace(layer, state=tuple(part._replace(itemsize=ssm if part.name == "ssm" else itemsize)
+                                       for part in layer.state))
+            for layer in self.layers
+        )  # fmt: skip
+        return replace(self, layers=layers) if self.stateful else self
 
     @property
     def stateful(self) -> list[int]:

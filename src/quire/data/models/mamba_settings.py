@@ -5,7 +5,7 @@ Defaults are transformers'.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from quire.data.models.fields import Fields
 from quire.data.models.settings import MAX_LAYERS, refuse_quantised
@@ -50,6 +50,11 @@ class MixerSettings:
         selection = self.inner * (self.rank + 2 * self.state) + self.inner * (self.rank + 1)
         norms = (self.norms == "learned") * (self.rank + 2 * self.state)
         return products + self.inner * (self.conv + self.conv_bias) + selection + self.inner * (self.state + 1) + norms
+
+    @property
+    def widths(self) -> tuple[int, int, int, int, int]:
+        """In the order of quire.data.layers.mamba."""
+        return self.hidden, self.inner, self.rank, self.state, self.conv
 
     def layer(self, itemsize: int) -> LayerSpec:
         """What such a layer keeps, in a model of numbers of `itemsize` bytes."""
@@ -136,6 +141,10 @@ class JambaSettings:
     max_len: int
     eos_ids: tuple[int, ...]
     itemsize: int
+    qkv_bias: ClassVar[bool] = False
+    out_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    norm_offset: ClassVar[bool] = False
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
