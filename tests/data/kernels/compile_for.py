@@ -23,9 +23,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.kernels.triton import (
     activation,
     attention,
+    conv,
     copy,
     linear,
     norm,
@@ -34,6 +36,7 @@ from quire.data.kernels.triton import (
     quick,
     rope_write,
     sampling,
+    scan,
 )
 
 CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
@@ -148,6 +151,20 @@ def layers() -> None:
         linear.gated(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
 
 
+def states() -> None:
+    """Jamba's, and more of a channel than a thread holds; of single tokens and of prompts."""
+    for inner, size, ssm in ((8192, 16, torch.float32), (8192, 16, DTYPE), (3072, 64, torch.float32)):
+        cache = StateCache(zeros(4, inner, 3), zeros(4, inner, size, dtype=ssm))
+        xz, small, wide = zeros(4, 2 * inner), zeros(4, size), torch.zeros(inner)
+        for tiles in (None, zeros(1, 2, dtype=torch.int32)):
+            plan = StatePlan(*ints(4, 4), ints(4, 1), 512, tiles)
+            conv.causal_conv(xz[:, :inner], zeros(inner, 4), zeros(inner), cache, plan, pdl=PDL)
+            A = torch.zeros(inner, size)
+            scan.selective_scan(
+                xz[:, :inner], zeros(4, inner), A, small, small, wide, xz[:, inner:], wide, cache, plan, pdl=PDL
+            )
+
+
 def samples() -> None:
     vocab, last = 128_256, ints(4)
     for rows in (1, 64):
@@ -168,5 +185,6 @@ if __name__ == "__main__":
     launches = watch()
     attend()
     layers()
+    states()
     samples()
     print(json.dumps(launches))
