@@ -29,6 +29,7 @@ from quire.data.kernels.triton import (
     attention,
     conv,
     copy,
+    experts,
     linear,
     norm,
     prompt,
@@ -165,6 +166,13 @@ def states() -> None:
             )
 
 
+def mixtures() -> None:
+    """Of one token, of a batch, of prompts."""
+    gate_up, down = torch.empty(16, 2 * 1024, 4096, dtype=DTYPE), torch.empty(16, 4096, 1024, dtype=DTYPE)
+    for tokens in (1, 64, 512, 8192):
+        experts.mixture(zeros(tokens, 4096), torch.zeros(tokens, 2), ints(tokens, 2), gate_up, down, "silu")
+
+
 def samples() -> None:
     vocab, last = 128_256, ints(4)
     for rows in (1, 64):
@@ -181,10 +189,11 @@ def samples() -> None:
 if __name__ == "__main__":
     driver.set_active(Driver())
     attention.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    attention.shared_memory = lambda device: SHARED  # type: ignore[assignment]
+    attention.shared_memory = experts.shared_memory = lambda device: SHARED  # type: ignore[assignment]
     launches = watch()
     attend()
     layers()
     states()
+    mixtures()
     samples()
     print(json.dumps(launches))
