@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 class Shape(NamedTuple):
     d_inner: int = 40
-    d_state: int = 16
+    d_state: int = 4
     d_conv: int = 4
     run: int = 8
 
