@@ -111,6 +111,11 @@ def test_memories_of_tokens_refuse_states(memory: str) -> None:
         build_memory(settings(memory=memory), jamba(), Size(8192, 8192, 2))
 
 
+def test_uniform_memory_keeps_no_state_for_others() -> None:
+    with pytest.raises(StartupError, match="--prefix-tokens is 64, and --memory is uniform"):
+        geometry(jamba(), memory="uniform", prefix_tokens=64)
+
+
 def test_pages_of_one_size_by_fewer_layers_refuse_states() -> None:
     with pytest.raises(StartupError, match="--page-sizes is gcd, and a state is no number of tokens"):
         geometry(jamba(), page_sizes="gcd")
