@@ -41,6 +41,8 @@ class MemoryPlan(NamedTuple):
     max_len: int
     clipped: str
     max_seqs: int
+    state_bytes: int = 0  # of a sequence, whatever its length
+    state_tokens: int = 0  # after each of which one more is kept
 
     def lines(self) -> list[str]:
         """One screen."""
@@ -53,6 +55,8 @@ class MemoryPlan(NamedTuple):
             ("activations", f"{_size(self.activations)} at most"),
             ("KV cache", f"{_size(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
                          + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
+            *([("state", f"{_size(self.state_bytes)} a sequence, and at most as much for each {self.state_tokens} "
+                         "tokens that can be found again")] if self.state_bytes else []),
             ("left over", _size(left) if left >= 0 else f"-{_size(-left)}: this does not fit"),
             ("longest", f"{self.max_len:,} tokens a sequence{self.clipped}"),
             ("at once", f"{at_full:,.1f} sequences of that length, {self.max_seqs:,} sequences at most"),
@@ -98,6 +102,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
+        spec.state_bytes, config.state_tokens,
     )  # fmt: skip
 
 

@@ -118,7 +118,8 @@ class VisionSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once; `rotaries`
-    are its rotary embeddings, each a table for all positions."""
+    are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters` are those of all
+    experts of all layers that have `experts` of them each, of which a token takes `active_experts`."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -132,6 +133,9 @@ class ModelSpec:
     rotaries: int = 1
     selection: Selection = Selection()
     vision: VisionSpec | None = None
+    experts: int = 0
+    active_experts: int = 0
+    expert_parameters: int = 0
 
     @property
     def least_budget(self) -> int:
@@ -151,6 +155,11 @@ class ModelSpec:
             for layer in self.layers
         )  # fmt: skip
         return replace(self, layers=layers) if self.stateful else self
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's running state over all layers, however long it is (Jamba 52B in bf16: 8,716,288)."""
+        return sum(layer.state_bytes for layer in self.layers)
 
     @property
     def stateful(self) -> list[int]:

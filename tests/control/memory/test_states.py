@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from quire import budget
+from quire.budget import GIB, page_lines, plan_memory
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
 from quire.control.memory.layout import page_layout, tokens_in
+from quire.control.request import Sequence
 from quire.errors import StartupError
 from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec, StatePart
 
@@ -111,6 +114,11 @@ def test_memories_of_tokens_refuse_states(memory: str) -> None:
         build_memory(settings(memory=memory), jamba(), Size(8192, 8192, 2))
 
 
+def test_uniform_memory_keeps_no_state_for_others() -> None:
+    with pytest.raises(StartupError, match="--prefix-tokens is 64, and --memory is uniform"):
+        geometry(jamba(), memory="uniform", prefix_tokens=64)
+
+
 def test_pages_of_one_size_by_fewer_layers_refuse_states() -> None:
     with pytest.raises(StartupError, match="--page-sizes is gcd, and a state is no number of tokens"):
         geometry(jamba(), page_sizes="gcd")
@@ -129,3 +137,32 @@ def test_states_that_no_access_takes_are_refused(shape: tuple[int, ...]) -> None
     part = CONV._replace(shape=shape)
     with pytest.raises(StartupError, match=r"a layer's state 'conv' is .* no multiple of the 16 bytes"):
         geometry(model(LayerSpec(0, 0, state=(part,)), ATTENTION))
+
+
+def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "device_memory", lambda device: (80 * GIB, 79 * GIB))
+    config, spec = settings(kv_gib=8, max_num_batched_tokens=8192), jamba()
+    plan = plan_memory(config, spec, "jamba", "bfloat16", 2, "cuda")
+    assert (plan.token_bytes, plan.state_bytes, plan.max_len) == (4 * 4096, STATE, 262_144)
+    assert plan.kv_bytes % 8_912_896 == 0
+    states, pages = plan.kv_tokens // 512, -(-plan.kv_tokens // (16 * 34))
+    assert (plan.kv_tokens, states + pages) == (253_952, plan.kv_bytes // 8_912_896)
+    told = plan.lines() + page_lines(config, spec, 2, plan)
+    assert any("8.3 MiB a sequence, and at most as much for each 512 tokens" in line for line in told)
+    assert any(
+        "28 layers, state, 8,912,896 bytes for the state after 512 tokens, 2.2% padding" in line for line in told
+    )
+    assert any("4 layers, full, 262,144 bytes for 16 tokens, 34 in a large page" in line for line in told)
+    assert any(line.startswith("requests") and "8 of 1,024 tokens" in line for line in told)
+
+
+def test_usage_by_layer_type() -> None:
+    """A page that is a state is used as soon as one token is in it."""
+    memory = build_memory(settings(), jamba(), Size(8192, 8192, 2))
+    seq = Sequence(1, list(range(700)))
+    assert memory.admit([seq], 2048)
+    assert memory.grow(seq, 700)
+    types = {one.layer_type: one for one in memory.account().types}
+    padding = 8_912_896 - STATE
+    assert (types["state"].used, types["state"].internal) == (2 * STATE, 2 * padding)
+    assert types["full"].used == 700 * 4 * 4096

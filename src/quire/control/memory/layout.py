@@ -181,6 +181,12 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
             f"--memory is {config.memory}, and the model's layers keep a running state, which is none of any token's",
             "Use --memory paged, or uniform",
         )
+    if config.memory == "uniform" and config.prefix_tokens:
+        raise StartupError(
+            f"--prefix-tokens is {config.prefix_tokens}, and --memory is uniform, where a state is one sequence's for "
+            "good: none can be kept for others",
+            "Use --memory paged",
+        )
     if config.page_sizes == "gcd" and len(spec.stateful) < len(spec.owners):
         raise StartupError("--page-sizes is gcd, and a state is no number of tokens: its pages have a size", ANOTHER)
     if config.state_tokens % config.page_size:

@@ -69,6 +69,10 @@ class FullPolicy:
         stop = min(self.group.pages(hit), reads.stop)
         return range(min(reads.start, stop), stop)
 
+    def needed(self, first: int, last: int) -> range:
+        """The pages that prefixes need which end behind token `first`, and at `last` at most."""
+        return range(self.reads(None, first, first + 1).start, self.group.pages(last))
+
 
 class WindowPolicy(FullPolicy):
     """Sliding-window attention: the token at p sees positions > p - window."""
@@ -146,6 +150,9 @@ class StatePolicy(FullPolicy):
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
+
+    def needed(self, first: int, last: int) -> range:
+        return range(self.group.whole(first), self.group.whole(last))
 
 
 LayerPolicy = FullPolicy
