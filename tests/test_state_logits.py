@@ -19,6 +19,8 @@ from quire import LLM, SamplingParams
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
+from quire.data.models import read_spec, resolve
+from quire.data.weights.checkpoint import read_config
 from quire.vocabulary.plan import Top
 
 VOCAB, NEW = 89, 9
@@ -99,7 +101,7 @@ def run(
         yield prompts[int(request)], tokens, tops
 
 
-def check(model: Saved, prompts: Sequence[list[int]], branches: int, **settings: Any) -> None:
+def check(model: Saved, prompts: Sequence[list[int]], branches: int, within: float = 1e-4, **settings: Any) -> None:
     """Twice: the second time prompts are found in memory."""
     how = settings.get("preemption")
     if how is not None:
@@ -112,7 +114,7 @@ def check(model: Saved, prompts: Sequence[list[int]], branches: int, **settings:
         answers = list(run(engine, prompts, params))
         assert len({tuple(tokens) for _, tokens, _ in answers}) == branches * len(prompts), "branches part"
         for prompt, tokens, tops in answers:
-            assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1])
+            assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1], within)
     assert how is None or engine.scheduler.preempted[how] > 0
     assert engine.scheduler.memory.account().sharing.hits > 0
     engine.close()
@@ -145,6 +147,16 @@ def test_all_logits(saved: Any, case: str, page_size: int, chunk: int, preemptio
     check(saved(case), LONG, 2, page_size=page_size, max_num_batched_tokens=chunk, state_tokens=512, **how)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_on_a_gpu(saved: Any, case: str, preemption: str) -> None:
+    """To what fp32 sums in another order leave, and exponentials of another library."""
+    for chunk, run in ((20, 16), (1024, 512)):
+        options = {"max_num_batched_tokens": chunk, "state_tokens": run, "preemption": preemption, "device": "cuda"}
+        check(saved(case), SHORT if run == 16 else LONG, 2, within=2e-3, **options)
+
+
 @pytest.mark.parametrize("settings", [{"page_sizes": "max"}, {"table_scope": "layer"}, {"memory": "uniform"}], ids=str)
 def test_logits_in_other_memories(saved: Any, settings: dict[str, Any]) -> None:
     model = saved("jamba")
@@ -165,6 +177,14 @@ def test_logits_of_scored_prompts(saved: Any, case: str) -> None:
     (tops,) = [output.prompt_tops for output in outputs if output.prompt_tops]
     assert [top.token for top in tops] == SHORT[0][1:]
     assert_said(list(tops), model.logprobs(SHORT[0])[:-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_counted(saved: Any, case: str) -> None:
+    config = read_config(saved(case).folder)
+    ours = resolve(config)(config, torch.float32, torch.device("meta"))
+    count = sum(parameter.numel() for parameter in saved(case).model.parameters())
+    assert read_spec(config).parameters == count == sum(parameter.numel() for parameter in ours.parameters())
 
 
 @pytest.mark.parametrize("case", CASES)

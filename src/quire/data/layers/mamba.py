@@ -62,14 +62,17 @@ class Mamba(nn.Module):
         self.conv, self.scan = states.causal_conv, states.selective_scan
 
     def forward(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
+        return self.out(self.mix(x, cache, plan))
+
+    def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
+        """[T, d_inner]: what the scan finds for each token; `out` comes next."""
         assert self.decay is not None, "prepare() makes it"
         inner, gate = self.into(x).chunk(2, dim=1)
         inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan, self.act)
         steps, *numbers = self.parts(inner).split(self.parts.parts, dim=1)
         if self.norms:
             steps, *numbers = (norm(part) for norm, part in zip(self.norms, (steps, *numbers)))
-        y = self.scan(inner, self.dt(steps), self.decay, *numbers, self.skip, gate, self.dt_bias, cache, plan)
-        return self.out(y)
+        return self.scan(inner, self.dt(steps), self.decay, *numbers, self.skip, gate, self.dt_bias, cache, plan)
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:

@@ -65,7 +65,7 @@ class Block(nn.Module):
         if self.attention is not None:
             return self.attention(normed, None, ctx, last)
         assert self.mamba is not None, "a layer attends, or has a state"
-        return self.mamba(normed, *ctx.state(self.layer))
+        return self.mamba.mix(normed, *ctx.state(self.layer))
 
     def rest(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """From that projection on."""

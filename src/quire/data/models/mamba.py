@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.mixer = mixer_of(settings.mixer, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> Tensor:
-        return self.mixer(self.norm(x, delta), *ctx.state(self.layer))
+        return self.mixer.mix(self.norm(x, delta), *ctx.state(self.layer))
 
 
 class Mamba(nn.Module):
