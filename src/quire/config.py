@@ -56,7 +56,7 @@ class EngineConfig:
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
     `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `retention` says what
-    stays cached behind a window (quire.control.memory.retention). `deterministic` makes a
+    stays cached behind a window, and of states (quire.control.memory.retention). `deterministic` makes a
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps, and
     `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed. `log_plans`
     names a file to write every plan and result to (quire.plan_log), for debugging.

@@ -91,8 +91,8 @@ ENGINE = (
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
     Flag("prefix_tokens", int, "tokens of the KV memory kept for registered prefixes", metavar="N"),
     Flag("state_tokens", int, "tokens after each of which a running state can be found again (Mamba)", metavar="N"),
-    Flag("retention", str, "what stays cached of what left a window: all of it, the last window, or also windows that "
-         "end with a prompt or where prompts part", RETENTIONS),
+    Flag("retention", str, "what stays cached of what left a window, and of running states: all of it, the last, or "
+         "also those where a prompt ends or prompts part", RETENTIONS),
     Flag("preemption", str, "what happens to a request when memory is short; auto: what costs less", PREEMPTIONS),
     Flag("swap_gib", float, "host memory for swapped requests, in GiB", aliases=("--swap-space",), metavar="GIB"),
     Flag("calibration", str, "what preemption costs here: a file of `quire bench preemption`", metavar="FILE"),

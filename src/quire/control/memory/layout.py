@@ -188,7 +188,10 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
             "Use --memory paged",
         )
     if config.page_sizes == "gcd" and len(spec.stateful) < len(spec.owners):
-        raise StartupError("--page-sizes is gcd, and a state is no number of tokens: its pages have a size", ANOTHER)
+        raise StartupError(
+            "--page-sizes is gcd, and a state is no number of tokens: its pages have a size of their own",
+            "Use --page-sizes lcm, max or own",
+        )
     if config.state_tokens % config.page_size:
         raise StartupError(
             f"--state-tokens is {config.state_tokens}, and pages hold {config.page_size} tokens (--page-size)",

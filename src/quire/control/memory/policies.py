@@ -70,7 +70,7 @@ class FullPolicy:
         return range(min(reads.start, stop), stop)
 
     def needed(self, first: int, last: int) -> range:
-        """The pages that prefixes need which end behind token `first`, and at `last` at most."""
+        """The pages that prefixes need which end at `first` or behind it, and at `last` at most."""
         return range(self.reads(None, first, first + 1).start, self.group.pages(last))
 
 
@@ -152,7 +152,7 @@ class StatePolicy(FullPolicy):
         return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
 
     def needed(self, first: int, last: int) -> range:
-        return range(self.group.whole(first), self.group.whole(last))
+        return range(max(self.group.whole(first) - 1, 0), self.group.whole(last))
 
 
 LayerPolicy = FullPolicy
