@@ -18,6 +18,7 @@ from quire.control.memory.reserved import RULES, ReservedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
 from quire.errors import StartupError
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import Journal
 from quire.vocabulary.specs import Geometry, ModelSpec
 
@@ -39,9 +40,9 @@ class KVMemory(Protocol):
     @property
     def prefixes(self) -> Prefixes | None: ...
 
-    def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
-        """Could sequences of these lengths, with a common prefix of `shared` tokens, be held at once if the memory were
-        otherwise idle?"""
+    def fits(self, lengths: Seq[int], shared: int = 0, media: Seq[Medium] = ()) -> bool:
+        """Could sequences of these lengths, with a common prefix of `shared` tokens and these pictures in it, be held
+        at once if the memory were otherwise idle?"""
         ...
 
     def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
@@ -53,6 +54,12 @@ class KVMemory(Protocol):
 
     def grow(self, seq: Sequence, length: int) -> bool:
         """Make tokens [seq.planned, length) writable and private to the sequence. Monotone and idempotent."""
+        ...
+
+    def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
+        """Go on encoding the pictures that tokens [seq.planned, length) need, for which `grow` has made room, with at
+        most `parts` parts (all of them, where nothing keeps them). Returns how far the tokens can be computed, if a
+        journal taken next comes first, and how many parts that one will have encoded."""
         ...
 
     def commit(self, seq: Sequence) -> None:
