@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, TypeUsage, Usage
+from quire.control.memory.demands import check_eyes, check_states
 from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.prefix import Prefixes
@@ -113,6 +114,10 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: st
     config = config.sized("cpu")
     if spec.least_budget:
         _check_budgets(config, spec)
+    if spec.stateful:
+        check_states(config, spec)
+    if spec.vision is not None:
+        check_eyes(config, spec, size.itemsize)
     if config.memory not in RULES:
         kind = VirtualMemory if config.memory == "virtual" else PagedMemory
         paged = kind.build(config, spec, size, model_id)
