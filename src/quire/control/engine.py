@@ -19,6 +19,7 @@ from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
 from quire.control.turns import Turns
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.seeds import branch_seed
@@ -94,10 +95,14 @@ class Engine:
         salt: str = "",
         prefix: str | None = None,
         waits: bool = False,
+        media: tuple[Medium, ...] = (),
+        pixels: Seq[Pixels] = (),
     ) -> None:
         """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed. `waits`: its
         method may leave its branches to whoever added it (text.session)."""
-        self.add_all([(id, prompt)], params, salt=salt, prefix=prefix, waits=waits)
+        self.add_all(
+            [(id, prompt)], params, salt=salt, prefix=prefix, waits=waits, media=[media] if media else (), pixels=pixels
+        )
 
     def add_all(
         self,
@@ -107,9 +112,14 @@ class Engine:
         salt: str = "",
         prefix: str | None = None,
         waits: bool = False,
+        media: Seq[tuple[Medium, ...]] = (),
+        pixels: Seq[Pixels] = (),
     ) -> None:
-        """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` are resolved already (see
+        """Queue a request for each (id, prompt), all or none. Raises as `add`. `media` are the pictures of each prompt,
+        where there are any, and `pixels` those of all of them. `params` are resolved already (see
         quire.text.stream): words are token ids here."""
+        if media:
+            raise InputError("this model reads only text", "multi_modal_data")
         self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
