@@ -48,7 +48,7 @@ class EngineConfig:
     "paper" has it, only those of one; whole large pages to one and the rest together ("bulk"); or any ("none").
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
     `max_num_seqs` depend on the device where they are None (MOST, `sized`).
-    A request may have `max_images` pictures, each of `max_image_pixels` pixels in a file of `max_image_bytes`.
+    A request may have `max_images` pictures of `max_image_pixels` pixels, whose files have `max_image_bytes` together.
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
@@ -89,7 +89,7 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024
     max_images: int = 8
     max_image_pixels: int = 2**24
-    max_image_bytes: int = 2**23
+    max_image_bytes: int = 2**24
     enable_prefix_caching: bool = True
     preemption: str = "auto"
     swap_gib: float = 4.0

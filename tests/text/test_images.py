@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures import BLUE, RED, chunk, drawn, mutated, png_of, small_files, uri, written
+from picture_files import BLUE, RED, chunk, drawn, mutated, png_of, small_files, uri, written
 from PIL import Image, ImageCms, PngImagePlugin
 
 from quire.errors import InputError
@@ -239,14 +239,8 @@ def test_base64_that_is_none(wrong: str) -> None:
 
 def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images.binascii, "a2b_base64", lambda *_, **__: pytest.fail("it was decoded"))
-    with pytest.raises(InputError, match="has 16 characters of base64; a picture may have 9 bytes"):
+    with pytest.raises(InputError, match="has 16 characters of base64; pictures may have 9 bytes"):
         from_uri(uri(bytes(10)), ImageLimits(bytes=9), AT)
-
-
-@pytest.mark.parametrize("url", [None, 5, b"data:image/png;base64,AAAA", {"url": "x"}])
-def test_a_url_is_a_string(url: Any) -> None:
-    with pytest.raises(InputError, match="must be a data: URI, got"):
-        from_uri(url, LIMITS, AT)
 
 
 @pytest.mark.parametrize("seed", range(4))

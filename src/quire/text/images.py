@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.errors import InputError, Overloaded
 from quire.text.image_headers import BadImage, Header, read_header
@@ -32,22 +32,20 @@ TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSP
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Of pictures: pixels of one, bytes of its file, and how many a request may have."""
+    """Of a request's pictures: pixels of one, bytes of all their files, and how many there may be."""
 
     pixels: int = 1 << 24
-    bytes: int = 1 << 23
+    bytes: int = 1 << 24
     count: int = 8
 
     @property
     def body(self) -> int:
         """Characters that a request's pictures have at most, as data: URIs."""
-        return self.count * (4 * -(-self.bytes // 3) + 1024)
+        return 4 * (self.bytes // 3 + self.count) + 1024 * self.count
 
 
-def from_uri(uri: Any, limits: ImageLimits, at: str) -> tuple[bytes, str]:
+def from_uri(uri: str, limits: ImageLimits, at: str) -> tuple[bytes, str]:
     """The file that a data: URI holds, and the format that it claims. InputError for any other URL."""
-    if not isinstance(uri, str):
-        raise InputError(f"{at} must be a data: URI, got {type(uri).__name__}", at)
     found = URI.match(uri[:SHOWN])
     if found is None or found[1].lower() not in FORMATS:
         some = ", ".join(f"image/{name}" for name in FORMATS if name != "jpg")
@@ -59,7 +57,7 @@ def from_uri(uri: Any, limits: ImageLimits, at: str) -> tuple[bytes, str]:
     size = len(uri) - found.end()
     if size > 4 * -(-limits.bytes // 3):
         raise InputError(
-            f"{at} has {size} characters of base64; a picture may have {limits.bytes} bytes (--max-image-bytes)", at
+            f"{at} has {size} characters of base64; pictures may have {limits.bytes} bytes (--max-image-bytes)", at
         )
     return _base64(uri, found.end(), at), FORMATS[found[1].lower()]
 

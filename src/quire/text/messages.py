@@ -125,6 +125,8 @@ def _picture(at: str, given: Any, role: str, eyes: Eyes | None) -> Given:
         if given.get("detail") not in DETAILS:
             raise InputError(f"{at}.detail is {shown(given['detail'])}; it may be auto, low or high", at)
         given = given.get("url")
+    if not isinstance(given, str):
+        raise InputError(f"{at} must be a data: URI, got {type(given).__name__}", at)
     return Given(at, given)
 
 

@@ -61,14 +61,13 @@ class Sight:
         self.check_count(given)
         found: list[Pixels] = []
         size = 0
-        for at, opened in [(one.at, self._opened(one)) for one in given]:
+        for at, opened in self._opened(given):
             image = decoded(opened, at) if isinstance(opened, Header) else opened
             found.append(self._prepared(image, at, salt))
             size += len(found[-1].data)
             if size > MOST_PIXELS:
-                raise InputError(
-                    f"{at}: the request's pictures have {size} bytes, prepared; {MOST_PIXELS} may be sent", at
-                )
+                cause = f"with {at} the request's pictures have {size} bytes, prepared; the limit is {MOST_PIXELS}"
+                raise InputError(cause, at)
         return found
 
     def check_count(self, given: Sequence[Given]) -> None:
@@ -79,15 +78,21 @@ class Sight:
                 f"{at} is one of {len(given)} pictures; the limit is {self.limits.count} (--max-images)", at
             )
 
-    def _opened(self, given: Given) -> Header | Image:
-        """A picture of a size that may be decoded."""
-        at, source = given
-        if isinstance(source, str):
-            data, claimed = from_uri(source, self.limits, at)
-            return checked_header(data, self.limits, at, claimed)
-        if isinstance(source, bytes | bytearray | memoryview):
-            return checked_header(bytes(source), self.limits, at)
-        return self._of_python(source, at)
+    def _opened(self, given: Sequence[Given]) -> list[tuple[str, Header | Image]]:
+        """Pictures of sizes that may be decoded, and their places."""
+        found: list[tuple[str, Header | Image]] = []
+        size, most = 0, self.limits.bytes
+        for at, source in given:
+            if not isinstance(source, str | bytes | bytearray | memoryview):
+                found.append((at, self._of_python(source, at)))
+                continue
+            data, claimed = from_uri(source, self.limits, at) if isinstance(source, str) else (bytes(source), None)
+            size += len(data)
+            if size > most >= len(data):
+                cause = f"with {at} the request's pictures have {size} bytes; the limit is {most} (--max-image-bytes)"
+                raise InputError(cause, at)
+            found.append((at, checked_header(data, self.limits, at, claimed)))
+        return found
 
     def _of_python(self, source: Any, at: str) -> Image:
         """An array's or a PIL image's picture."""
