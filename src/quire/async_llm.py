@@ -119,7 +119,7 @@ class AsyncLLM(Front):
             raise InputError(f"there are {len(prompts)} prompts; at most {MOST_REQUESTS} are taken at once", "prompt")
         self._check_open(len(prompts))
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
-        checked = partial(self.prompts.checked, prompts, params, salt)
+        checked = partial(self.prompts.checked, prompts, params, salt, media)
         tokens, resolved = await self.prompts.apart(size, checked)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []

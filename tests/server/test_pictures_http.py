@@ -17,8 +17,11 @@ from PIL import Image
 from seeing import END, PICTURE, Noted
 
 from quire.async_llm import AsyncLLM
+from quire.control.edge import Limits
+from quire.errors import InputError
 from quire.server.guards import MAX_BODY, BoundBody
 from quire.text import pictures
+from quire.vocabulary.media import Medium
 
 URL = uri(written(drawn(8, 8)))
 ONE, WHOLE = "/v1/completions", "/v1/chat/completions"
@@ -78,6 +81,25 @@ def test_a_picture_beside_a_prompt(served: Served) -> None:
         assert answer["usage"]["prompt_tokens"] == len(answer["choices"][0]["prompt_token_ids"])
     two = {**body, "prompt": ["<image>", "<image>"]}
     assert "pictures go with one prompt" in served.http.post(ONE, json=two).json()["error"]["message"]
+
+
+def test_a_picture_s_token_may_lie_beyond_the_vocabulary() -> None:
+    """As Llama 3.2's does: only where a picture stands."""
+    limits, media = Limits(100, 50, 1), [Medium(bytes(32), 1, 2, 4)]
+    assert limits.tokens([5, 100, 120, 6], media) == [5, 100, 120, 6]
+    for wrong in ([100, 5, 5, 5], [5, 5, 5, 100], [5, -1, 5, 5], [5, 2**31, 5, 5], [5, 100.0, 5, 5]):
+        with pytest.raises(InputError, match="token ids are integers from 0 to 99"):
+            limits.tokens(wrong, media)  # type: ignore[arg-type]
+    with pytest.raises(InputError):
+        limits.tokens([5, 100, 120, 6])
+
+
+def test_requests_are_logged_with_their_pictures(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = seeing.built()
+    with caplog.at_level("INFO", "quire.server"), echo_service.serving(model, log_requests=True) as running:
+        assert httpx.post(running.url + WHOLE, json=talk(part())).status_code == 200
+    assert any(", 1 pictures; " in record.getMessage() for record in caplog.records)
+    assert "base64" not in caplog.text
 
 
 def test_streams_and_branches(served: Served) -> None:

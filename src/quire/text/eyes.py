@@ -46,4 +46,4 @@ class Eyes(Protocol):
 
     def place(self, token_ids: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[tuple[int, int]]]:
         """The prompt with each `token`, of which there is one a grid, as long as its picture is; and where each picture
-        stands: its first position, and how many it takes."""
+        stands: its first position, and how many it takes. InputError for more pictures than the model takes."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
@@ -303,13 +304,19 @@ class Prompts:
             self.chat_template.close()
 
     def checked(
-        self, prompts: Sequence[tuple[str, Sequence[int]]], params: SamplingParams, salt: str
+        self,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        params: SamplingParams,
+        salt: str,
+        media: Sequence[Sequence[Medium]] = (),
     ) -> tuple[list[list[int]], SamplingParams]:
-        """Token ids of (id, prompt), and `params` resolved: all that can be refused without the engine's memory is
-        refused here, before anything reaches the engine. InputError names what is wrong."""
+        """Token ids of (id, prompt), with these pictures in them if there are any, and `params` resolved: all that can
+        be refused without the engine's memory is refused here, before anything reaches the engine. InputError names
+        what is wrong."""
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
-        return [self.limits.tokens(prompt) for _, prompt in prompts], self.resolve(params)
+        each = zip(prompts, media or repeat(()))
+        return [self.limits.tokens(prompt, seen) for (_, prompt), seen in each], self.resolve(params)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """`params` as the engine needs them: bad words as token ids, stop strings compiled. It costs what they are
