@@ -16,6 +16,8 @@ from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
     from quire.text.chat import ChatTemplate
+    from quire.text.eyes import Eyes
+    from quire.text.pictures import Sight
     from quire.text.renderer import Renderer
     from quire.text.tokenizer import Tokenizer
 
@@ -73,6 +75,22 @@ def read_text(
     from quire.text.tokenizer import Tokenizer
 
     return Tokenizer.load(folder), ChatTemplate.find(folder, renderer=renderer)
+
+
+def read_sight(config: EngineConfig, source: Source) -> Sight | None:
+    """What pictures are read with, if the model sees any."""
+    eyes = read_eyes(source)
+    if eyes is None:
+        return None
+    from quire.text.images import ImageLimits
+    from quire.text.pictures import Sight
+
+    return Sight(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
+
+
+def read_eyes(source: Source) -> Eyes | None:
+    """A model's eyes, by its architecture; None: it reads only text."""
+    return None
 
 
 def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:

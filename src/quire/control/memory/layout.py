@@ -273,7 +273,7 @@ def _with_eyes(found: Geometry, config: EngineConfig, spec: ModelSpec, vision: V
     widths = [group.table_width for group in found.groups]
     for g, group in enumerate(found.groups):
         if group.kind in ("cross", "vision"):
-            widths[g] = config.max_images * group.pages(vision.most_rows)
+            widths[g] = max(config.max_images, 1) * group.pages(vision.most_rows)
     if found.sight == "inside":
         widths[found.host] += 1
     return replace(found, groups=tuple(replace(group, table_width=width) for group, width in zip(found.groups, widths)))
