@@ -37,16 +37,19 @@ def space_of(pages: LargePages, sizes: Sequence[int]) -> Space:
     return Space(sum(cached), unused - sum(cached) - sum(empty), large * len(pages.free) + sum(empty))
 
 
-def counts_of(pages: LargePages) -> LargeCounts:
-    """For an allocator's statistics."""
-    evicted = pages.evicted_large, pages.evicted_small
-    return LargeCounts(len(pages.free), list(pages.active), list(pages.idle), *evicted, pages.rebound)
-
-
 def coldest_of(pages: LargePages) -> Iterator[tuple[int, int]]:
     """The large pages that could leave the device, the one used longest ago first, and their groups (§8: one size to
     offload, and an order)."""
     return ((home, pages.kind[home]) for home in pages.reclaimable)
+
+
+def dropped_of(pages: LargePages) -> int:
+    """Empty every cached page. Returns how many there were."""
+    count = sum(map(len, pages.cached))
+    for group, cached in enumerate(pages.cached):
+        for page in list(cached):
+            pages.evict(group, page)
+    return count
 
 
 def audit(pages: LargePages, named: Sequence[dict[int, int]]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.control.memory.audit import CACHED, EMPTY, audit, coldest_of, counts_of, space_of
+from quire.control.memory.audit import CACHED, EMPTY, audit, coldest_of, counts_of, dropped_of, space_of
 from quire.control.memory.pages import NONE_RESTING, SCRATCH, WATERMARK, Resting
 from quire.control.memory.partial import Partial
 
@@ -380,14 +380,6 @@ class LargePages:
             self.evict(group, next(iter(self.cached[group])))
             self.evictions += 1
 
-    def drop_cached(self) -> int:
-        """Empty every cached page. Returns how many there were."""
-        count = sum(map(len, self.cached))
-        for group, cached in enumerate(self.cached):
-            for page in list(cached):
-                self.evict(group, page)
-        return count
-
     @property
     def total(self) -> int:
         """The most pages that it can hold."""
@@ -401,4 +393,5 @@ class LargePages:
     space = space_of
     counts = counts_of
     coldest = coldest_of
+    drop_cached = dropped_of
     check = audit
