@@ -65,15 +65,17 @@ class Shape(NamedTuple):
     head: int
     itemsize: int
     attention: tuple[Attention, ...]
+    saved: int = 0  # bytes of the weights, by FP8
 
     @property
     def weight_bytes(self) -> int:
         """Bytes read by a step, however few its rows."""
-        return (self.body + self.head) * self.itemsize
+        return (self.body + self.head) * self.itemsize - self.saved
 
     @classmethod
-    def of(cls, spec: ModelSpec, itemsize: int, tied: bool) -> Shape:
-        """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table."""
+    def of(cls, spec: ModelSpec, itemsize: int, tied: bool, saved: int = 0) -> Shape:
+        """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table;
+        `saved`: so many bytes less are read, as weights are in FP8."""
         head = spec.vocab_size * spec.hidden
         parts = []
         for sees in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in spec.layers):
@@ -82,7 +84,7 @@ class Shape(NamedTuple):
             read = sum(replace(layer, shares=None).token_bytes(itemsize) for layer in layers)
             window, chunk, budget = sees
             parts.append(Attention(window, read, pair, chunk, budget))
-        return cls(spec.parameters - (head if tied else 2 * head), head, itemsize, tuple(parts))
+        return cls(spec.parameters - (head if tied else 2 * head), head, itemsize, tuple(parts), saved)
 
 
 class Work(NamedTuple):
