@@ -107,10 +107,8 @@ FOREIGN = {
     "--lora-modules": "merge adapters",
     "--max-loras": "merge adapters",
     "--max-lora-rank": "merge adapters",
-    "--quantization": "weights and KV are 16 or 32 bits",
-    "-q": "weights and KV are 16 or 32 bits",
-    "--cpu-offload-gb": "weights and KV are 16 or 32 bits",
-    "--calculate-kv-scales": "weights and KV are 16 or 32 bits",
+    "--cpu-offload-gb": "KV is 16 or 32 bits",
+    "--calculate-kv-scales": "KV is 16 or 32 bits",
     "--speculative-config": "there is no speculative decoding",
     "--speculative_config": "there is no speculative decoding",
     "--enable-auto-tool-choice": "there are no tool calls",
@@ -155,7 +153,7 @@ HINTS = {
 }  # fmt: skip
 NEITHER = ("--response-role", "--enable-sleep-mode", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
            "--log-config-file", "--async-scheduling", "--collect-detailed-traces", "--seeds-of-doubt",
-           "quantization")  # fmt: skip
+           "cpu-offload-gb")  # fmt: skip
 
 
 def said_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:

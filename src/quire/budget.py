@@ -43,13 +43,15 @@ class MemoryPlan(NamedTuple):
     max_seqs: int
     state_bytes: int = 0  # of a sequence, whatever its length
     state_tokens: int = 0  # after each of which it can be found again; 0: it can't
+    saved: int = 0  # of the weights, by FP8: so many bytes less than in `dtype`
 
     def lines(self) -> list[str]:
         """One screen."""
         left = self.free_bytes - self.weights - self.activations - self.kv_bytes
         at_full = self.kv_tokens / self.max_len
         rows = [
-            ("model", f"{self.model}: {self.parameters:,} parameters in {self.dtype}"),
+            ("model", f"{self.model}: {self.parameters:,} parameters in {self.dtype}"
+                      + (" and FP8" if self.saved else "")),
             ("device", f"{self.device}: {_size(self.free_bytes)} free of {_size(self.device_bytes)}"),
             ("weights", _size(self.weights)),
             ("activations", f"{_size(self.activations)} at most"),
@@ -70,12 +72,15 @@ class MemoryPlan(NamedTuple):
         return [("state", f"{_size(self.state_bytes)} a sequence, however long it is{more}")]
 
 
-def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, itemsize: int, device: str) -> MemoryPlan:
-    """How to divide the device. StartupError if the model or one token of KV doesn't fit, naming the numbers."""
+def plan_memory(
+    config: EngineConfig, spec: ModelSpec, name: str, dtype: str, itemsize: int, device: str, saved: int = 0
+) -> MemoryPlan:
+    """How to divide the device. `saved`: bytes that the weights take less than `itemsize` each. StartupError if the
+    model or one token of KV doesn't fit, naming the numbers."""
     config = config.sized(device)
     assert config.max_num_seqs is not None
     total, free = device_memory(device)
-    weights = (spec.parameters + (spec.vision.parameters if spec.vision is not None else 0)) * itemsize
+    weights = (spec.parameters + (spec.vision.parameters if spec.vision is not None else 0)) * itemsize - saved
     activations = activation_bytes(config, spec, itemsize)
     if device != "cpu":
         activations += replay_bytes(config, spec, itemsize)
@@ -109,6 +114,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
         spec.state_bytes, 0 if config.memory == "uniform" else config.state_tokens,
+        saved,
     )  # fmt: skip
 
 

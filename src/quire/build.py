@@ -23,8 +23,8 @@ from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.memory.virtual import capacity
 from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
-from quire.data.models import resolve
-from quire.data.weights.checkpoint import check_size
+from quire.data.models.quantization import fp8_of
+from quire.data.weights.checkpoint import SMALLEST, check_size
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.plan_log import Logged
@@ -64,7 +64,8 @@ def plan(config: EngineConfig) -> list[str]:
     config = config.sized(device)
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
-    made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
+    saved = saved_by_fp8(config, source, dtype, device)
+    made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
     return made.lines() + page_lines(config, source.spec, ITEMSIZE[dtype], made)
 
 
@@ -95,7 +96,11 @@ def build_engine(
     config = config.sized(device)
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
-    plan = member.plan if member else plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
+    if member is not None:
+        plan = member.plan
+    else:
+        saved = saved_by_fp8(config, source, dtype, device)
+        plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
     common = member.pool.bytes_of if member else None
     ends = eos_ids(source, named)
     with _enough_memory(device):
@@ -105,7 +110,7 @@ def build_engine(
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
-    memory = member.memory if member else build_memory(config, source.spec, size, f"{source.name}:{dtype}")
+    memory = member.memory if member else build_memory(config, source.spec, size, model_id(config, source, dtype))
     if config.memory == "virtual":  # pages and buffers aren't always filled
         plan = plan._replace(kv_tokens=capacity(memory.geometry))
     assert config.max_num_batched_tokens is not None, "sized above"
@@ -157,16 +162,18 @@ def _runner(
 
     from quire.data.runner.model_runner import ModelRunner
     from quire.data.weights.dummy import fill_dummy
+    from quire.data.weights.fp8 import made
     from quire.data.weights.loader import load
 
+    scheme = fp8_of(source.config, config.quantization)
     dummy = config.dummy_weights or source.folder is None
     if not dummy:
-        check_size(source.folder, source.spec.parameters)
-    model = resolve(source.config)(source.config, dtype, device)
+        check_size(source.folder, source.spec.parameters, 1 if scheme is not None and scheme.stored else SMALLEST)
+    model = made(source.config, dtype, device, scheme)
     if dummy:
-        fill_dummy(model, config.seed)
+        fill_dummy(model, config.seed, scheme)
     else:
-        load(model, source.folder, progress)
+        load(model, source.folder, progress, scheme)
     model.prepare(max_len, config.deterministic)
     attention = _attention(config, source.spec, device)
     return ModelRunner(
@@ -223,6 +230,24 @@ def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     if device == "cpu" and said != "float32":
         return "bfloat16" if _fast_bfloat16() else "float32"
     return str(said)
+
+
+def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) -> int:
+    """Bytes that the model's weights take less than in `dtype`, where they are in FP8 and `device` computes with it."""
+    scheme = fp8_of(source.config, config.quantization)
+    if scheme is None or device == "cpu":
+        return 0
+    import torch
+
+    from quire.data.weights.fp8 import native, saved_bytes
+
+    here = native(getattr(torch, dtype), torch.device(device))
+    return saved_bytes(source.config, scheme, ITEMSIZE[dtype]) if here else 0
+
+
+def model_id(config: EngineConfig, source: Source, dtype: str) -> str:
+    """What tells apart models whose keys and values differ."""
+    return f"{source.name}:{dtype}" + (f":{config.quantization}" if config.quantization else "")
 
 
 def _fast_bfloat16() -> bool:

@@ -14,6 +14,7 @@ PREEMPTIONS = ("recompute", "swap", "auto")
 VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of pages, beside Triton's
 ATTENTIONS = ("auto", "reference", "sdpa", "contiguous", "triton", *VENDORS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8",)
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -37,6 +38,8 @@ CPU_SLOTS = 48  # ... of --memory virtual on a CPU: Linux bounds a process's map
 class EngineConfig:
     """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
 
+    `quantization` "fp8" rounds the weights of linear layers to FP8 while they are loaded (quire.data.weights.fp8); of a
+    checkpoint in FP8 it says nothing more.
     `memory` is how the KV memory is managed: in pages; in pages where every layer keeps every token, whatever it looks
     at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual addresses under which pages are mapped
     (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED), which share nothing, preempt nobody, and
@@ -78,6 +81,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     state_dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     threads: int | None = None
     memory: str = "paged"
@@ -126,6 +130,7 @@ class EngineConfig:
             ("attention", ATTENTIONS),
             ("dtype", DTYPES),
             ("state_dtype", STATE_DTYPES),
+            ("quantization", (None, *QUANTIZATIONS)),
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
             ("page_sizes", PAGE_SIZES),
@@ -136,7 +141,8 @@ class EngineConfig:
             ("vision_cache", VISION_CACHES),
         ):
             if getattr(self, name) not in allowed:
-                raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")
+                known = ", ".join(filter(None, allowed))
+                raise StartupError(f"{_flag(name)} is {str(getattr(self, name))[:80]!r}", f"Choose one of: {known}")
         for name, low, high in (
             ("page_size", 1, MAX_PAGE_SIZE),
             ("state_tokens", 1, MAX_STATE_TOKENS),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.budget import GIB, MemoryPlan, plan_memory
-from quire.build import ITEMSIZE, device_of, dtype_of
+from quire.build import ITEMSIZE, device_of, dtype_of, model_id, saved_by_fp8
 from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory import Size
@@ -68,8 +68,9 @@ class Pool:
         self.dtype, itemsize = dtypes[0], ITEMSIZE[dtypes[0]]
         sources = [source.stored(config, itemsize) for config, source in zip(sized, sources)]
         plans = [
-            plan_memory(config, source.spec, source.name, self.dtype, itemsize, self.device)
+            plan_memory(config, source.spec, source.name, self.dtype, itemsize, self.device, saved)
             for config, source in zip(sized, sources)
+            for saved in [saved_by_fp8(config, source, self.dtype, self.device)]
         ]
         _check_room(plans)
         sizes = [Size(plan.kv_tokens, plan.max_len, itemsize) for plan in plans]
@@ -84,7 +85,7 @@ class Pool:
         self.free = list(self.members)
 
     def _member(self, config: EngineConfig, source: Source, plan: MemoryPlan, part: Part) -> Member:
-        memory = PagedMemory.over(part.geometry, config, f"{source.name}:{self.dtype}", part)
+        memory = PagedMemory.over(part.geometry, config, model_id(config, source, self.dtype), part)
         longest = bisect_left(range(1, plan.max_len + 1), True, key=lambda length: not memory.fits([length]))
         if longest < (2 if config.max_model_len is None else config.max_model_len):
             raise StartupError(

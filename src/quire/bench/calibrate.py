@@ -51,10 +51,10 @@ class Errors(NamedTuple):
     steps: int
 
 
-def shape_of(source: Source, itemsize: int) -> Shape:
-    """A model's shape for the cost model."""
+def shape_of(source: Source, itemsize: int, saved: int = 0) -> Shape:
+    """A model's shape for the cost model. `saved`: as for `Shape.of`."""
     tied: bool = ARCHITECTURES[architecture(source.config)][0].read(source.config).tied
-    return Shape.of(source.spec, itemsize, tied)
+    return Shape.of(source.spec, itemsize, tied, saved)
 
 
 # The fit
@@ -248,7 +248,7 @@ def _made(config: EngineConfig) -> Found:
     source = read_source(config)
     made = build(config)
     try:
-        shape = shape_of(source, ITEMSIZE[made.plan.dtype])
+        shape = shape_of(source, ITEMSIZE[made.plan.dtype], made.plan.saved)
         made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
         runner: Any = made.engine.runner
         bandwidth, moved = bandwidth_of(runner.device), moves(made.engine)

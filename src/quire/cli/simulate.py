@@ -28,6 +28,7 @@ from quire.config import EngineConfig
 from quire.control.memory import Size, longest
 from quire.control.memory.layout import tokens_in
 from quire.data.models.configs import CONFIGS
+from quire.data.models.quantization import fp8_of
 from quire.errors import InputError, StartupError
 from quire.sim.cost import Calibration, Cost, load, names
 from quire.sim.runner import Draw
@@ -43,7 +44,7 @@ from quire.sim.simulate import (
     meets,
     objective,
 )
-from quire.source import BUNDLED, read_source
+from quire.source import BUNDLED, Source, read_source
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
@@ -168,23 +169,36 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
             f"the calibration has the number format {dtype[:40]!r}", f"Give --dtype {', '.join(ITEMSIZE)}"
         )
     config, source = config.sized(found.kind), source.stored(config, itemsize)
+    saved = _saved(config, source, itemsize, found)
     tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
-        kv_bytes = max(_kv_bytes(config, source.spec, source.name, itemsize, found), 0)
+        kv_bytes = max(_kv_bytes(config, source.spec, source.name, itemsize, found, saved), 0)
         tokens = tokens_in(config, source.spec, itemsize, kv_bytes)
     if tokens < 2:
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
-    return Plant(config, source.spec, Cost(shape_of(source, itemsize), found.coefficients), found, tokens, kv_bytes)
+    return Plant(
+        config, source.spec, Cost(shape_of(source, itemsize, saved), found.coefficients), found, tokens, kv_bytes
+    )
 
 
-def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, found: Calibration) -> int:
+def _saved(config: EngineConfig, source: Source, itemsize: int, found: Calibration) -> int:
+    """Bytes of the weights that FP8 saves: on a GPU, which is taken to compute with it."""
+    scheme = fp8_of(source.config, config.quantization)
+    if scheme is None or found.kind != "cuda" or itemsize != 2:
+        return 0
+    from quire.data.weights.fp8 import saved_bytes
+
+    return saved_bytes(source.config, scheme, itemsize)
+
+
+def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, found: Calibration, saved: int) -> int:
     if config.kv_gib is not None:
         return int(config.kv_gib * 2**30)
     if found.kv_bytes is not None and name == found.model:
-        return found.kv_bytes
-    room = found.memory_bytes * config.gpu_memory_utilization
+        return found.kv_bytes + saved
+    room = found.memory_bytes * config.gpu_memory_utilization + saved
     return int(room - spec.parameters * itemsize - activation_bytes(config, spec, itemsize))
 
 

@@ -41,8 +41,8 @@ REASONS = (
      "prefill-context-parallel enable-eplb eplb- enable-dbo headless",
      "one process drives one device; start several behind a load balancer"),
     ("enable-lora lora- max-lora max-cpu-lora fully-sharded-lora default-mm-lora", "merge adapters into the weights"),
-    ("quantization cpu-offload calculate-kv-scales kv-cache-dtype kv-offloading",
-     "weights and KV are 16 or 32 bits wide, on the device; see --dtype"),
+    ("cpu-offload calculate-kv-scales kv-cache-dtype kv-offloading",
+     "KV is 16 or 32 bits wide, and all is on the device; see --dtype and --quantization"),
     ("speculative- num-speculative num-lookahead spec- ngram-", "there is no speculative decoding"),
     ("enable-auto-tool-choice tool- exclude-tools", "there are no tool calls; requests with tools are refused"),
     ("reasoning-parser enable-reasoning enable-in-reasoning", "outputs are returned as the model writes them"),
@@ -74,7 +74,7 @@ REASONS = (
     ("no-enable-chunked-prefill", "prompts are always computed in chunks"),
 )  # fmt: skip
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
-         "-q": "--quantization", "-O": "--compilation-config", "-cc": "--compilation-config",
+         "-O": "--compilation-config", "-cc": "--compilation-config",
          "-sc": "--speculative-config"}  # fmt: skip
 
 

@@ -69,11 +69,12 @@ class Shape(NamedTuple):
     mixed: int = 0
     active: float = 0.0
     state_bytes: int = 0
+    saved: int = 0  # bytes of the weights, by FP8
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights but the embedding table's."""
-        return (self.body + self.head + self.mixed) * self.itemsize
+        return (self.body + self.head + self.mixed) * self.itemsize - self.saved
 
     @property
     def applied(self) -> float:
@@ -84,11 +85,13 @@ class Shape(NamedTuple):
         """Bytes of weights read by a step of so many tokens: those of an expert, if any token takes it. Tokens choose
         theirs as if by lot."""
         chosen = 1 - (1 - self.active) ** tokens if self.mixed else 0.0
-        return (self.body + self.head + self.mixed * chosen) * self.itemsize
+        body = self.body + self.mixed * chosen
+        return (body + self.head) * self.itemsize - self.saved * body / (self.body + self.mixed)
 
     @classmethod
-    def of(cls, spec: ModelSpec, itemsize: int, tied: bool) -> Shape:
-        """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table."""
+    def of(cls, spec: ModelSpec, itemsize: int, tied: bool, saved: int = 0) -> Shape:
+        """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table;
+        `saved`: so many bytes less are read, as weights are in FP8."""
         head = spec.vocab_size * spec.hidden
         parts = []
         for sees in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in spec.layers):
@@ -101,7 +104,7 @@ class Shape(NamedTuple):
             parts.append(Attention(window, read, pair, chunk, budget))
         mixed, active = spec.expert_parameters, spec.active_experts / spec.experts if spec.experts else 0.0
         body = spec.parameters - (head if tied else 2 * head) - mixed
-        return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes)
+        return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes, saved)
 
 
 class Work(NamedTuple):

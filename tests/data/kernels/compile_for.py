@@ -37,6 +37,7 @@ from quire.data.kernels.triton import (
     quick,
     rope_write,
     sampling,
+    scaled,
     scan,
 )
 
@@ -144,6 +145,8 @@ def layers() -> None:
     activation.softcap(zeros(4, 256_000), 30.0, pdl=PDL)
     norm.layer_norm(zeros(4, 5120), zeros(5120), zeros(5120), 1e-5, delta=zeros(4, 5120), pdl=PDL)
     activation.act(zeros(4, 20480), "relu", zeros(20480), pdl=PDL)
+    if CAPABILITY >= 89:
+        in_fp8()
     if SHARED < linear.SHARED:
         return
     for rows in (1, 2, 9, 32):
@@ -171,6 +174,19 @@ def mixtures() -> None:
     gate_up, down = torch.empty(16, 2 * 1024, 4096, dtype=DTYPE), torch.empty(16, 4096, 1024, dtype=DTYPE)
     for tokens in (1, 64, 512, 8192):
         experts.mixture(zeros(tokens, 4096), torch.zeros(tokens, 2), ints(tokens, 2), gate_up, down, "silu")
+
+
+def in_fp8() -> None:
+    """Products with weights in FP8, with scales by row and by group."""
+    scaled.rows_in_fp8(zeros(4, 14336), pdl=PDL)
+    for size, depth in ((6144, 4096), (4096, 14336)):
+        weight = zeros(size, depth, dtype=linear.E4M3)
+        for scale in (torch.zeros(1, size), torch.zeros(depth // 128, size)):
+            for rows in (33, 128):
+                linear.invariant(zeros(rows, depth), weight, None, scale, pdl=PDL)
+            for rows in (1, 2, 9, 32) if SHARED >= linear.SHARED else ():
+                linear.linear(zeros(rows, depth), weight, None, scale, pdl=PDL)
+                linear.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
 
 
 def samples() -> None:

@@ -19,6 +19,7 @@ FOR_ALL = {
     "_experts",
 }  # fmt: skip
 LARGE = {"_one", "_few"}  # for few rows, where there is room
+FP8 = {"_rows_in_fp8", "_tile"}  # from Ada on
 HOPPER = {"_prompt_hopper"}
 DETERMINISTIC = {
     "_prompt",
@@ -34,8 +35,8 @@ DETERMINISTIC = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("capability", "shared", "multiprocessors", "kernels"),
-    [(90, 232_448, 132, FOR_ALL | LARGE | HOPPER), (86, 101_376, 82, FOR_ALL)],
-    ids=["H200", "RTX 3090"],
+    [(90, 232_448, 132, FOR_ALL | LARGE | HOPPER | FP8), (89, 101_376, 58, FOR_ALL | FP8), (86, 101_376, 82, FOR_ALL)],
+    ids=["H200", "L4", "RTX 3090"],
 )
 def test_kernels_compile(capability: int, shared: int, multiprocessors: int, kernels: set[str], tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,7 +1,7 @@
 """A linear layer whose weight may be several projections stacked (q, k, v or gate, up), so that one product does all.
 
 On a CPU `prepare` repacks the weight into oneDNN's own layout, which F.linear would otherwise do at every call.
-Rows are added to the input, so that there are few shapes.
+Rows are added to the input, so that there are few shapes. On a GPU the weight may be in FP8.
 """
 
 from __future__ import annotations
@@ -46,36 +46,49 @@ class Linear(nn.Module):
         assert weight.shape == (rows, in_features), f"weight {tuple(weight.shape)} is not {(rows, in_features)}"
         self.weight: Tensor | None = weight
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.data.kernels.triton.linear
         self.packed: Callable[[Tensor], Tensor] | None = None
         self.few: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
         self.few_rows = 0
-        self.invariant: Callable[..., Tensor] | None = None
+        self.many: Callable[..., Tensor] | None = None  # for any number; None: the library's product
         self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return self.packed(x)
         if self.few is not None and len(x) <= self.few_rows:
-            return self.few(x, self.weight, self.bias, pdl=self.pdl)
-        if self.invariant is not None:
-            return self.invariant(x, self.weight, self.bias, pdl=self.pdl)
+            return self.few(x, self.weight, self.bias, self.scale, pdl=self.pdl)
+        if self.many is not None:
+            return self.many(x, self.weight, self.bias, self.scale, pdl=self.pdl)
         return F.linear(x, self.weight, self.bias)
+
+    def to_fp8(self, groups: int, device: torch.device) -> None:
+        """Call at most once, before loading: the weight becomes one in FP8 (e4m3) on `device`, with `groups` scales a
+        row; both are uninitialised. `prepare` must find a GPU then."""
+        assert self.weight is not None, "a packed weight isn't converted"
+        rows, depth = self.weight.shape
+        weight = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = torch.empty(groups, rows, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works. On a GPU
         few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
-        any number of rows one kernel that computes each row alike (the library chooses by their number)."""
+        any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
+        FP8 few rows are multiplied as they are, and many in FP8 too, unless `deterministic`."""
         if self.weight is None:
             return
         if self.weight.is_cuda:
-            from quire.data.kernels.triton import linear
+            from quire.data.kernels.triton import linear, scaled
             from quire.data.kernels.triton.launch import early
 
             if deterministic:
                 linear.check_invariant(self.weight)
-                self.invariant, self.pdl = linear.invariant, early(self.weight.device)
-            elif linear.supports(self.weight, 1):
+                self.many, self.pdl = linear.invariant, early(self.weight.device)
+            elif self.scale is not None:
+                self.many, self.pdl = scaled.linear, early(self.weight.device)
+            if not deterministic and linear.supports(self.weight, 1):
                 self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
         if self.weight.device.type != "cpu":
             return

@@ -51,7 +51,7 @@ class GatedMLP(nn.Module):
             gate, up = product(x).chunk(2, dim=-1)
             return self.down(self.act(gate).mul_(up))
         if self.gated is not None and len(x) <= product.few_rows:
-            return self.down(self.gated(x, product.weight, self.name, pdl=product.pdl))
+            return self.down(self.gated(x, product.weight, self.name, product.scale, pdl=product.pdl))
         return self.down(self.gate(product(x), self.name, pdl=product.pdl))
 
     def prepare(self, deterministic: bool = False) -> None:

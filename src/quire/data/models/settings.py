@@ -13,6 +13,7 @@ from quire.data.layers.rope import KINDS, Rope
 from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import Kind, read_kinds, read_layer_types
 from quire.data.models.pyramid import read_budgets
+from quire.data.models.quantization import REMEDY, read_fp8
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
 
@@ -195,7 +196,8 @@ class GPT2Settings:
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
         fields = Fields(config)
-        refuse_quantised(fields)
+        if read_fp8(config):
+            raise StartupError("checkpoints of GPT-2 in FP8 are not supported: their weights are transposed", REMEDY)
         fields.refuse("scale_attn_weights", True)
         fields.refuse("scale_attn_by_inverse_layer_idx", False)
         fields.refuse("add_cross_attention", False)
@@ -359,5 +361,5 @@ def _divisor(fields: Fields, name: str, hidden: int) -> int:
 
 
 def refuse_quantised(fields: Fields) -> None:
-    if fields.config.get("quantization_config"):
-        raise StartupError("quantization_config in config.json is not supported", "Use the unquantised checkpoint")
+    """StartupError for a quantization_config that isn't supported."""
+    read_fp8(fields.config)

@@ -126,10 +126,11 @@ def tensor_files(folder: Path) -> list[Path]:
     return files
 
 
-def check_size(folder: Path, parameters: int) -> None:
-    """StartupError if the files are too small for so many parameters, before memory is asked for to hold them."""
+def check_size(folder: Path, parameters: int, smallest: int = SMALLEST) -> None:
+    """StartupError if the files are too small for so many parameters, `smallest` bytes each, before memory is asked for
+    to hold them."""
     size = sum(file.stat().st_size for file in tensor_files(folder))
-    if size < SMALLEST * parameters:
+    if size < smallest * parameters:
         cause = f"config.json makes {parameters} parameters, and the files of {folder} have {size} bytes"
         raise StartupError(cause, "The checkpoint must fit its config.json")
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from quire.data.layers.linear import Linear
 from quire.data.layers.mamba import Mamba
 from quire.data.layers.norm import LayerNorm, RMSNorm
+from quire.data.models.quantization import FP8
+from quire.data.weights.fp8 import E4M3, LARGEST, covered
+
+if TYPE_CHECKING:
+    from quire.data.models import Model
 
 STD = 0.02
 LEAST_STEP, MOST_STEP = 1e-3, 0.1
@@ -18,23 +25,31 @@ NOISE = 4_194_301  # numbers drawn once and laid into every weight; a prime, so 
 
 
 @torch.no_grad()
-def fill_dummy(model: nn.Module, seed: int) -> None:
+def fill_dummy(model: Model, seed: int, scheme: FP8 | None = None) -> None:
     """Normal weights of standard deviation 0.02; norms are the identity, and states decay as an untrained Mamba's. A
-    function of seed, dtype and device."""
+    function of seed, dtype and device. What `scheme` has in FP8 is drawn in FP8, all with one scale, or holds the same
+    values in the model's dtype."""
     first = next(model.parameters())
     generator = torch.Generator(first.device).manual_seed(seed)
     noise = torch.empty(NOISE, dtype=torch.float32, device=first.device).normal_(0, STD, generator=generator)
-    noise = noise.to(first.dtype)
+    scale = noise.abs().max() / LARGEST
+    numbers = (noise / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+    products, noise = (numbers.float() * scale).to(first.dtype), noise.to(first.dtype)
+    fp8 = {} if scheme is None else covered(model, scheme)
     at = 0
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, RMSNorm | LayerNorm):
                 offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
             elif isinstance(module, Mamba) and name in STEADY:
                 parameter.copy_(STEADY[name](parameter))
+            elif isinstance(module, Linear) and module.scale is not None and name == "weight":
+                module.scale.fill_(scale)
+                at = _lay(parameter.view(-1), numbers, at)
             else:
-                at = _lay(parameter.view(-1), noise, at)
+                rounded = all(fp8.get(f"{path}.{name}", (False,)))
+                at = _lay(parameter.view(-1), products if rounded else noise, at)
 
 
 def _decays(like: Tensor) -> Tensor:

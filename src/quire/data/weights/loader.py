@@ -1,9 +1,10 @@
-"""Tensors of a checkpoint into a model's parameters, each exactly once, converted to the model's dtype on the way."""
+"""Tensors of a checkpoint into a model's parameters, each exactly once, converted on the way: to the model's dtype, or
+to FP8. Those that are in FP8 have scales beside them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from quire.data.layers.linear import Linear
+from quire.data.models.quantization import FP8
 from quire.data.weights.checkpoint import tensor_files
+from quire.data.weights.fp8 import E4M3, by_rows, covered, rounded, scaled
 from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
@@ -21,50 +25,74 @@ if TYPE_CHECKING:
 
 FIT = "The checkpoint must fit its config.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SCALES = (*FLOATS, torch.float8_e8m0fnu)
+UNREAD = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
+"""Scales of activations, and of keys and values: neither are as a checkpoint in FP8 has them."""
 
 
 class Target(NamedTuple):
-    """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out]."""
+    """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
+
+    `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
+    the model's dtype and are to hold the products."""
 
     rows: Tensor
     transpose: bool
+    fp8: bool = False
+    scale: Tensor | None = None
 
 
-def load(model: Model, folder: Path, progress: bool = False) -> None:
-    """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`.
+def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None = None) -> None:
+    """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
+    what is in FP8 there, or becomes so.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
-    kind, and for damaged files.
+    kind, for scales that aren't finite and above 0, and for damaged files.
     """
-    targets, device = _targets(model), next(model.parameters()).device
+    targets, device = _targets(model, scheme), next(model.parameters()).device
+    stored = scheme is not None and scheme.stored
+    scales = {f"{name}_scale": target for name, target in targets.items() if target.fp8} if stored else {}
+    products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
     filled: set[str] = set()
+    ignored = (*model.ignored, UNREAD) if stored else model.ignored
     files = tensor_files(folder)
-    with tqdm(total=len(targets), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
+    with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as file:
                     for key in file.keys():  # noqa: SIM118 (not a dict)
                         name = _plain(key, model.prefixes)
-                        if name not in targets and _ignorable(name, model.ignored):
+                        name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
+                        if name not in targets and name not in scales and _ignorable(name, ignored):
                             continue
-                        _check_new(name, key, path, targets, filled)
-                        _fill(targets[name], file.get_tensor(key), key, path)
+                        _check_new(name, key, path, targets if name in targets else scales, filled)
+                        if name in targets:
+                            _fill(targets[name], file.get_tensor(key), key, path, stored)
+                        else:
+                            assert scheme is not None, "only it has scales"
+                            products += _scale(scales[name], file.get_tensor(key), key, path, scheme.blocks)
                         filled.add(name)
                         bar.update()
             except (SafetensorError, OSError) as error:
                 raise StartupError(f"{path} is damaged: {error}", AGAIN) from error
-    missing = [name for name in targets if name not in filled]
+    missing = [name for name in (*targets, *scales) if name not in filled]
     if missing:
         raise StartupError(f"{folder} lacks {_some(missing)}", FIT)
+    for rows, by in products:
+        rows.copy_(scaled(rows, by))
 
 
-def _targets(model: Model) -> dict[str, Target]:
-    """Every tensor that the checkpoint must hold (its name without prefix) -> where it goes."""
+def _targets(model: Model, scheme: FP8 | None) -> dict[str, Target]:
+    """Every weight that the checkpoint must hold (its name without prefix) -> where it goes."""
     parameters, targets = dict(model.named_parameters()), {}
+    fp8 = {} if scheme is None else covered(model, scheme)
     for name, source in model.names().items():
         parts = parameters[name].data.split(source.rows)
-        for tensor, rows in zip(source.tensors, parts, strict=True):
-            targets[tensor] = Target(rows, source.transpose)
+        layer, places = model.get_submodule(name.rpartition(".")[0]), [None] * len(parts)
+        if isinstance(layer, Linear) and layer.scale is not None and name.endswith(".weight"):
+            places = layer.scale.split(source.rows, 1)
+        for tensor, rows, yes, scale in zip(source.tensors, parts, fp8.get(name, [False] * len(parts)), places):
+            targets[tensor] = Target(rows, source.transpose, yes, scale)
     return targets
 
 
@@ -89,17 +117,51 @@ def _check_new(name: str, key: str, path: Path, targets: dict[str, Target], fill
         raise StartupError(f"{path} holds {shown(key)}, which was already loaded under that name", AGAIN)
 
 
-def _fill(target: Target, tensor: Tensor, key: str, path: Path) -> None:
-    if tensor.dtype not in FLOATS:
+def _fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) -> None:
+    if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise StartupError(f"{shown(key)} in {path} has dtype {kind}", "Quantised weights are not supported")
+        if target.fp8 and stored:
+            wanted = "By its quantization_config it is in float8_e4m3fn"
+        else:
+            wanted = "Such weights are not supported where quantization_config in config.json doesn't say so"
+        raise StartupError(f"{shown(key)} in {path} has dtype {kind}", wanted)
     expected = target.rows.shape[::-1] if target.transpose else target.rows.shape
     if tensor.shape != expected:
         cause = (
             f"{shown(key)} in {path} has shape {shown(list(tensor.shape))}, but config.json makes it {list(expected)}"
         )
         raise StartupError(cause, FIT)
-    target.rows.copy_(tensor.t() if target.transpose else tensor)
+    tensor = tensor.t() if target.transpose else tensor
+    if not target.fp8 or stored:
+        target.rows.copy_(tensor)
+        return
+    numbers, scale = rounded(tensor)
+    if not scale.isfinite().all():
+        raise StartupError(f"{shown(key)} in {path} has a value that isn't finite", "It can't be rounded to FP8")
+    if target.scale is None:
+        target.rows.copy_(scaled(numbers, scale[None]))
+    else:
+        target.rows.copy_(numbers)
+        target.scale.copy_(scale[None])
+
+
+def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Fill the scales of `target`; if it has none, yield its rows and their scales."""
+    if given.dtype not in SCALES:
+        kind = str(given.dtype).removeprefix("torch.")
+        raise StartupError(f"{shown(key)} in {path} has dtype {kind}", "Scales must be floating-point numbers")
+    scale = by_rows(given, *target.rows.shape, blocks)
+    if scale is None:
+        whose = f"a weight {list(target.rows.shape)}, {'in blocks' if blocks else 'as a whole or by row'}"
+        raise StartupError(f"{shown(key)} in {path} has shape {shown(list(given.shape))}, for {whose}", FIT)
+    wrong = ~(scale.isfinite() & (scale > 0))
+    if wrong.any():
+        raise StartupError(f"{shown(key)} in {path} has the scale {scale[wrong][0].item():g}",
+                           "Scales must be finite and above 0")  # fmt: skip
+    if target.scale is None:
+        yield target.rows, scale
+    else:
+        target.scale.copy_(scale)
 
 
 def _some(names: Iterable[str], count: int = 3) -> str:

@@ -3,12 +3,14 @@
 Few rows: a program owns some rows of the weight and streams them through shared memory, `W x^T` on the tensor cores
 with the rows of x as the narrow side. No program waits for another and none adds to another's result, so a result is
 the same every time, and a row's does not depend on the values of the rows beside it.
+
+A weight may be in FP8 (e4m3), converted in registers: exactly, so that what is rounded is the weight alone. Its `scale`
+[G, N] multiplies sums: those of a row n over all of K by scale[0, n], or over its g-th GROUP numbers by scale[g, n].
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,98 +19,66 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
-from quire.data.kernels.triton.launch import cdiv, early, power_of_2, shared_memory
+from quire.data.kernels.triton.launch import cdiv, early, shared_memory
 from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.tiles import GROUP, Tile, any_rows, few_rows, grouped
 from quire.errors import StartupError
 
 MAX_ROWS = 32  # at 64 the library's products are faster on an H200, but for the head
-
-
-class Tile(NamedTuple):
-    """What one program computes at a time, and how."""
-
-    rows: int  # of x
-    columns: int  # of the result: rows of the weight
-    depth: int  # of the dot products
-    stages: int
-    warps: int
-    early: int = 0  # as many tiles of the weight are loaded before the wait for the kernels before
-
-
-# By the rows of x at most, and the weight's shape: measured on one H200 within a whole step of Llama-3-8B in bf16, with
-# small kernels between the products: down is "deep", o "square", qkv "middle", gate_up "tall", the head "vocabulary".
-# One row needs no tensor cores. Narrow tiles occupy every multiprocessor, wide ones read x less often.
-TILES = {
-    1: {
-        "deep": Tile(0, 8, 512, 3, 4, 3),
-        "square": Tile(0, 8, 512, 3, 4, 2),
-        "middle": Tile(0, 8, 512, 3, 2, 1),
-        "tall": Tile(0, 4, 2048, 3, 4),
-        "vocabulary": Tile(0, 4, 2048, 3, 4),
-    },
-    8: {
-        "deep": Tile(8, 32, 512, 4, 4, 1),
-        "square": Tile(8, 32, 512, 3, 2, 2),
-        "middle": Tile(8, 16, 256, 6, 1, 1),
-        "tall": Tile(8, 32, 128, 4, 2, 2),
-        "vocabulary": Tile(8, 32, 256, 3, 2),
-    },
-    16: {
-        "deep": Tile(16, 32, 256, 6, 4),
-        "square": Tile(16, 64, 256, 4, 4, 1),
-        "middle": Tile(16, 64, 128, 6, 4, 1),
-        "tall": Tile(16, 64, 128, 4, 4, 1),
-        "vocabulary": Tile(16, 128, 128, 3, 8),
-    },
-    32: {
-        "deep": Tile(32, 64, 128, 6, 4),
-        "square": Tile(32, 64, 128, 6, 4),
-        "middle": Tile(32, 64, 128, 5, 4),
-        "tall": Tile(32, 64, 128, 4, 4, 1),
-        "vocabulary": Tile(32, 128, 128, 4, 8),
-    },
-}
-SHARED = 200_000  # bytes of shared memory that the largest of these need
+SHARED = 200_000  # bytes of shared memory that the largest tiles need
+E4M3 = torch.float8_e4m3fn
 
 
 def supports(weight: Tensor, rows: int) -> bool:
     """Whether `linear` and `gated` take this weight, and `rows` rows are few enough for them to be worth it."""
-    half = weight.dtype in (torch.bfloat16, torch.float16)
+    half = weight.dtype in (torch.bfloat16, torch.float16, E4M3)
     dense = weight.is_contiguous() and weight.shape[1] % 16 == 0
     return half and dense and rows <= MAX_ROWS and shared_memory(weight.device) >= SHARED
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N], rounded once.
 
-    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the stride of x's rows free.
+    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the stride of x's rows free. `scale`: of an FP8 weight.
     """
-    return _launch(x, weight, bias, few_rows(len(x), *weight.shape), None, pdl)
+    tile = few_rows(len(x), *weight.shape, **_kind(scale))
+    return _launch(x, weight, bias, scale, tile, None, pdl)
 
 
-def gated(x: Tensor, weight: Tensor, activation: str, *, pdl: bool = False) -> Tensor:
+def gated(x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False) -> Tensor:
     """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I], rounded once; else as `linear`.
 
     `activation`: one of ACTIVATIONS.
     """
-    return _launch(x, weight, None, few_rows(len(x), *weight.shape), ACTIVATIONS[activation], pdl)
+    tile = few_rows(len(x), *weight.shape, **_kind(scale))
+    return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, activation: str | None, pdl: bool) -> Tensor:
+def _kind(scale: Tensor | None) -> dict[str, bool]:
+    return {} if scale is None else {"fp8": True}
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: Tile, activation: str | None, pdl: bool
+) -> Tensor:
     """A tile of no rows is for one row of x, without tensor cores."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
-    _check(x, weight)
+    group = _check(x, weight, scale)
+    if group:
+        tile = grouped(tile, depth)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     early = min(tile.early, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
     options = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even, "num_warps": tile.warps}
-    options |= {"BIAS": bias is not None, "KIND": activation, "PDL": pdl}
+    options |= {"GROUP": group, "BIAS": bias is not None, "KIND": activation, "PDL": pdl}
     options |= {"launch_pdl": True} if pdl else {}
     grid = (cdiv(size, tile.columns if activation is None else tile.columns // 2),)
-    tensors = (x, weight, out if bias is None else bias, out)
+    tensors = (x, weight, out if scale is None else scale, out if bias is None else bias, out)
     if tile.rows == 0:
         _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
     else:
@@ -116,21 +86,18 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, activati
     return out
 
 
-def few_rows(rows: int, size: int, depth: int) -> Tile:
-    """The tile for a weight [size, depth]."""
-    block = 1 if rows == 1 else 8 if rows <= 8 else 16 if rows <= 16 else 32
-    if size > 8192:
-        shape = "tall" if size < 65536 else "vocabulary"
-    else:
-        shape = "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
-    tile = TILES[block][shape]
-    return tile._replace(depth=min(tile.depth, max(16, power_of_2(depth))))
-
-
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, scale: Tensor | None) -> int | None:
+    """Numbers that have a scale in common: None for a weight that isn't in FP8, 0 for all of a row."""
     assert weight.shape[1] == x.shape[1], f"x {tuple(x.shape)} does not fit the weight {tuple(weight.shape)}"
     assert weight.is_contiguous(), "the weight must be dense"
     assert x.stride(1) == 1, "rows must be dense"
+    assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
+    if scale is None:
+        return None
+    fits = len(scale) in (1, cdiv(x.shape[1], GROUP)) and scale.shape[1] == len(weight)
+    assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
+    assert scale.is_contiguous(), "the scale must be dense"
+    return 0 if len(scale) == 1 else GROUP
 
 
 @triton.jit
@@ -142,18 +109,36 @@ def _few_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
     return (tl.minimum(n // 2, size - 1) + n % 2 * size).to(tl.int64)
 
 
+@triton.jit
+def _scales(scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """Where the scales of the numbers from `start` on are, from where those of the first ones are."""
+    return scale + start // GROUP * (size if KIND is None else 2 * size)
+
+
+@triton.jit
+def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """acc [N, M] + w [N, K] v^T, v [M, K], of the numbers from `start` on."""
+    if GROUP is None or GROUP == 0:
+        return tl.dot(w.to(v.dtype), tl.trans(v), acc, input_precision="ieee")
+    part = tl.dot(w.to(v.dtype), tl.trans(v), input_precision="ieee")
+    by = tl.load(_scales(scale, start, size, GROUP, KIND))
+    return tl.fma(part, tl.broadcast_to(by[:, None], part.shape), acc)
+
+
 @quick
 @triton.jit(do_not_specialize=["rows"])
 def _few(
-    x, weight, bias, out, rows, size, depth, x_stride,
+    x, weight, scale, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
-    BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
-    tiles = weight + _few_rows(tl.program_id(0), size, BLOCK_N, KIND)[:, None] * depth + k[None, :]
+    lines = _few_rows(tl.program_id(0), size, BLOCK_N, KIND)
+    tiles = weight + lines[:, None] * depth + k[None, :]
+    scale += lines
     body = depth - EARLY * BLOCK_K
     early = ()
     for i in tl.static_range(EARLY):
@@ -168,10 +153,12 @@ def _few(
         inside = (start + k < body)[None, :]
         w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside, other=0.0)
         v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
-        acc = tl.dot(w, tl.trans(v), acc, input_precision="ieee")
+        acc = _add(acc, w, v, scale, start, size, GROUP, KIND)
     for i in tl.static_range(EARLY):
         v = tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0)
-        acc = tl.dot(early[i], tl.trans(v), acc, input_precision="ieee")
+        acc = _add(acc, early[i], v, scale, body + i * BLOCK_K, size, GROUP, KIND)
+    if GROUP == 0:
+        acc *= tl.load(scale)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is not None:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
@@ -186,15 +173,17 @@ def _few(
 @quick
 @triton.jit
 def _one(
-    x, weight, bias, out, size, depth,
+    x, weight, scale, bias, out, size, depth,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_few` for one row: multiplied and added without the tensor cores, whose tiles would be nearly empty."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
-    tiles = weight + _few_rows(tl.program_id(0), size, BLOCK_N, KIND)[:, None] * depth + k[None, :]
+    lines = _few_rows(tl.program_id(0), size, BLOCK_N, KIND)
+    tiles = weight + lines[:, None] * depth + k[None, :]
+    scale += lines
     body = depth - EARLY * BLOCK_K
     early = ()
     for i in tl.static_range(EARLY):
@@ -206,10 +195,20 @@ def _one(
         inside = start + k < body
         w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
         v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
-        sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
+        if GROUP is None or GROUP == 0:
+            sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
+        else:
+            by = tl.load(_scales(scale, start, size, GROUP, KIND))
+            sums += w.to(tl.float32) * v.to(tl.float32)[None, :] * by[:, None]
     for i in tl.static_range(EARLY):
-        sums += early[i].to(tl.float32) * tl.load(x + body + i * BLOCK_K + k).to(tl.float32)[None, :]
+        part = early[i].to(tl.float32) * tl.load(x + body + i * BLOCK_K + k).to(tl.float32)[None, :]
+        if GROUP is None or GROUP == 0:
+            sums += part
+        else:
+            sums += part * tl.load(_scales(scale, body + i * BLOCK_K, size, GROUP, KIND))[:, None]
     acc = tl.sum(sums, axis=1)
+    if GROUP == 0:
+        acc *= tl.load(scale)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is not None:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
@@ -220,27 +219,34 @@ def _one(
     tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < size)
 
 
-def invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+def invariant(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N]; a row's bits depend on nothing but that row.
 
     Any M >= 1; layout as for `linear`. Every element is a sum over K in one order, whatever the tile: tensor cores give
     the same bits in tiles of every size used here, and on either side of the product, which the tests compare.
     """
     rows, depth = x.shape
-    size = len(weight)
-    _check(x, weight)
+    size, group = len(weight), _check(x, weight, scale)
     if supports(weight, rows):
-        return _launch(x, weight, bias, few_rows(max(rows, 2), size, depth), None, pdl)
+        tile = few_rows(max(rows, 2), size, depth, **_kind(scale))
+        return _launch(x, weight, bias, scale, tile, None, pdl)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    bulk = _bulk_copies(x, weight, out) and rows > 64
+    bulk = group is None and _bulk_copies(x, weight, out) and rows > 64
     tile = any_rows(rows, size, x.dtype, bulk)
+    if group:
+        tile = grouped(tile, depth)._replace(stages=tile.stages)
+    if group is not None and shared_memory(x.device) < SHARED:
+        tile = tile._replace(stages=2)
     tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
     options = {"num_stages": tile.stages, "num_warps": tile.warps, "BIAS": bias is not None}
     options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     if not bulk:
-        even = depth % tile.depth == 0
-        _tile[(tiles,)](x, weight, added, out, rows, size, depth, x.stride(0), EVEN=even, **options)
+        options |= {"EVEN": depth % tile.depth == 0, "GROUP": group}
+        tensors = (x, weight, out if scale is None else scale, added, out)
+        _tile[(tiles,)](*tensors, rows, size, depth, x.stride(0), **options)
         return out
     programs = _multiprocessors(x.device)  # whatever the rows: each number would be a kernel of its own
     inputs = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
@@ -258,17 +264,6 @@ def check_invariant(weight: Tensor) -> None:
             f"--deterministic needs {SHARED:,} bytes of shared memory a program, and this GPU has {shared:,}",
             "Serve without it, or in --dtype float32",
         )
-
-
-def any_rows(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Tile:
-    """The tile of `invariant`, with or without Hopper's bulk copies; measured as `few_rows`."""
-    if dtype == torch.float32:
-        return Tile(32, 32, 32, 2, 4)
-    if bulk:
-        return Tile(128, 128, 64, 5, 8) if rows <= 1024 else Tile(128, 256, 64, 4, 8)
-    if rows > 64:
-        return Tile(128, 128, 64, 4, 8)
-    return Tile(64, 64, 128, 4, 4) if size > 4096 else Tile(64, 32, 256, 4, 4)
 
 
 def _bulk_copies(*tensors: Tensor) -> bool:
@@ -296,8 +291,9 @@ def _place(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @quick
 @triton.jit(do_not_specialize=["rows"])
 def _tile(
-    x, weight, bias, out, rows, size, depth, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    x, weight, scale, bias, out, rows, size, depth, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """One tile a program."""
     top, left = _place(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
@@ -305,13 +301,21 @@ def _tile(
     k = tl.arange(0, BLOCK_K)
     real = m < rows
     inputs = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    weights = weight + tl.minimum(n, size - 1).to(tl.int64)[:, None] * depth + k[None, :]
+    lines = tl.minimum(n, size - 1).to(tl.int64)
+    weights, scale = weight + lines[:, None] * depth + k[None, :], scale + lines
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, depth, BLOCK_K):
         inside = (start + k < depth)[None, :]
         v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
         w = tl.load(weights + start) if EVEN else tl.load(weights + start, mask=inside, other=0.0)
-        acc = tl.dot(v, tl.trans(w), acc, input_precision="ieee")
+        if GROUP is None or GROUP == 0:
+            acc = tl.dot(v, tl.trans(w.to(v.dtype)), acc, input_precision="ieee")
+        else:
+            part = tl.dot(v, tl.trans(w.to(v.dtype)), input_precision="ieee")
+            by = tl.load(_scales(scale, start, size, GROUP, None))
+            acc = tl.fma(part, tl.broadcast_to(by[None, :], part.shape), acc)
+    if GROUP == 0:
+        acc *= tl.load(scale)[None, :]
     if BIAS:
         acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
     place = out + m.to(tl.int64)[:, None] * size + n[None, :]

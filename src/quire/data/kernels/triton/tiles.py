@@ -1,0 +1,115 @@
+"""What one program of a linear layer's kernels computes at a time, by the shape of the product. It launches nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quire.data.kernels.triton.launch import power_of_2
+
+
+class Tile(NamedTuple):
+    """What one program computes at a time, and how."""
+
+    rows: int  # of x
+    columns: int  # of the result: rows of the weight
+    depth: int  # of the dot products
+    stages: int
+    warps: int
+    early: int = 0  # as many tiles of the weight are loaded before the wait for the kernels before
+
+
+# By the rows of x at most, and the weight's shape: measured on one H200 within a whole step of Llama-3-8B in bf16, with
+# small kernels between the products: down is "deep", o "square", qkv "middle", gate_up "tall", the head "vocabulary".
+# One row needs no tensor cores. Narrow tiles occupy every multiprocessor, wide ones read x less often.
+TILES = {
+    1: {
+        "deep": Tile(0, 8, 512, 3, 4, 3),
+        "square": Tile(0, 8, 512, 3, 4, 2),
+        "middle": Tile(0, 8, 512, 3, 2, 1),
+        "tall": Tile(0, 4, 2048, 3, 4),
+        "vocabulary": Tile(0, 4, 2048, 3, 4),
+    },
+    8: {
+        "deep": Tile(8, 32, 512, 4, 4, 1),
+        "square": Tile(8, 32, 512, 3, 2, 2),
+        "middle": Tile(8, 16, 256, 6, 1, 1),
+        "tall": Tile(8, 32, 128, 4, 2, 2),
+        "vocabulary": Tile(8, 32, 256, 3, 2),
+    },
+    16: {
+        "deep": Tile(16, 32, 256, 6, 4),
+        "square": Tile(16, 64, 256, 4, 4, 1),
+        "middle": Tile(16, 64, 128, 6, 4, 1),
+        "tall": Tile(16, 64, 128, 4, 4, 1),
+        "vocabulary": Tile(16, 128, 128, 3, 8),
+    },
+    32: {
+        "deep": Tile(32, 64, 128, 6, 4),
+        "square": Tile(32, 64, 128, 6, 4),
+        "middle": Tile(32, 64, 128, 5, 4),
+        "tall": Tile(32, 64, 128, 4, 4, 1),
+        "vocabulary": Tile(32, 128, 128, 4, 8),
+    },
+}
+
+# The same of FP8 weights, of which a tile is half as many bytes. Derived from those, for as many programs at once on a
+# multiprocessor as there are to be; not measured yet.
+TILES_FP8 = {
+    1: {
+        "deep": Tile(0, 8, 512, 4, 4, 3),
+        "square": Tile(0, 8, 512, 4, 4, 2),
+        "middle": Tile(0, 8, 512, 4, 2, 1),
+        "tall": Tile(0, 8, 512, 5, 4),
+    },
+    8: {
+        "deep": Tile(8, 32, 512, 5, 4, 1),
+        "square": Tile(8, 32, 512, 4, 2, 2),
+        "middle": Tile(8, 16, 256, 6, 1, 1),
+        "tall": Tile(8, 32, 256, 4, 2, 2),
+    },
+    16: {
+        "deep": Tile(16, 32, 512, 5, 4),
+        "square": Tile(16, 64, 256, 5, 4, 1),
+        "middle": Tile(16, 64, 256, 5, 4, 1),
+        "tall": Tile(16, 64, 256, 4, 4, 1),
+    },
+    32: {
+        "deep": Tile(32, 64, 256, 5, 4),
+        "square": Tile(32, 64, 256, 5, 4),
+        "middle": Tile(32, 64, 256, 4, 4),
+        "tall": Tile(32, 64, 256, 4, 4, 1),
+    },
+}
+GROUP = 128
+"""Numbers of a row of an FP8 weight that have a scale in common, where there are several."""
+
+
+def few_rows(rows: int, size: int, depth: int, fp8: bool = False) -> Tile:
+    """The tile for a weight [size, depth]."""
+    block = 1 if rows == 1 else 8 if rows <= 8 else 16 if rows <= 16 else 32
+    if size > 8192:
+        shape = "tall" if size < 65536 or fp8 else "vocabulary"
+    else:
+        shape = "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
+    tile = (TILES_FP8 if fp8 else TILES)[block][shape]
+    return tile._replace(depth=min(tile.depth, max(16, power_of_2(depth))))
+
+
+def any_rows(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Tile:
+    """The tile of `invariant`, with or without Hopper's bulk copies; measured as `few_rows`."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 32, 2, 4)
+    if bulk:
+        return Tile(128, 128, 64, 5, 8) if rows <= 1024 else Tile(128, 256, 64, 4, 8)
+    if rows > 64:
+        return Tile(128, 128, 64, 4, 8)
+    return Tile(64, 64, 128, 4, 4) if size > 4096 else Tile(64, 32, 256, 4, 4)
+
+
+def grouped(tile: Tile, depth: int) -> Tile:
+    """The same for a weight with scales by GROUP numbers: each step of the sum has one of them, whatever the tile."""
+    more = 4 if tile.rows == 0 else 1  # one row's tiles would be too small
+    early = min(tile.early, 1) if depth % GROUP == 0 else 0
+    return tile._replace(columns=tile.columns * more, depth=GROUP, stages=tile.stages + 1, early=early)

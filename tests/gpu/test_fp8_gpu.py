@@ -1,0 +1,132 @@
+"""Weights in FP8 on a GPU that multiplies it: an engine's log-probabilities are those with what the weights stand for,
+as near as bf16 is where rows are few and as FP8 is where they are many; its memory is as planned, while loading too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_deterministic import serve
+
+from quire.build import build
+from quire.config import EngineConfig
+from quire.data.layers.linear import Linear
+from quire.data.models.configs import named_config
+from quire.data.models.quantization import MADE
+from quire.data.weights import fp8
+from quire.data.weights.dummy import fill_dummy
+from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
+
+FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="this GPU has no FP8")]
+
+CUDA = torch.device("cuda")
+LENGTHS = (1, 5, 17, 30, 250, 64)
+OUTPUT = 24
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def log_probs(
+    tokens: int, follow: list[list[int]] | None = None, **settings: Any
+) -> tuple[list[list[int]], torch.Tensor]:
+    """What greedy requests said, and the log-probabilities of their prompts and of that; `tokens` in a step. With
+    `follow` these are all prompts, and nothing is said."""
+    given: dict[str, Any] = {"dtype": "bfloat16", "kv_tokens": 16384, "max_num_batched_tokens": tokens}
+    given |= {"dummy_weights": True, "device": "cuda", "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    if "model" not in settings:
+        given["model_config"] = "llama-125m"
+    engine = build(EngineConfig(**{**given, **settings})).engine
+    prompts = follow or [[(31 * i + 7 * j) % 30000 + 10 for j in range(length)] for i, length in enumerate(LENGTHS)]
+    said: list[list[int]] = [list(prompt) for prompt in prompts]
+    found: list[list[float]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=1 if follow else OUTPUT, ignore_eos=True, logprobs=0,
+                                prompt_logprobs=0)  # fmt: skip
+        engine.add(str(i), prompt, params)
+    while engine.unfinished:
+        for output in engine.step():
+            which = int(output.request)
+            if output.prompt_tops is not None:
+                found[which] += [top.logprob for top in output.prompt_tops]
+            if not follow:
+                said[which] += output.tokens
+                found[which] += [top.logprob for top in output.tops]
+    engine.close()
+    return said, torch.tensor([number for one in found for number in one])
+
+
+@pytest.fixture(scope="module", params=[None, BLOCKS], ids=["rows", "blocks"])
+def settings(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Weights rounded at start, and as a checkpoint has them."""
+    if request.param is None:
+        return {"quantization": "fp8"}
+    folder: Path = tmp_path_factory.mktemp("blocks")
+    config = {**named_config("llama-125m"), "quantization_config": request.param}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"model": str(folder)}
+
+
+def test_log_probabilities(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    few_said, few = log_probs(16, **settings)
+    _, many = log_probs(4096, few_said, **settings)
+    _, rows = log_probs(16, few_said, **settings)
+    monkeypatch.setattr(fp8, "native", lambda dtype, device: False)
+    _, plain = log_probs(16, few_said, **settings)
+    _, full = log_probs(4096, few_said, **settings)
+    assert len(few) == len(few_said) * (OUTPUT - 1) + sum(LENGTHS)
+    spread = full.std()
+    assert spread > 0.05
+    near = (plain - full).abs().mean()  # what bf16 alone makes of other tiles
+    print(f"bf16 {near:.5f}, few rows {(rows - plain).abs().mean():.5f}, many {(many - full).abs().mean():.5f}, "
+          f"spread {spread:.3f}")  # fmt: skip
+    assert (rows - plain).abs().mean() < 3 * near + 1e-3
+    assert (many - full).abs().mean() < 0.1 * spread
+
+
+def test_with_deterministic_a_batch_does_not_show() -> None:
+    given = {"quantization": "fp8"}
+    assert serve(**given)[0] == serve(together=False, **given)[0]
+
+
+def test_graphs_say_what_eager_steps_say() -> None:
+    given = {"quantization": "fp8", "max_num_batched_tokens": 300}
+    assert serve(**given)[0] == serve(cuda_graphs=False, **given)[0]
+
+
+@pytest.mark.parametrize("name", ["llama-125m", "llama3.2-1b"])
+def test_memory_is_as_planned_while_loading_too(name: str) -> None:
+    config = named_config(name)
+    planned = build_plan(name)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = fp8.made(config, torch.bfloat16, CUDA, MADE)
+    fill_dummy(model, 0, MADE)
+    torch.cuda.synchronize()
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    layers = [m for m in model.modules() if isinstance(m, Linear) and m.scale is not None]
+    assert layers
+    real = sum(p.nbytes for p in model.parameters()) + sum(m.scale.nbytes for m in layers if m.scale is not None)
+    assert real == planned
+    assert real <= held < real + 2**20 + 512 * 20 * len(layers)  # rounded up to pieces
+    assert peak < held + 2**27
+
+
+def build_plan(name: str) -> int:
+    from quire.build import saved_by_fp8
+    from quire.source import read_source
+
+    config = EngineConfig(model_config=name, quantization="fp8", dummy_weights=True)
+    source = read_source(config)
+    return source.spec.parameters * 2 - saved_by_fp8(config, source, "bfloat16", "cuda")
+
+
+def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
+    config = {**named_config("llama-125m"), "quantization_config": {"quant_method": "modelopt"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match="'modelopt', which is not supported"):
+        build(EngineConfig(model=str(tmp_path), dummy_weights=True, skip_tokenizer_init=True))

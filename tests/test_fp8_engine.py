@@ -1,0 +1,101 @@
+"""An engine with weights in FP8: the bundled model says nearly what it says in bf16; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire.build import build
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.source import read_source
+from quire.vocabulary.params import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # the training tools are scripts
+
+import tiny_text
+
+SEED = 77_000_001  # of documents that training never drew
+MOST = 0.02
+
+
+def negative_logs(documents: list[str], **settings: Any) -> list[float]:
+    """-log of the probability of every token of the documents but their first ones."""
+    found = []
+    with quire.LLM(**{"kv_tokens": 4096, "enable_prefix_caching": False, **settings}) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        for output in llm.generate(documents, params):
+            assert output.prompt_logprobs is not None
+            for token, entry in list(zip(output.prompt_token_ids, output.prompt_logprobs))[1:]:
+                assert entry is not None
+                found.append(-entry[token].logprob)
+    return found
+
+
+def test_perplexity_of_the_bundled_model() -> None:
+    documents = list(tiny_text.draw_documents(SEED, 20_000))
+    exact, rounded = (negative_logs(documents, dtype="bfloat16", quantization=q) for q in (None, "fp8"))
+    assert len(exact) == len(rounded) > 3000
+    assert exact != rounded
+    before, after = (math.exp(sum(logs) / len(logs)) for logs in (exact, rounded))
+    print(f"perplexity {before:.4f} in bf16, {after:.4f} with FP8: {after / before - 1:+.3%}")
+    assert abs(after / before - 1) < MOST
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(StartupError, match="--quantization is 'gptq'") as failure:
+        EngineConfig(quantization="gptq")
+    assert failure.value.remedy == "Choose one of: fp8"
+
+
+def test_a_checkpoint_that_says_fp8_and_is_not(tmp_path: Path) -> None:
+    bundled = read_source(EngineConfig()).folder
+    assert bundled is not None
+    for file in bundled.iterdir():
+        shutil.copy(file, tmp_path)
+    config = json.loads((bundled / "config.json").read_text())
+    for said, words in (
+        ({"quant_method": "fbgemm_fp8"}, "has dtype bfloat16"),
+        ({"quant_method": "awq"}, "quant_method 'awq', which is not supported"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+        with pytest.raises(StartupError, match=words) as failure:
+            build(EngineConfig(model=str(tmp_path), kv_tokens=256, device="cpu"))
+        assert failure.value.remedy
+
+
+def test_keys_of_prefixes_tell_formats_apart() -> None:
+    """Keys and values differ, and so must what they are found by."""
+
+    roots = set()
+    for quantization in (None, "fp8"):
+        engine = build(EngineConfig(kv_tokens=512, device="cpu", dtype="float32", quantization=quantization)).engine
+        roots.add(engine.scheduler.memory.prefixes.root)  # type: ignore[attr-defined]
+        engine.close()
+    assert len(roots) == 2
+
+
+def test_a_simulation_reads_half_the_bytes() -> None:
+    from quire.cli.simulate import plant_of
+
+    plain = plant_of(EngineConfig(model_config="llama3-8b"), "h200-llama3-8b")
+    fp8 = plant_of(EngineConfig(model_config="llama3-8b", quantization="fp8"), "h200-llama3-8b")
+    products = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    rows = 32 * (6144 + 4096 + 28672 + 4096)
+    assert plain.cost.shape.weight_bytes - fp8.cost.shape.weight_bytes == products - 4 * rows
+    assert fp8.kv_bytes - plain.kv_bytes == products - 4 * rows
+    assert fp8.kv_tokens > plain.kv_tokens
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_a_cpu_plans_with_the_models_dtype() -> None:
+    plans = [build(EngineConfig(kv_tokens=256, dtype="float32", quantization=q)).plan for q in (None, "fp8")]
+    assert plans[0].weights == plans[1].weights
