@@ -30,8 +30,8 @@ from quire.link.hello import Hello
 from quire.link.process import ProcessLink
 from quire.sim.echo import EchoRunner
 from quire.text.chat import ChatTemplate
-from quire.text.pictures import Sight
 from quire.text.prompts import Prompts
+from quire.text.sight import Sight
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.plan import StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec

@@ -15,8 +15,8 @@ from quire.control.engine import Engine
 from quire.errors import InputError
 from quire.text.chat import ChatTemplate
 from quire.text.images import ImageLimits
-from quire.text.pictures import Sight
 from quire.text.prompts import Prompts
+from quire.text.sight import Sight
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.media import Medium, Pixels
 

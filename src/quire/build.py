@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from quire.pool import Member
     from quire.text.chat import ChatTemplate
-    from quire.text.pictures import Sight
+    from quire.text.sight import Sight
     from quire.text.tokenizer import Tokenizer
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -17,8 +17,8 @@ from quire.vocabulary.specs import ModelSpec
 if TYPE_CHECKING:
     from quire.text.chat import ChatTemplate
     from quire.text.eyes import Eyes
-    from quire.text.pictures import Sight
     from quire.text.renderer import Renderer
+    from quire.text.sight import Sight
     from quire.text.tokenizer import Tokenizer
 
 BUNDLED = "tiny"
@@ -83,7 +83,7 @@ def read_sight(config: EngineConfig, source: Source) -> Sight | None:
     if eyes is None:
         return None
     from quire.text.images import ImageLimits
-    from quire.text.pictures import Sight
+    from quire.text.sight import Sight
 
     return Sight(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
 

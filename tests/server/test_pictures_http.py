@@ -20,7 +20,6 @@ from quire.async_llm import AsyncLLM
 from quire.control.edge import Limits
 from quire.errors import InputError
 from quire.server.guards import MAX_BODY, BoundBody
-from quire.text import pictures
 from quire.vocabulary.media import Medium
 
 URL = uri(written(drawn(8, 8)))

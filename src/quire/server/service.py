@@ -32,8 +32,8 @@ from quire.server.request_log import log_request
 from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
 from quire.server.size import Held, Shown, bounded
 from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
-from quire.text.pictures import pictured
 from quire.text.prompts import Cut, Prompt
+from quire.text.sight import pictured
 from quire.vocabulary.params import SamplingParams
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",

@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.text.messages import Given, read_messages
-from quire.text.pictures import Sight, pictured
+from quire.text.sight import Sight, pictured
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 

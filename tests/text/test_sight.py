@@ -15,9 +15,9 @@ from PIL import Image
 from seeing import END, PICTURE, Dots, sight
 
 from quire.errors import InputError, Overloaded, PromptTooLong
-from quire.text import pictures
+from quire.text import sight as sights
 from quire.text.messages import Given
-from quire.text.pictures import key_of, pictured
+from quire.text.sight import key_of, pictured
 from quire.vocabulary.media import Pixels
 
 PNG = written(drawn(8, 8))
@@ -95,7 +95,7 @@ def test_what_is_no_picture(source: Any, says: str) -> None:
 
 
 def test_every_header_is_read_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "decoded", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr(sights, "decoded", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(InputError, match=r"image\[1\] is a picture of 9000 x 9000"):
         see(PNG, png_of(9000, 9000))
 
@@ -106,14 +106,14 @@ def test_limits_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
         see(*[PNG] * 4, count=3)
     with pytest.raises(InputError, match=rf"image\[2\] the request's pictures have {3 * len(PNG)} bytes"):
         see(*[PNG] * 3, bytes=3 * len(PNG) - 1)
-    monkeypatch.setattr(pictures, "MOST_PIXELS", 400)
+    monkeypatch.setattr(sights, "MOST_PIXELS", 400)
     with pytest.raises(InputError, match=r"with image\[2\] the request's pictures have 576 bytes, prepared"):
         see(*[PNG] * 3)
 
 
 def test_pictures_wait_for_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop turns meanwhile; and more than a bounded number is refused."""
-    monkeypatch.setattr(pictures, "MAX_WAITING", 3)
+    monkeypatch.setattr(sights, "MAX_WAITING", 3)
     eyes, go, names = sight(), threading.Event(), []
 
     def decoded(*_: Any) -> Image.Image:
@@ -130,7 +130,7 @@ def test_pictures_wait_for_threads_of_their_own(monkeypatch: pytest.MonkeyPatch)
         await asyncio.gather(*waiting)
         await eyes.look([Given("a", PNG)], "")
 
-    monkeypatch.setattr(pictures, "decoded", decoded)
+    monkeypatch.setattr(sights, "decoded", decoded)
     asyncio.run(all_of_them())
     assert len(names) == 4
     assert all(name.startswith("quire-pictures") for name in names)
@@ -230,4 +230,4 @@ def test_a_defect_of_a_preparation_is_not_the_request_s() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        pictures.Sight(Broken(), sight().limits).see([Given("a", PNG)], "")
+        sights.Sight(Broken(), sight().limits).see([Given("a", PNG)], "")
