@@ -212,7 +212,7 @@ def test_a_decoder_that_fails_ends_its_own_request(served: Served, monkeypatch: 
     """On its thread, in a way that nobody foresaw."""
     before = canary(served.http)
     with monkeypatch.context() as patched:
-        patched.setattr(pictures, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
+        patched.setattr(sights, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
         answer = served.http.post(WHOLE, json=talk(part()))
     assert answer.status_code == 500
     assert "0x7f" not in answer.text
