@@ -21,6 +21,7 @@ from quire.async_llm import AsyncLLM
 from quire.control.edge import Limits
 from quire.errors import InputError
 from quire.server.guards import MAX_BODY, BoundBody
+from quire.text import sight as sight_module
 from quire.vocabulary.media import Medium
 
 URL = uri(written(drawn(8, 8)))
@@ -213,7 +214,7 @@ def test_a_decoder_that_fails_ends_its_own_request(served: Served, monkeypatch: 
     """On its thread, in a way that nobody foresaw."""
     before = canary(served.http)
     with monkeypatch.context() as patched:
-        patched.setattr(sights, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
+        patched.setattr(sight_module, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
         answer = served.http.post(WHOLE, json=talk(part()))
     assert answer.status_code == 500
     assert "0x7f" not in answer.text
