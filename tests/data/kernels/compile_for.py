@@ -180,7 +180,7 @@ def samples() -> None:
 if __name__ == "__main__":
     driver.set_active(Driver())
     attention.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    attention.shared_memory = lambda device: SHARED  # type: ignore[assignment]
+    attention.shared_memory = linear.shared_memory = lambda device: SHARED  # type: ignore[assignment]
     launches = watch()
     attend()
     layers()
