@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.data.layers.linear import Linear
 from quire.data.layers.norm import LayerNorm, RMSNorm
 from quire.data.models.quantization import FP8
-from quire.data.weights.fp8 import E4M3, LARGEST, covered
+from quire.data.weights.fp8 import E4M3, LARGEST, covered, scale_of
 
 if TYPE_CHECKING:
     from quire.data.models import Model
@@ -36,8 +35,8 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | None = None) -> None:
             if isinstance(module, RMSNorm | LayerNorm):
                 offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
-            elif isinstance(module, Linear) and module.scale is not None and name == "weight":
-                module.scale.fill_(scale)
+            elif (scales := scale_of(model, f"{path}.{name}")) is not None:
+                scales.fill_(scale)
                 at = _lay(parameter.view(-1), numbers, at)
             else:
                 rounded = all(fp8.get(f"{path}.{name}", (False,)))
