@@ -206,7 +206,8 @@ def samples() -> None:
 if __name__ == "__main__":
     driver.set_active(Driver())
     attention.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    attention.shared_memory = experts.shared_memory = lambda device: SHARED  # type: ignore[assignment]
+    for module in (attention, linear, experts):
+        module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]
     launches = watch()
     attend()
     layers()
