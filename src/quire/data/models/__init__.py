@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.mamba_settings import JambaSettings, MambaSettings
+from quire.data.models.mllama_settings import MllamaSettings
 from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import ModelSpec
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from quire.data.models.jamba import Jamba
     from quire.data.models.llama import Llama
     from quire.data.models.mamba import Mamba
+    from quire.data.models.mllama import Mllama
     from quire.data.models.opt import OPT
 
-    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba
+    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba | Mllama
 
 Settings = (
     type[LlamaSettings] | type[GemmaSettings] | type[OPTSettings] | type[GPT2Settings]
-    | type[JambaSettings] | type[MambaSettings]
+    | type[JambaSettings] | type[MambaSettings] | type[MllamaSettings]
 )  # fmt: skip
 
 # The name in config.json -> the settings that read it, and the class as "module:name".
@@ -41,6 +43,7 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "JambaForCausalLM": (JambaSettings, "jamba:Jamba"),
     "MambaForCausalLM": (MambaSettings, "mamba:Mamba"),
     "FalconMambaForCausalLM": (MambaSettings, "mamba:Mamba"),
+    "MllamaForConditionalGeneration": (MllamaSettings, "mllama:Mllama"),
 }
 
 
