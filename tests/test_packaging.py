@@ -12,7 +12,12 @@ from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 ROOT = Path(__file__).parent.parent
-NAMES = {"huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client", "pyyaml": "yaml"}
+NAMES = {
+    "huggingface-hub": "huggingface_hub",
+    "prometheus-client": "prometheus_client",
+    "pyyaml": "yaml",
+    "pillow": "PIL",
+}
 OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton", "cuda"}
 
 

@@ -103,6 +103,14 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_optional(folder, "generation_config.json")
 
 
+def read_preprocessor_config(folder: Path) -> dict[str, Any]:
+    """How pictures are prepared: the object in preprocessor_config.json, else what the newer processor_config.json says
+    of images; empty if there is neither."""
+    found = read_optional(folder, "preprocessor_config.json")
+    newer = {} if found else read_optional(folder, "processor_config.json").get("image_processor")
+    return found or (newer if isinstance(newer, dict) else {})
+
+
 def tensor_files(folder: Path) -> list[Path]:
     """The safetensors files that together hold the checkpoint; they exist within it. StartupError otherwise."""
     index = find(folder, INDEX)

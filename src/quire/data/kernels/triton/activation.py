@@ -20,6 +20,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "relu": "relu",
     "gelu": "gelu",
+    "quick_gelu": "gelu_quick",
     "gelu_new": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -29,13 +30,15 @@ ACTIVATIONS = {
 @triton.jit
 def activate(x, KIND: tl.constexpr):
     """fp32 -> fp32."""
-    tl.static_assert(KIND == "silu" or KIND == "relu" or KIND == "gelu" or KIND == "gelu_tanh")
+    tl.static_assert(KIND == "silu" or KIND == "relu" or KIND == "gelu" or KIND == "gelu_tanh" or KIND == "gelu_quick")
     if KIND == "silu":
         return x * tl.sigmoid(x)
     elif KIND == "relu":
         return tl.where(x < 0, 0.0, x)  # NaN stays NaN
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_quick":  # CLIP's
+        return x * tl.sigmoid(1.702 * x)
     else:  # 0.5 (1 + tanh u) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3)
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 

@@ -1,0 +1,54 @@
+"""CLIP's vision tower (Radford et al., 2021), up to a layer before the last: patches without their class token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quire.data.layers.norm import LayerNorm
+from quire.data.models.vision.blocks import Block, Patches, parameter, through
+from quire.data.models.vision.towers import TowerSettings
+
+LAYER = "encoder.layers.*."
+BLOCKS: dict[str, str | tuple[str, ...]] = {
+    **{
+        f"layers.*.attention.qkv.{x}": tuple(f"{LAYER}self_attn.{y}_proj.{x}" for y in "qkv")
+        for x in ("weight", "bias")
+    },
+    **{f"layers.*.attention.out.{x}": f"{LAYER}self_attn.out_proj.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.attention_norm.{x}": f"{LAYER}layer_norm1.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.mlp_norm.{x}": f"{LAYER}layer_norm2.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.mlp.up.{x}": f"{LAYER}mlp.fc1.{x}" for x in ("weight", "bias")},
+    **{f"layers.*.mlp.down.{x}": f"{LAYER}mlp.fc2.{x}" for x in ("weight", "bias")},
+}
+NAMES: dict[str, str | tuple[str, ...]] = {
+    **BLOCKS,
+    "class_token": "embeddings.class_embedding",
+    "patches.weight": "embeddings.patch_embedding.weight",
+    "positions": "embeddings.position_embedding.weight",
+    "norm.weight": "pre_layrnorm.weight",
+    "norm.bias": "pre_layrnorm.bias",
+}
+
+
+class CLIP(nn.Module):
+    """pixels [n, 3, H, W] -> features [n, patches, hidden]."""
+
+    def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.patches = Patches(s, False, dtype, device)
+        self.class_token = parameter(s.hidden, dtype=dtype, device=device)
+        self.positions = parameter(s.patches + 1, s.hidden, dtype=dtype, device=device)
+        self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
+        self.layers = nn.ModuleList(Block(s, dtype, device) for _ in range(s.layers))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        first = self.class_token.expand(len(pixels), 1, -1)
+        x = torch.cat((first, self.patches(pixels)), dim=1).add_(self.positions)
+        return through(self.layers, self.norm(x))[:, 1:]
+
+
+def unread(s: TowerSettings) -> tuple[str, ...]:
+    """Tensors of what comes behind the layers that are run."""
+    layers = tuple(rf"encoder\.layers\.{layer}\..*" for layer in range(s.layers, s.stored))
+    return (r"embeddings\.position_ids", *layers, *(() if s.final_norm else (r"post_layernorm\..*",)), r"head\..*")

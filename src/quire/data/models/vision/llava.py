@@ -1,0 +1,73 @@
+"""LLaVA-OneVision's eyes (Li et al., 2024): SigLIP over the whole picture and over its tiles, whose patches are put
+together, freed of padding, made fewer if there are many, and ended by a newline's row each.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.data.models.names import Stored, expand
+from quire.data.models.vision import clip
+from quire.data.models.vision.blocks import Frame, Projector, parameter
+from quire.data.models.vision.settings import VisionSettings
+from quire.data.models.vision.siglip import NAMES, SigLIP
+from quire.vocabulary.pictures import AnyResolution, Grid
+
+TABLE = {
+    **{f"tower.{ours}": theirs for ours, theirs in NAMES.items()},
+    **{f"projector.up.{x}": f"multi_modal_projector.linear_1.{x}" for x in ("weight", "bias")},
+    **{f"projector.down.{x}": f"multi_modal_projector.linear_2.{x}" for x in ("weight", "bias")},
+    "newline": "image_newline",
+}
+PREFIXES = (
+    "model.vision_tower.vision_model.",
+    "vision_tower.vision_model.",
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.",
+)
+
+
+class LlavaOneVision(Frame):
+    """The whole picture is part 0, its tiles follow line by line."""
+
+    prefixes = PREFIXES
+
+    def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(settings, dtype)
+        self.tower = SigLIP(settings.tower, dtype, device)
+        self.projector = Projector(settings, dtype, device)
+        self.newline = parameter(settings.width, dtype=dtype, device=device)
+
+    def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
+        """[n, 3, side, side] -> [n, patches, hidden]."""
+        return self.tower(pixels)
+
+    def join(self, features: Tensor, grid: Grid) -> Tensor:
+        """features [parts, patches, hidden] -> rows [rows, width]."""
+        tiling = self.tiling
+        assert isinstance(tiling, AnyResolution), "its tiles are of any resolution"
+        rows = self.projector(features.flatten(0, 1)).view(*features.shape[:2], -1)
+        if not grid.rows:
+            return torch.cat((rows[0], self.newline[None]))
+        side, width = tiling.side, rows.shape[-1]
+        canvas = rows[1:].view(grid.rows, grid.columns, side, side, width).transpose(1, 2)
+        canvas = canvas.reshape(grid.rows * side, grid.columns * side, width)
+        above, left = tiling.padding(grid)
+        canvas = canvas[above : len(canvas) - above, left : canvas.shape[1] - left]
+        lines = tiling.lines(grid)
+        if lines != canvas.shape[:2]:
+            canvas = F.interpolate(canvas.permute(2, 0, 1)[None], lines, mode="bilinear")[0].permute(1, 2, 0)
+        ended = torch.cat((canvas, self.newline.expand(lines[0], 1, width)), dim=1)
+        return torch.cat((rows[0], ended.flatten(0, 1)))
+
+    def names(self) -> dict[str, Stored]:
+        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        return expand(self, TABLE)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        return clip.unread(self.settings.tower)

@@ -1,0 +1,153 @@
+"""Llama 3.2 Vision's eyes: all tiles of a picture in one tower of local and global layers, and a product behind it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.data.layers.linear import Linear
+from quire.data.layers.norm import LayerNorm
+from quire.data.models.names import Stored, expand
+from quire.data.models.vision.blocks import Block, Frame, Patches, parameter
+from quire.data.models.vision.settings import VisionSettings
+from quire.data.models.vision.towers import TowerSettings
+from quire.vocabulary.pictures import Fitted, Grid
+
+BOTH = ("weight", "bias")
+EPS = 1e-5  # of the norms before and behind the local layers, which is in no config
+
+
+def _layers(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:
+    layer = f"{theirs}.layers.*."
+    return {
+        f"{ours}.*.attention.qkv.weight": tuple(f"{layer}self_attn.{x}_proj.weight" for x in "qkv"),
+        f"{ours}.*.attention.out.weight": f"{layer}self_attn.o_proj.weight",
+        f"{ours}.*.attention_scale": f"{layer}gate_attn",
+        f"{ours}.*.mlp_scale": f"{layer}gate_ffn",
+        **{f"{ours}.*.attention_norm.{x}": f"{layer}input_layernorm.{x}" for x in BOTH},
+        **{f"{ours}.*.mlp_norm.{x}": f"{layer}post_attention_layernorm.{x}" for x in BOTH},
+        **{f"{ours}.*.mlp.up.{x}": f"{layer}mlp.fc1.{x}" for x in BOTH},
+        **{f"{ours}.*.mlp.down.{x}": f"{layer}mlp.fc2.{x}" for x in BOTH},
+    }
+
+
+NAMES: dict[str, str | tuple[str, ...]] = {
+    "patches.weight": "patch_embedding.weight",
+    "class_token": "class_embedding",
+    "positions": "gated_positional_embedding.embedding",
+    "positions_gate": "gated_positional_embedding.gate",
+    "tile_positions": "gated_positional_embedding.tile_embedding.weight",
+    "tiles_before": "pre_tile_positional_embedding.embedding.weight",
+    "tiles_before_gate": "pre_tile_positional_embedding.gate",
+    "tiles_behind": "post_tile_positional_embedding.embedding.weight",
+    "tiles_behind_gate": "post_tile_positional_embedding.gate",
+    **{f"norm_before.{x}": f"layernorm_pre.{x}" for x in BOTH},
+    **{f"norm_behind.{x}": f"layernorm_post.{x}" for x in BOTH},
+    **_layers("near", "transformer"),
+    **_layers("far", "global_transformer"),
+}
+TABLE = {
+    **{f"tower.{ours}": theirs for ours, theirs in NAMES.items()},
+    **{f"projector.{x}": f"multi_modal_projector.{x}" for x in BOTH},
+}
+
+
+class Tower(nn.Module):
+    """A picture's tiles -> features of their patches and class tokens.
+
+    It was trained with pictures padded to `most_tiles` tiles and tiles to a multiple of 8 tokens, and with a mask that
+    keeps padding from padding only: what is real sees it too. So padding is computed; it stands behind the rest, and
+    attention is two calls without a mask. `taps` are layers whose inputs are given out, as they were in training
+    (transformers 5 gives out their outputs, one layer later).
+    """
+
+    def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.s, h, tables, tiles = s, s.hidden, s.shapes + 1, s.most_tiles
+        self.patches = Patches(s, False, dtype, device)
+        self.class_token = parameter(h, dtype=dtype, device=device)
+        self.positions = parameter(s.patches + 1, h, dtype=dtype, device=device)
+        self.tile_positions = parameter(tables, tiles * (s.patches + 1) * h, dtype=dtype, device=device)
+        self.tiles_before = parameter(tables, tiles * h, dtype=dtype, device=device)
+        self.tiles_behind = parameter(tables, tiles * h, dtype=dtype, device=device)
+        self.positions_gate = parameter(1, dtype=dtype, device=device)
+        self.tiles_before_gate = parameter(1, dtype=dtype, device=device)
+        self.tiles_behind_gate = parameter(1, dtype=dtype, device=device)
+        self.norm_before = LayerNorm(h, EPS, dtype, device)
+        self.norm_behind = LayerNorm(h, EPS, dtype, device)
+        self.near = nn.ModuleList(Block(s, dtype, device) for _ in range(s.layers))
+        self.far = nn.ModuleList(Block(s, dtype, device, gated=True) for _ in range(s.global_layers))
+
+    def forward(self, pixels: Tensor, shape: int) -> Tensor:
+        """pixels [n, 3, H, W] of a picture whose grid has the number `shape` -> [n, patches + 1, out]."""
+        tiles, tokens, hidden = self.s.most_tiles, self.s.tokens, self.s.hidden
+        x, real = self._embedded(pixels, shape), len(pixels) * (self.s.patches + 1)
+        order = self._order(len(pixels), x.device)
+        flat, apart, taken = x.flatten(0, 1)[order], tiles * tokens - real, []
+        delta: Tensor | None = None
+        for number, layer in enumerate(self.near):
+            if number in self.s.taps:
+                taken.append(flat[:real] if delta is None else flat[:real] + delta[:real])
+            flat, delta = layer(flat, delta, 1, apart)
+        flat = self.norm_behind(flat, delta)
+        behind = self.tiles_behind[shape].view(tiles, hidden) * self.tiles_behind_gate.tanh()
+        flat, delta = flat.add_(behind[order // tokens]), None
+        for layer in self.far:
+            flat, delta = layer(flat, delta, 1, apart)
+        assert delta is not None, "there are global layers"
+        last = flat[:real] + delta[:real]
+        taps = [torch.stack(taken, dim=-1).flatten(1)] if taken else []
+        return torch.cat((last, *taps), dim=-1).view(len(pixels), self.s.patches + 1, -1)
+
+    def _embedded(self, pixels: Tensor, shape: int) -> Tensor:
+        """[most_tiles, tokens, hidden], the picture's tiles first."""
+        tiles, hidden, count = self.s.most_tiles, self.s.hidden, self.s.patches + 1
+        x = F.pad(self.patches(pixels), (0, 0, 0, 0, 0, tiles - len(pixels)))  # black tiles have patches of 0
+        x.add_(self.tiles_before[shape].view(tiles, 1, hidden) * self.tiles_before_gate.tanh())
+        x = torch.cat((self.class_token.expand(tiles, 1, hidden), x), dim=1)
+        gate = self.positions_gate.tanh()
+        x.add_((1 - gate) * self.positions).add_(self.tile_positions[shape].view(tiles, count, hidden) * gate)
+        return F.pad(self.norm_before(x), (0, 0, 0, self.s.tokens - count))
+
+    def _order(self, tiles: int, device: torch.device) -> Tensor:
+        """Places of what is real in `tiles` tiles, then of all padding."""
+        place = torch.arange(self.s.most_tiles * self.s.tokens, device=device).view(self.s.most_tiles, -1)
+        count = self.s.patches + 1
+        return torch.cat((place[:tiles, :count].flatten(), place[:tiles, count:].flatten(), place[tiles:].flatten()))
+
+
+class MllamaVision(Frame):
+    """Rows are what the text's cross-attention layers attend to: of real tiles only, tile by tile."""
+
+    whole = True
+    prefixes = ("model.vision_model.", "vision_model.", "model.")
+
+    def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(settings, dtype)
+        self.tower = Tower(settings.tower, dtype, device)
+        self.projector = Linear(settings.features, settings.width, True, dtype, device)
+
+    def open(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """pixels [tiles, side, side, 3] uint8 -> [1, tiles, 3, side, side]: one part."""
+        assert len(pixels) == grid.rows * grid.columns, f"{len(pixels)} tiles in a grid of {grid.rows} x {grid.columns}"
+        return super().open(pixels, grid)[None]
+
+    def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
+        """A picture [1, tiles, 3, side, side] and its grid -> [1, tiles * (patches + 1), out]."""
+        assert grid is not None, "the tower sees a whole picture"
+        assert isinstance(self.tiling, Fitted), "its tiles are fitted"
+        return self.tower(pixels[0], self.tiling.shape(grid)).flatten(0, 1)[None]
+
+    def join(self, features: Tensor, grid: Grid) -> Tensor:
+        """features [1, rows, out] -> [rows, width]."""
+        return self.projector(features[0])
+
+    def names(self) -> dict[str, Stored]:
+        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        return expand(self, TABLE)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        return ()

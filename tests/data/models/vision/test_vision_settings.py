@@ -1,0 +1,179 @@
+"""What configs say of eyes: published ones, and hostile ones, each refused with the field and its value."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.data.models.vision import VisionSettings, build_encoder
+from quire.data.models.vision.shapes import PREPARED, VISION
+from quire.data.weights.checkpoint import read_preprocessor_config
+from quire.errors import StartupError
+
+WIDTHS = {
+    "llava-onevision-7b": 3584, "internvl2-8b": 4096, "phi-3-vision": 3072, "paligemma2-10b": 3584,
+    "llama-3.2-11b-vision": 4096,
+}  # fmt: skip
+META = torch.device("meta")
+
+
+def whole(name: str) -> dict[str, Any]:
+    """A published config with the text's width, where the family has it."""
+    config = deepcopy(VISION[name])
+    text = {"llava-onevision-7b": "text_config", "internvl2-8b": "llm_config", "phi-3-vision": None}
+    where = text.get(name, "text_config")
+    (config if where is None else config.setdefault(where, {}))["hidden_size"] = WIDTHS[name]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "most_rows", "parts"),
+    [  # of the towers' cards: SigLIP-so400m without its head, InternViT-300M, CLIP-L's vision, mllama's
+        ("llava-onevision-7b", 415, 8830, 37),
+        ("internvl2-8b", 338, 3328, 13),
+        ("phi-3-vision", 313, 2653, 17),
+        ("paligemma2-10b", 417, 256, 1),
+        ("llama-3.2-11b-vision", 895, 6404, 1),
+    ],
+)
+def test_published_ones(name: str, millions: int, most_rows: int, parts: int) -> None:
+    settings = VisionSettings.read(whole(name), PREPARED[name])
+    assert settings.width == WIDTHS[name]
+    assert round(settings.parameters / 1e6) == millions
+    assert (settings.most_rows, settings.tiling.most_parts) == (most_rows, parts)
+    encoder = build_encoder(settings, torch.bfloat16, META)
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == settings.parameters
+    assert encoder.whole == settings.cross == (name == "llama-3.2-11b-vision")
+    assert settings.both_ways == (name == "paligemma2-10b")
+    assert 0 < settings.activation_bytes(1, 2) <= settings.activation_bytes(8, 2) < 3 << 30
+    spec = settings.spec()
+    assert (spec.width, spec.most_rows, spec.parameters) == (
+        settings.width, most_rows, settings.parameters,
+    )  # fmt: skip
+    assert spec.both_ways == settings.both_ways
+    assert spec.activations == settings.activation_bytes(1, 2)
+    assert set(encoder.names()) == {name for name, _ in encoder.named_parameters()}
+
+
+def test_preprocessor_config_may_be_missing() -> None:
+    for name in VISION:
+        bare, said = VisionSettings.read(whole(name)), VisionSettings.read(whole(name), PREPARED[name])
+        assert bare.tiling == said.tiling
+        assert bare.tower == said.tower
+
+
+def test_settings_need_no_torch() -> None:
+    code = (
+        "import sys, quire.data.models.vision, quire.data.models.vision.shapes, quire.text.pictures\n"
+        "heavy = {'torch', 'PIL', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+LLAVA, INTERN, PHI3, GEMMA, LLAMA = VISION
+HOSTILE: list[tuple[str, str, Any, str]] = [
+    (LLAVA, "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' reads no pictures"),
+    (LLAVA, "vision_config", {}, "has no vision_config"),
+    (LLAVA, "vision_config", 3, "vision_config in config.json must be an object, got 3"),
+    (LLAVA, "vision_config.hidden_size", 0, "hidden_size"),
+    (LLAVA, "vision_config.hidden_size", 1153, "hidden_size 1153 is not"),
+    (LLAVA, "vision_config.image_size", 1 << 20, "tiles of 1048576 pixels"),
+    (LLAVA, "vision_config.image_size", [384, 392], "must be squares"),
+    (LLAVA, "vision_config.patch_size", 1, "patches of 1"),
+    (LLAVA, "vision_config.patch_size", 400, "patches of 400"),
+    (LLAVA, "vision_config.num_hidden_layers", 10**6, "num_hidden_layers"),
+    (LLAVA, "vision_config.hidden_act", "tanh" * 90, "hidden_act"),
+    (LLAVA, "vision_config.num_channels", 1, "num_channels"),
+    (LLAVA, "vision_config.layer_norm_eps", -1, "layer_norm_eps"),
+    (LLAVA, "vision_feature_layer", [-1, -2], "vision_feature_layer"),
+    (LLAVA, "vision_feature_layer", True, "vision_feature_layer"),
+    (LLAVA, "vision_feature_select_strategy", "default", "vision_feature_select_strategy"),
+    (LLAVA, "vision_aspect_ratio", "anyres", "vision_aspect_ratio"),
+    (LLAVA, "vision_aspect_ratio", "anyres_max_0", "vision_aspect_ratio"),
+    (LLAVA, "vision_aspect_ratio", "anyres_max_" + "9" * 5000, "vision_aspect_ratio"),
+    (LLAVA, "image_grid_pinpoints", [], "image_grid_pinpoints"),
+    (LLAVA, "image_grid_pinpoints", [[384, 385]], "image_grid_pinpoints"),
+    (LLAVA, "image_grid_pinpoints", [[384 * 9, 384 * 9]], "64 tiles at most"),
+    (LLAVA, "image_grid_pinpoints", [[384, 384]] * 257, "image_grid_pinpoints"),
+    (LLAVA, "projector_hidden_act", "none", "projector_hidden_act"),
+    (LLAVA, "text_config", {}, "hidden_size"),
+    (INTERN, "downsample_ratio", 0.4, "downsample_ratio"),
+    (INTERN, "downsample_ratio", 2, "downsample_ratio"),
+    (INTERN, "downsample_ratio", 1 / 3, "downsample_ratio"),
+    (INTERN, "ps_version", "v1", "ps_version"),
+    (INTERN, "force_image_size", 224, "force_image_size is 224"),
+    (INTERN, "max_dynamic_patch", 65, "max_dynamic_patch"),
+    (INTERN, "min_dynamic_patch", 13, "13 tiles at least"),
+    (INTERN, "select_layer", 3, "select_layer"),
+    (INTERN, "vision_config.norm_type", "batch", "norm_type"),
+    (PHI3, "img_processor.name", "siglip", "name='siglip'"),
+    (PHI3, "img_processor.layer_idx", 0, "layer_idx"),
+    (PHI3, "img_processor.image_dim_out", 768, "image_dim_out is 768"),
+    (PHI3, "embd_layer.projection_cls", "linear", "projection_cls"),
+    (PHI3, "embd_layer.use_hd_transform", False, "use_hd_transform"),
+    (PHI3, "embd_layer.hd_transform_order", "both", "hd_transform_order"),
+    (GEMMA, "vision_config.projection_dim", 2048, "projection_dim is 2048"),
+    (LLAMA, "vision_config.max_num_tiles", 17, "max_num_tiles"),
+    (LLAMA, "vision_config.max_num_tiles", 3, "supported_aspect_ratios"),
+    (LLAMA, "vision_config.intermediate_layers_indices", [3, 32], "intermediate_layers_indices"),
+    (LLAMA, "vision_config.intermediate_layers_indices", [7, 3], "must ascend"),
+    (LLAMA, "vision_config.vision_output_dim", 1280, "vision_output_dim is 1280"),
+    (LLAMA, "vision_config.num_global_layers", 0, "num_global_layers"),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value", "words"), HOSTILE)
+def test_hostile_ones(name: str, field: str, value: Any, words: str) -> None:
+    config = whole(name)
+    *path, last = field.split(".")
+    section = config
+    for part in path:
+        section = section[part]
+    section[last] = value
+    with pytest.raises(StartupError) as refused:
+        VisionSettings.read(config, PREPARED[name])
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "words"),
+    [
+        (LLAVA, {"size": {"height": 336, "width": 336}}, "tiles of 336 pixels, the tower sees 384"),
+        (LLAVA, {"size": {"height": 384, "width": 336}}, "must be squares"),
+        (LLAVA, {"image_grid_pinpoints": [[384, 384]]}, "image_grid_pinpoints"),
+        (LLAVA, {"image_mean": [0.5]}, "image_mean"),
+        (LLAVA, {"image_mean": [0.5, 0.5, float("nan")]}, "image_mean"),
+        (LLAVA, {"image_std": [0.5, 0, 0.5]}, "image_std"),
+        (LLAVA, {"rescale_factor": 0}, "rescale_factor"),
+        (LLAVA, {"do_normalize": False}, "do_normalize"),
+        (PHI3, {"num_crops": 65}, "num_crops"),
+        (PHI3, {"num_crops": -1}, "num_crops"),
+        (LLAMA, {"max_image_tiles": 5}, "max_image_tiles is 5"),
+        (INTERN, {"size": 336}, "tiles of 336"),
+    ],
+)
+def test_hostile_preprocessors(name: str, said: dict[str, Any], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        VisionSettings.read(whole(name), said)
+
+
+def test_preprocessor_configs_old_and_new(tmp_path: Path) -> None:
+    assert read_preprocessor_config(tmp_path) == {}
+    newer = {"image_processor": {"size": 3}, "processor_class": "P"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(newer))
+    assert read_preprocessor_config(tmp_path) == {"size": 3}
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 4}')
+    assert read_preprocessor_config(tmp_path) == {"size": 4}
+    (tmp_path / "preprocessor_config.json").write_text("[" * 100_000)
+    with pytest.raises(StartupError, match=r"preprocessor_config\.json can't be read as JSON"):
+        read_preprocessor_config(tmp_path)

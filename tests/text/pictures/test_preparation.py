@@ -1,0 +1,260 @@
+"""Tiles beside those of transformers' image processors, within one step of 255, over odd sizes; Phi-3-Vision's, which
+transformers lacks, beside the algorithm that was published with its weights, written down here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from quire.data.models.vision import VisionSettings, build_encoder
+from quire.errors import StartupError
+from quire.text.pictures import preparation, read_preparation
+from quire.vocabulary.pictures import (
+    AnyResolution,
+    Closest,
+    Fitted,
+    Grid,
+    HighDefinition,
+    Single,
+    Tiling,
+    arrangements,
+)
+
+TILE, SIDE = 56, 4
+HALF = (0.5, 0.5, 0.5)
+SIZES = [
+    (1, 1), (1, 7), (7, 1), (1, 300), (300, 1), (2, 3), (3, 3), (3, 1000), (1000, 3), (55, 57), (56, 56), (57, 55),
+    (112, 56), (56, 112), (111, 113), (168, 56), (56, 224), (225, 57), (200, 200), (640, 480), (480, 640), (333, 1000),
+    (1001, 334), (224, 224), (28, 99), (1300, 1290),
+]  # fmt: skip
+SIZES_LLAVA = [(TILE * rows, TILE * columns) for rows in range(1, 5) for columns in range(1, 5)]
+Array = npt.NDArray[Any]
+
+
+def picture(height: int, width: int) -> Image.Image:
+    """Smooth colours with noise on them, as a photograph has."""
+    rng = np.random.default_rng(height * 10_000 + width)
+    y, x = np.mgrid[:height, :width]
+    waves = [127 + 90 * np.sin(x / (5 + 9 * part) + part) * np.cos(y / (4 + 7 * part)) for part in range(3)]
+    noisy = np.stack(waves, axis=-1) + rng.normal(0, 25, (height, width, 3))
+    return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8), "RGB")
+
+
+def bytes_of(pixels: Array, mean: Any = HALF, std: Any = HALF) -> Array:
+    """Normalised [n, 3, H, W] -> what they were before, [n, H, W, 3] in steps of 1 / 255."""
+    back = np.asarray(pixels, dtype=np.float64).transpose(0, 2, 3, 1) * np.array(std) + np.array(mean)
+    return back * 255
+
+
+def check(got: Array, expected: Array) -> None:
+    assert got.dtype == np.uint8
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= 1 + 1e-3
+
+
+NORMAL = {"image_mean": HALF, "image_std": HALF}
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_llava(height: int, width: int) -> None:
+    tiling = AnyResolution(TILE, SIDE, tuple(SIZES_LLAVA), 9)
+    theirs = LlavaOnevisionImageProcessorPil(
+        size={"height": TILE, "width": TILE}, image_grid_pinpoints=[list(size) for size in SIZES_LLAVA], **NORMAL
+    )
+    ours, image = read_preparation({}, tiling, HALF), picture(height, width)
+    got = ours.prepare(image)
+    check(got.pixels, bytes_of(np.asarray(theirs(image)["pixel_values"][0])))
+    assert len(got.pixels) == tiling.parts(got.grid)
+    if max(height, width) <= 1000:
+        several = theirs([[image, image]])["pixel_values"][0]
+        check(ours.prepare(image, alone=False).pixels, bytes_of(np.asarray(several)))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(("least", "most"), [(1, 12), (2, 6), (1, 1)])
+def test_internvl(height: int, width: int, least: int, most: int) -> None:
+    tiling = Closest(TILE, SIDE, 2, least, most)
+    theirs = GotOcr2ImageProcessorPil(
+        size={"height": TILE, "width": TILE}, crop_to_patches=True, min_patches=least, max_patches=most, **NORMAL
+    )
+    image = picture(height, width)
+    got = read_preparation({"do_center_crop": True}, tiling, HALF).prepare(image)
+    check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
+    assert len(got.pixels) == tiling.parts(got.grid) <= tiling.most_parts
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("most", [4, 2, 6])
+def test_mllama(height: int, width: int, most: int) -> None:
+    tiling = Fitted(TILE, SIDE, most)
+    theirs = MllamaImageProcessorPil(size={"height": TILE, "width": TILE}, max_image_tiles=most, **NORMAL)
+    image = picture(height, width)
+    got, found = read_preparation({}, tiling, HALF).prepare(image), theirs(image)
+    count = found["num_tiles"][0][0]
+    check(got.pixels, bytes_of(np.asarray(found["pixel_values"])[0, 0, :count]))
+    assert tiling.shape(got.grid) == np.asarray(found["aspect_ratio_ids"])[0, 0]
+    assert got.grid.rows * got.grid.columns == count
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_paligemma(height: int, width: int) -> None:
+    image = picture(height, width)
+    got = read_preparation({"resample": 3}, Single(TILE, SIDE), HALF).prepare(image)
+    theirs = SiglipImageProcessorPil(size={"height": TILE, "width": TILE}, **NORMAL)
+    check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
+
+
+def published_phi3(image: Image.Image, tile: int, most: int) -> tuple[Array, Array]:
+    """Tiles in steps of 255, and the whole picture, normalised with means and deviations of a half: the HD transform of
+    Phi-3-Vision's image processor, but a side of 0 is one of 1."""
+    upright = image.width < image.height
+    lying = image.transpose(Image.Transpose.TRANSPOSE) if upright else image
+    ratio, scale = lying.width / lying.height, 1
+    while scale * np.ceil(scale / ratio) <= most:
+        scale += 1
+    wide = int((scale - 1) * tile)
+    lying = lying.resize((wide, max(int(wide / ratio), 1)), Image.Resampling.BILINEAR)
+    total = int(np.ceil(lying.height / tile) * tile)
+    above = int((total - lying.height) / 2)
+    padded = np.full((total, wide, 3), 255, np.uint8)
+    padded[above : above + lying.height] = np.asarray(lying)
+    padded = padded.transpose(1, 0, 2) if upright else padded
+    numbers = torch.from_numpy(padded.astype(np.float32) / 255 * 2 - 1).permute(2, 0, 1)
+    whole = torch.nn.functional.interpolate(numbers[None], size=(tile, tile), mode="bicubic")
+    h, w = numbers.shape[1] // tile, numbers.shape[2] // tile
+    cut = numbers.reshape(1, 3, h, tile, w, tile).permute(0, 2, 4, 1, 3, 5).reshape(-1, 3, tile, tile)
+    return bytes_of(cut.numpy()), whole.numpy()
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("most", [16, 4])
+def test_phi3(height: int, width: int, most: int) -> None:
+    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower |= {"image_size": TILE, "patch_size": 14}
+    config = {"architectures": ["Phi3VForCausalLM"], "hidden_size": 8, "img_processor": {"vision_config": tower}}
+    said = {"num_crops": most, "image_mean": list(HALF), "image_std": list(HALF)}
+    settings = VisionSettings.read(config, said)
+    image = picture(height, width)
+    got = read_preparation(said, settings.tiling, settings.normal.mean).prepare(image)
+    cut, whole = published_phi3(image, TILE, most)
+    check(got.pixels, cut)
+    opened = build_encoder(settings, torch.float32, torch.device("cpu")).open(torch.from_numpy(got.pixels), got.grid)
+    np.testing.assert_allclose(opened[:1].numpy(), whole, atol=2 / 255)
+    assert len(opened) == settings.tiling.parts(got.grid) <= most + 1
+
+
+def test_rows_are_what_is_published() -> None:
+    """Of the models' cards and code: LLaVA-OneVision-7B, InternVL2-8B, Phi-3-Vision, PaliGemma2-224, Llama 3.2."""
+    sizes = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
+    llava = AnyResolution(384, 27, sizes, 9)
+    assert llava.rows(llava.grid(384, 384)) == 729 + 27 * 28
+    assert llava.rows(llava.grid(1000, 1000, alone=False)) == 730
+    assert llava.most_parts == 37
+    intern = Closest(448, 32, 2, 1, 12)
+    assert intern.grid(448 * 2, 448 * 3)[:2] == (2, 3)
+    assert intern.rows(intern.grid(448 * 2, 448 * 3)) == 7 * 256
+    assert intern.most_rows == 13 * 256
+    phi3 = HighDefinition(336, 24, 16)
+    assert phi3.rows(phi3.grid(336 * 4, 336 * 4)) == 17 * 144 + 1 + 5 * 12
+    assert Single(224, 16).rows(Grid(0, 0, 5, 5)) == 256
+    llama = Fitted(560, 40, 4)
+    assert llama.rows(llama.grid(2000, 2000)) == 6404
+
+
+TILINGS: list[Tiling] = [
+    AnyResolution(TILE, SIDE, tuple(SIZES_LLAVA), 9),
+    AnyResolution(TILE, 5, tuple(SIZES_LLAVA), 4),
+    Closest(TILE, SIDE, 2, 1, 12),
+    Closest(TILE, SIDE, 2, 3, 5, thumbnail=False),
+    Fitted(TILE, SIDE, 4),
+    HighDefinition(TILE, SIDE, 16),
+    HighDefinition(TILE, SIDE, 1),
+    Single(TILE, SIDE),
+]
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=repr)
+def test_rows_and_parts_are_bounded_and_what_is_cut(tiling: Tiling) -> None:
+    ours = read_preparation({}, tiling, HALF)
+    for height, width in [*SIZES, (1, 20_000), (20_000, 1), (9999, 2)]:
+        for alone in (True, False):
+            grid = tiling.grid(height, width, alone)
+            assert 1 <= tiling.parts(grid) <= tiling.most_parts
+            assert 1 <= tiling.rows(grid) <= tiling.most_rows
+            got = ours.prepare(Image.new("RGB", (width, height)), alone)
+            assert got.grid == grid
+            many = grid.rows * grid.columns if isinstance(tiling, Fitted) else tiling.parts(grid)
+            assert len(got.pixels) == many - isinstance(tiling, HighDefinition)
+            assert got.pixels.flags.c_contiguous
+
+
+@pytest.mark.parametrize("size", [(10_000, 2), (2, 10_000)])
+def test_a_long_strip_takes_no_square(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A square as wide as it is long would have 10^8 pixels."""
+    areas = []
+
+    def canvas(height: int, width: int, colour: tuple[int, int, int]) -> Image.Image:
+        areas.append(height * width)
+        return Image.new("RGB", (width, height), colour)
+
+    monkeypatch.setattr(preparation, "canvas", canvas)
+    ours = read_preparation({}, AnyResolution(TILE, SIDE, tuple(SIZES_LLAVA), 9), (0.1, 0.5, 0.9))
+    pixels = ours.prepare(Image.new("RGB", size, (255, 255, 255)), alone=False).pixels
+    assert tuple(pixels[0, 0, 0]) == (25, 127, 229), "the mean around it"
+    assert max(areas) <= max(preparation.BAND, 10_000 * TILE)
+
+
+@pytest.mark.parametrize("size", [(100, 300), (300, 100), (299, 300)])
+def test_bands_are_one_square(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, image = read_preparation({}, AnyResolution(TILE, SIDE, tuple(SIZES_LLAVA), 9), HALF), picture(*size)
+    whole = ours.prepare(image, alone=False).pixels
+    for band in (1, 700, 2000):
+        monkeypatch.setattr(preparation, "BAND", band)
+        assert np.array_equal(ours.prepare(image, alone=False).pixels, whole)
+
+
+def test_arrangements_are_all_of_them() -> None:
+    assert list(arrangements(4)) == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
+    for most in range(1, 20):
+        assert set(arrangements(most)) == {
+            (rows, columns) for rows in range(1, 20) for columns in range(1, 20) if rows * columns <= most
+        }
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"do_resize": False}, "do_resize"),
+        ({"do_center_crop": True}, "do_center_crop"),
+        ({"do_convert_rgb": "yes"}, "do_convert_rgb"),
+        ({"resample": 6}, "resample"),
+        ({"resample": True}, "resample"),
+        ({"resample": "bicubic"}, "resample"),
+    ],
+)
+def test_what_is_not_done_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(StartupError, match=words):
+        read_preparation(said, Single(TILE, SIDE), HALF)
+
+
+def test_the_largest_counts_are_reached() -> None:
+    """Plans count on most_rows: but for AnyResolution, whose bound is of lines and patches apart, it is a real one."""
+    for tiling in TILINGS:
+        found = max(
+            tiling.rows(tiling.grid(height, width)) for height in range(1, 1200, 37) for width in range(1, 1200, 37)
+        )
+        if isinstance(tiling, AnyResolution):
+            assert 0.8 * tiling.most_rows < found <= tiling.most_rows
+        elif not isinstance(tiling, Closest):
+            assert found == tiling.most_rows, tiling
+        else:
+            assert found <= tiling.most_rows
