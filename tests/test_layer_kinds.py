@@ -230,6 +230,6 @@ def test_a_sharer_has_a_product_for_queries_alone(oracle: Callable[[str], Oracle
     runner: Any = engine.runner
     attentions = [module for module in runner.model.modules() if isinstance(module, Attention)]
     assert [attention.qkv is None for attention in attentions] == [False, True, False, False, True, True, False]
-    assert [cache.writes for cache in runner.store.caches] == [True, False, True, True, False, False, True]
+    assert [cache.writes for cache in runner.store.caches.values()] == [True, False, True, True, False, False, True]
     assert runner.store.caches[4].keys.data_ptr() == runner.store.caches[3].keys.data_ptr()
     assert [group.layers for group in engine.scheduler.memory.geometry.groups] == [(0, 3, 6), (2,)]

@@ -102,11 +102,11 @@ def run(engine: Engine, params: SamplingParams) -> Iterator[tuple[list[int], lis
         yield PROMPTS[int(request)], tokens, tops
 
 
-def assert_said(tops: list[Top], logprobs: torch.Tensor) -> None:
+def assert_said(tops: list[Top], logprobs: torch.Tensor, within: float = 1e-4) -> None:
     for top, row in zip(tops, logprobs, strict=True):
         assert len(top.ids) == 20
-        torch.testing.assert_close(torch.tensor(top.logprobs), row[list(top.ids)], atol=1e-4, rtol=0)
-        assert abs(top.logprob - row[top.token]) < 1e-4
+        torch.testing.assert_close(torch.tensor(top.logprobs), row[list(top.ids)], atol=within, rtol=0)
+        assert abs(top.logprob - row[top.token]) < within
 
 
 @pytest.mark.parametrize("preemption", ["none", "swap", "recompute"])

@@ -11,7 +11,7 @@ import psutil
 
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory import Size, build_memory, longest
-from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout
+from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout, states_of
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.specs import ModelSpec
@@ -41,6 +41,8 @@ class MemoryPlan(NamedTuple):
     max_len: int
     clipped: str
     max_seqs: int
+    state_bytes: int = 0  # of a sequence, whatever its length
+    state_tokens: int = 0  # after each of which one more is kept
 
     def lines(self) -> list[str]:
         """One screen."""
@@ -53,6 +55,8 @@ class MemoryPlan(NamedTuple):
             ("activations", f"{_size(self.activations)} at most"),
             ("KV cache", f"{_size(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
                          + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
+            *([("state", f"{_size(self.state_bytes)} a sequence, and at most as much for each {self.state_tokens} "
+                         "tokens that can be found again")] if self.state_bytes else []),
             ("left over", _size(left) if left >= 0 else f"-{_size(-left)}: this does not fit"),
             ("longest", f"{self.max_len:,} tokens a sequence{self.clipped}"),
             ("at once", f"{at_full:,.1f} sequences of that length, {self.max_seqs:,} sequences at most"),
@@ -98,6 +102,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
+        spec.state_bytes, config.state_tokens,
     )  # fmt: skip
 
 
@@ -117,18 +122,18 @@ def _kv_size(config: EngineConfig, spec: ModelSpec, itemsize: int, share: int, m
     sheets = page_layout(config, spec, itemsize, pool)
     if config.memory == "virtual":  # pages are the device's
         token = spec.token_bytes(itemsize)
-        sheets = Sheets((Sheet((), token, config.page_size * token),))
-    token_bytes = -(-sum(sheet.page_bytes for sheet in sheets.pages) // config.page_size)  # with what pads pages
+        sheets = Sheets((Sheet((), token, config.page_size * token, config.page_size),))
     if config.kv_tokens is not None:
-        pages = -(-config.kv_tokens // config.page_size)
-        return KVSize(sheets.bytes(pages), pages * config.page_size, token_bytes)
+        tokens = -(-config.kv_tokens // sheets.step) * sheets.step
+        return KVSize(sheets.bytes(tokens, states_of(config, tokens)), tokens, sheets.token_bytes)
     if pool > 0:
         check_large(sheets, pool)
-    pages = sheets.most(pool)
-    if config.kv_gib is None and pages * config.page_size > most:
-        pages, pool = most // config.page_size, sheets.bytes(most // config.page_size)
-    whole = pool // sheets.large_bytes * sheets.large_bytes if sheets.large_bytes else sheets.bytes(pages)
-    return KVSize(whole, pages * config.page_size, token_bytes)
+    tokens = sheets.most(pool)
+    if config.kv_gib is None and tokens > most:
+        tokens = most // sheets.step * sheets.step
+        pool = sheets.bytes(tokens, states_of(config, tokens))
+    whole = pool // sheets.large_bytes * sheets.large_bytes if sheets.large_bytes else sheets.bytes(tokens)
+    return KVSize(whole, tokens, sheets.token_bytes)
 
 
 def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: MemoryPlan) -> list[str]:
@@ -141,8 +146,9 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
     for group in memory.geometry.groups:
         length = group.window or group.chunk
         kind = group.kind if length is None else f"{group.kind} of {length:,}"
-        parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {group.run_tokens} tokens"]
-        if padding := group.page_bytes - group.run_tokens * group.token_bytes:
+        holds = f"{group.run_tokens} tokens" if group.kind != "state" else f"the state after {group.run_tokens} tokens"
+        parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {holds}"]
+        if padding := group.page_bytes - group.full_bytes:
             parts.append(f"{padding / group.page_bytes:.1%} padding")
         if large:
             parts.append(f"{large // group.page_bytes} in a large page")
@@ -194,9 +200,12 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     sequence has said each token, and room to double that; page tables."""
     assert config.max_num_seqs is not None, "a sized config"
     rows = min(config.max_num_seqs, MOST_GRAPH_ROWS)
-    groups = len(layer_sets(config, spec, itemsize))
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
-    tables = groups * (config.max_num_seqs + 1) * -(-longest // config.page_size) * 8
+    runs = [
+        config.state_tokens if spec.layers[layers[0]].state else config.page_size
+        for layers in layer_sets(config, spec, itemsize)
+    ]
+    tables = (config.max_num_seqs + 1) * sum(-(-longest // run) for run in runs) * 8
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = min(config.max_num_batched_tokens, MOST_GRAPH_TOKENS) * (8 * spec.hidden + 4 * kv + 3 * spec.intermediate)
     return rows * spec.vocab_size * (2 * itemsize + 4 + 6) + step * itemsize + tables

@@ -61,6 +61,7 @@ def plan(config: EngineConfig) -> list[str]:
     device = device_of(config)
     config = config.sized(device)
     dtype = dtype_of(config, source.config, device)
+    source = source.stored(config, ITEMSIZE[dtype])
     made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
     return made.lines() + page_lines(config, source.spec, ITEMSIZE[dtype], made)
 
@@ -90,6 +91,7 @@ def build_engine(
     device = device_of(config)
     config = config.sized(device)
     dtype = dtype_of(config, source.config, device)
+    source = source.stored(config, ITEMSIZE[dtype])
     plan = member.plan if member else plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device)
     common = member.pool.bytes_of if member else None
     ends = eos_ids(source, named)
@@ -148,6 +150,8 @@ def _runner(
     progress: bool,
     common: Callable[[], torch.Tensor] | None,
 ) -> Any:
+    import torch
+
     from quire.data.runner.model_runner import ModelRunner
     from quire.data.weights.dummy import fill_dummy
     from quire.data.weights.loader import load
@@ -167,6 +171,7 @@ def _runner(
         graphs=config.cuda_graphs and attention in ("triton", *VENDORS),
         deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
         common=common() if common is not None else None,
+        state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
     )  # fmt: skip
 
 
@@ -175,7 +180,7 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
     chosen, ours = config.attention, ("triton", *VENDORS)
     if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
         raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
-    heads = {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers}
+    heads = {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state}
     fits = all(group <= MOST_GROUP and dim % 2 == 0 and dim <= MOST_HEAD_DIM for group, dim in heads)
     if chosen == "auto":
         plain = "contiguous" if config.memory == "virtual" else "sdpa"

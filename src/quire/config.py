@@ -15,6 +15,7 @@ VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of 
 ATTENTIONS = ("auto", "reference", "sdpa", "contiguous", "triton", *VENDORS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+STATE_DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("lcm", "max", "gcd", "own")
@@ -24,6 +25,7 @@ AHEAD = ("inline", "thread", "off")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
+MAX_STATE_TOKENS = 65536
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
 MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
@@ -41,6 +43,8 @@ class EngineConfig:
     of the device, and `virtual_layout` which layers share a buffer (control.memory.buffers); None: 2048 and "sliced" on
     a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead` says whether what the next step needs is mapped while
     one computes, by whoever launched it or by a thread.
+    Of layers with a running state one is kept after every `state_tokens` tokens: a multiple of `page_size`, behind
+    which prefixes can be found (Jenga §5.3). What it sums up is in `state_dtype`, "auto" being float32.
     `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes`
     "lcm" cuts large pages, of which any layer type may get any, into pages as large as each type's tokens are (Jenga
     §4); "max" pads all to one size, "gcd" gives fewer layers a table, so that all pages are equal, and "own" gives each
@@ -68,11 +72,13 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    state_dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
     memory: str = "paged"
     attention: str = "auto"
     page_size: int = 16
+    state_tokens: int = 512
     table_scope: str = "model"
     page_sizes: str = "lcm"
     association: str = "bulk"
@@ -110,6 +116,7 @@ class EngineConfig:
             ("memory", MEMORIES),
             ("attention", ATTENTIONS),
             ("dtype", DTYPES),
+            ("state_dtype", STATE_DTYPES),
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
             ("page_sizes", PAGE_SIZES),
@@ -122,6 +129,7 @@ class EngineConfig:
                 raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")
         for name, low, high in (
             ("page_size", 1, MAX_PAGE_SIZE),
+            ("state_tokens", 1, MAX_STATE_TOKENS),
             ("virtual_page_kib", 4, 2**20),
             ("kv_tokens", 1, 2**40),
             ("max_model_len", 1, 2**31 - 1),

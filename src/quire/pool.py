@@ -66,6 +66,7 @@ class Pool:
                     f"{source.name} keeps a part of each prompt, which no model of a pool does", "Serve it by itself"
                 )
         self.dtype, itemsize = dtypes[0], ITEMSIZE[dtypes[0]]
+        sources = [source.stored(config, itemsize) for config, source in zip(sized, sources)]
         plans = [
             plan_memory(config, source.spec, source.name, self.dtype, itemsize, self.device)
             for config, source in zip(sized, sources)

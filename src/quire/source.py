@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 BUNDLED = "tiny"
+STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
 class Source(NamedTuple):
@@ -32,6 +33,10 @@ class Source(NamedTuple):
     generation: dict[str, Any]
     spec: ModelSpec
     defaults: dict[str, Any]
+
+    def stored(self, config: EngineConfig, itemsize: int) -> Source:
+        """The same where numbers have `itemsize` bytes, but for what `config` says of running states."""
+        return self._replace(spec=self.spec.stored(itemsize, STATE_ITEMSIZES[config.state_dtype]))
 
 
 def read_source(config: EngineConfig, weights: bool = True) -> Source:

@@ -17,7 +17,7 @@ from quire.control.memory.part import Part
 from quire.control.memory.reserved import ReservedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
-from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, lay_out
+from quire.vocabulary.specs import Geometry, Group, LayerSpec, Layout, ModelSpec, StatePart, lay_out
 
 VOCAB = 64
 MAX_LEN = 48
@@ -139,6 +139,7 @@ VIRTUAL: dict[str, Callable[[Build], VirtualMemory]] = {
     "virtual-one-pool": virtual((None, 6, None, 2), page=64),
 }
 CHUNKED = LayerSpec(1, 4, chunk=10)
+STATE = LayerSpec(0, 0, state=(StatePart("conv", (8, 3), 2), StatePart("ssm", (2, 4), 4)))
 MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "paged-1": paged(page_size=1),
     "paged-4": paged(page_size=4),
@@ -164,6 +165,9 @@ MEMORIES: dict[str, Callable[[Build], PagedMemory]] = {
     "slack": retaining("slack", 3),
     "boundary": retaining("boundary", 5),
     "literal": retaining("paper", 0, page_sizes="own"),
+    "states": paged((None, STATE, STATE), page_size=4, state_tokens=8, page_sizes="own", retention="paper"),
+    "states-window": paged((STATE, 6, None), page_size=1, state_tokens=16, debug=True),
+    "states-alone": paged((STATE,), page_size=4, state_tokens=8),
     **VIRTUAL,
 }
 CACHED = [name for name in MEMORIES if "uncached" not in name]

@@ -1,5 +1,5 @@
 """A long run of the engine over an EchoRunner: nothing may be left behind. As a script it writes what it counted:
-`python tests/conformance/soak.py 100000 docs/measurements/soak.json`."""
+`python tests/conformance/soak.py 100000 docs/measurements/soak.json`, or over another of MEMORIES, if it is named."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Counting(EchoRunner):
         return super().submit(plan)
 
 
-def soak(requests: int, *, seed: int = 0, depth: int = 2) -> dict[str, float]:
-    """Serve a random stream of all kinds of requests, a few of them aborted; every 100th is compared with the oracle.
-    Returns counts."""
+def soak(requests: int, *, seed: int = 0, depth: int = 2, name: str = "paged-4") -> dict[str, float]:
+    """Serve a random stream of all kinds of requests over a memory, a few of them aborted; every 100th is compared with
+    the oracle. Returns counts."""
     rng, runner = random.Random(seed), Counting(depth)
-    memory = MEMORIES["paged-4"](Build(tokens=160, chunk=64, max_seqs=12, host=24, prefix_tokens=16))
+    memory = MEMORIES[name](Build(tokens=160, chunk=64, max_seqs=12, host=24, prefix_tokens=16))
     trace = Trace(memory, seed=seed, depth=depth, budget=64, max_seqs=12, runner=runner, preemption="auto")
     scheduler, begin = trace.scheduler, time.perf_counter()
     scheduler.memory = memory  # unwatched
@@ -92,5 +92,5 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    told = soak(int(sys.argv[1]))
+    told = soak(int(sys.argv[1]), name=sys.argv[3] if len(sys.argv) > 3 else "paged-4")
     Path(sys.argv[2]).write_text(json.dumps(told, indent=2) + "\n")

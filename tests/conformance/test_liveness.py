@@ -113,13 +113,18 @@ def clean(told: dict[str, float]) -> bool:
     return told["pages_left"] == told["slots_left"] == told["host_pages_left"] == 0
 
 
-def test_a_few_hundred_requests_leave_nothing_behind() -> None:
-    told = soak(300)
+SOAKED = pytest.mark.parametrize("name", ["paged-4", "states-window"])
+
+
+@SOAKED
+def test_a_few_hundred_requests_leave_nothing_behind(name: str) -> None:
+    told = soak(300, name=name)
     assert clean(told)
     assert min(told["preemptions_by_swap"], told["preemptions_by_recomputation"], told["forks"], told["aborted"]) > 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_100000_requests_leave_nothing_behind() -> None:
-    assert clean(soak(10**5, seed=1))
+@SOAKED
+def test_100000_requests_leave_nothing_behind(name: str) -> None:
+    assert clean(soak(10**5, seed=1, name=name))

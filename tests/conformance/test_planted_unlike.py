@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from memories import MAX_LEN, VOCAB, Build
 from traces import Trace, run_trace
-from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, StatePolicy, large, unlike
+from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.paged import PagedMemory
-from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, WindowPolicy
+from quire.control.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, StatePolicy, WindowPolicy
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.tables import Resident
 from quire.control.request import Sequence

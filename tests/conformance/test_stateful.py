@@ -25,6 +25,11 @@ OPS = ("admit", "admit", "group", "begin", "begin", "confirm", "step", "step", "
 Content = tuple[str, tuple[int, ...]]  # what a position holds: the salt, and the tokens up to it
 
 
+def offset(group: Group, position: int) -> int:
+    """Where in its page a position is kept; a state takes the place of the one before it."""
+    return 0 if group.kind == "state" else position % group.run_tokens
+
+
 class Device:
     """Tables and pages as the journal makes them; what is written to a page is there until it is overwritten."""
 
@@ -140,9 +145,13 @@ class Calls(RuleBasedStateMachine):
             content = (seq.salt, tuple(seq.tokens[: position + 1]))
             self.contents[seq.id].append(content)
             for g, group in enumerate(self.memory.geometry.groups):  # a token is where its first byte is
+                if group.kind == "state" and position:  # computing goes on from what is there
+                    last = self.device.tables[slot, g, group.whole(position - 1)] * group.page_bytes
+                    before = self.device.cells.get((last, 0))
+                    assert before == (g, self.contents[seq.id][position - 1]), f"the state before {position} is wrong"
                 page = self.device.tables[slot, g, group.whole(position)]
                 assert page, "a position to write has no page"
-                self.device.cells[page * group.page_bytes, position % group.run_tokens] = (g, content)
+                self.device.cells[page * group.page_bytes, offset(group, position)] = (g, content)
         seq.planned = end
 
     def valid(self, seq: Sequence) -> bool:
@@ -201,9 +210,11 @@ class Calls(RuleBasedStateMachine):
                 table = place.tables[g]
                 assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
                 first = group.oldest(seq.computed)
+                if group.kind == "state":
+                    first = max(seq.planned - 1, 0)
                 for position in range(first, seq.planned):
                     begin = table[group.whole(position)] * group.page_bytes
-                    cell = self.device.cells.get((begin, position % group.run_tokens))
+                    cell = self.device.cells.get((begin, offset(group, position)))
                     assert cell == (g, self.contents[seq.id][position]), f"position {position} of group {g} is wrong"
 
     @invariant()

@@ -78,7 +78,7 @@ class Calls:
         self.rng = random.Random(seed)
         self.memory: VirtualMemory = VIRTUAL[name](Build(160, 16, SEQS, LENGTH, 24, 0, PAGE))
         self.store = store_of(self.memory.geometry)
-        self.numbers = [side.view(torch.int64)[:, 0] for c in self.store.caches for side in (c.keys, c.values)]
+        self.numbers = [side.view(torch.int64)[:, 0] for c in self.store.caches.values() for side in (c.keys, c.values)]
         self.live: dict[int, Sequence] = {}
         self.away: dict[int, Sequence] = {}
         self.born = self.done = 0

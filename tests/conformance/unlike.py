@@ -6,29 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memories import Build
 from sink import WITH_SINKS
 
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.part import Common
-from quire.control.memory.policies import FullPolicy
 from quire.control.memory.tables import ledger_of
 from quire.control.request import Sequence
 from quire.vocabulary.specs import Geometry, Group, Layout, lay_out
 
-
-class StatePolicy(FullPolicy):
-    """A running state: the page of the latest token holds it, so that computing goes on from the page before, and
-    writes one page for each run of tokens. A full page is the state at its end."""
-
-    def reads(self, seq: object, start: int, end: int) -> range:
-        return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
-
-
 Make = Callable[[Build], PagedMemory]
-KNOWN = {**WITH_SINKS, "state": StatePolicy}
+KNOWN = WITH_SINKS
 """The policies of the engine, and those of the tests."""
 
 
@@ -37,7 +27,8 @@ QUERIES = 3
 
 
 class Kind(NamedTuple):
-    """A group: `run` tokens of `token_bytes` fill `pages` pages, behind which `padding` bytes are left."""
+    """A group: `run` tokens of `token_bytes` fill `pages` pages, behind which `padding` bytes are left; or, of the kind
+    "state", a state of `token_bytes` for each run."""
 
     token_bytes: int
     run: int
@@ -50,6 +41,8 @@ class Kind(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
+        if self.kind == "state":
+            return self.token_bytes + self.padding
         return self.run * self.token_bytes // self.pages + self.padding
 
 
@@ -59,11 +52,14 @@ def ending(kinds: tuple[Kind, ...]) -> tuple[int, int]:
     return least, min(least, QUERIES)
 
 
-def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
+def unlike(*kinds: Kind, caching: bool = True, debug: bool = False, **more: Any) -> Make:
     """A memory of these groups, each with room for the tokens that are asked for."""
 
     def make(build: Build) -> PagedMemory:
         counts = [-(-build.tokens * kind.pages // kind.run) for kind in kinds]
+        for i, kind in enumerate(kinds):
+            if kind.kind == "state" and kind.run >= build.max_len:  # one for good, a sequence
+                counts[i] = build.max_seqs + 1
         sizes = [kind.page_bytes for kind in kinds]
         ids, end = lay_out(list(zip(sizes, counts)), max(sizes))
         rows, host_end = lay_out([(size, min(build.host, count)) for size, count in zip(sizes, counts)], 0)
@@ -78,13 +74,15 @@ def unlike(*kinds: Kind, caching: bool = True, debug: bool = False) -> Make:
         geometry = Geometry(Layout.PAGED, end, build.max_seqs + 1, groups, 2, host_end, 0, *ending(kinds))
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
-            policies=KNOWN,
+            policies=KNOWN, **more,
         )  # fmt: skip
 
     return make
 
 
-def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: str = "bulk", beside: int = 0) -> Make:
+def large(
+    *kinds: Kind, caching: bool = True, debug: bool = False, association: str = "bulk", beside: int = 0, **more: Any
+) -> Make:
     """A memory of these groups in large pages, with room for the tokens that are asked for in each of them. The first
     `beside` of them are another model's, with all that there is in common."""
     whole = math.lcm(*(kind.page_bytes for kind in kinds))
@@ -118,7 +116,7 @@ def large(*kinds: Kind, caching: bool = True, debug: bool = False, association: 
             geometry = part.geometry
         return PagedMemory(
             geometry, chunk=build.chunk, caching=caching, debug=debug, prefix_tokens=build.prefix_tokens,
-            policies=KNOWN, association=association, part=part,
+            policies=KNOWN, association=association, part=part, **more,
         )  # fmt: skip
 
     return make
@@ -139,10 +137,15 @@ def parts(*kinds: tuple[int, int, int | None], large_bytes: int = 1920) -> list[
     return [Kind(large_bytes // ratio // run, run, window=window) for ratio, run, window in kinds]
 
 
+def mamba(many: int, few: int, page: int) -> list[Kind]:
+    """Attention and a state, of whose pages so many are in a large page: as Jamba's are, exactly and padded."""
+    return [Kind(16, page), Kind(16 * page * many // few, 16, kind="state")]
+
+
 BUDGETS = [Kind(16, 4, kind="budget", budget=budget) for budget in (9, 5, 3)]
 FULL, WINDOW = Kind(48, 4), Kind(32, 4, window=6)
 CHUNKED = Kind(24, 4, kind="chunked", chunk=12)
-STATE, SINK = Kind(8, 8, kind="state"), Kind(16, 2, kind="sink")
+STATE, SINK = Kind(64, 8, kind="state"), Kind(16, 2, kind="sink")
 UNLIKE: dict[str, Make] = {
     "3-to-2": unlike(WINDOW, FULL),
     "84-to-1": unlike(Kind(8, 1, window=5), Kind(84 * 8, 1)),
@@ -157,7 +160,7 @@ UNLIKE: dict[str, Make] = {
     "budgets-uncached": unlike(*BUDGETS, debug=True),
     "budgets-unlike-uncached": unlike(BUDGETS[2], FULL, WINDOW, Kind(24, 8, 3, kind="budget", budget=6)),
     "large-84-1": large(Kind(8, 1, window=5), Kind(84 * 8, 1)),
-    "large-1-84": large(Kind(84 * 16, 1), Kind(1, 16, kind="state"), association="paper"),
+    "large-1-84": large(Kind(84 * 16, 1), Kind(16, 16, kind="state"), association="paper"),
     "large-6-10-15": large(*parts((6, 4, None), (10, 1, 6), (15, 16, 9))),
     "large-8-12-1-3": large(*parts((8, 1, None), (12, 4, 6), (1, 16, None), (3, 8, 2)), association="none"),
     "large-uncached": large(*parts((6, 16, 9), (1, 4, None), (4, 1, 3)), caching=False, debug=True),
@@ -170,6 +173,15 @@ UNLIKE: dict[str, Make] = {
     "large-beside-another": large(WINDOW, FULL, Kind(16, 2, window=5), Kind(96, 4), beside=2),
     "large-beside-states": large(STATE, *parts((6, 16, 9), (1, 16, None)), beside=1, association="paper"),
     "large-not-whole": large(Kind(24, 8, 3, window=7), Kind(16, 4)),
+    "states-alone": unlike(Kind(48, 8, kind="state"), debug=True),
+    "large-states-34-1": large(*mamba(34, 1, 4), association="paper"),
+    "large-states-133-4": large(*mamba(133, 4, 1), debug=True),
+    "large-states-of-16": large(*mamba(34, 1, 16), association="none"),
+    "large-states-windows": large(*mamba(133, 4, 4), Kind(16, 4, window=9), debug=True),
+    "large-states-beside-another": large(WINDOW, *mamba(8, 1, 4), beside=1),
+    "states-boundary": unlike(FULL, STATE, WINDOW, retention="boundary", slack=8),
+    "large-states-slack": large(*mamba(34, 1, 4), Kind(16, 4, window=9), retention="slack", slack=16),
+    "states-for-good-uncached": unlike(FULL, Kind(64, 48, kind="state"), caching=False, debug=True),
     "chunked": unlike(CHUNKED, FULL),
     "chunks-across-pages": unlike(Kind(24, 4, kind="chunked", chunk=10), FULL, Kind(8, 8, kind="chunked", chunk=4)),
     "not-whole-chunked": unlike(Kind(24, 8, 3, kind="chunked", chunk=7), FULL, debug=True),

@@ -16,7 +16,7 @@ from quire.errors import StartupError
 from quire.sim.cost import FOLDER, Attention, Coefficients, Cost, Shape, load, names, padded, work_of
 from quire.source import read_source
 from quire.vocabulary.plan import Copy, In, Out, Row, StepPlan, Table
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec, StatePart
 
 NOTHING = Coefficients(*(0.0,) * 10)
 SHAPE = Shape(100, 10, 2, (Attention(None, 8, 4), Attention(3, 16, 2)))
@@ -61,6 +61,30 @@ def test_layers_that_share_are_read_and_heads_may_differ() -> None:
     full, window = Shape.of(spec, 2, tied=True).attention
     assert full == Attention(None, 2 * (2 * 8 * 2), 2 * (4 * 2 * 8))
     assert window == Attention(4, 2 * 8 * 2, 4 * 3 * 8)
+
+
+def test_states_are_read_and_written_by_every_row() -> None:
+    state = LayerSpec(0, 0, state=(StatePart("ssm", (4, 8), 4),))
+    shape = Shape.of(ModelSpec("made up", (state, LayerSpec(1, 8), state), 64, 32, 16, 2, 1, 2000), 2, tied=True)
+    assert shape.attention == (Attention(None, 32, 4 * 2 * 8),)
+    work = work_of(StepPlan((), (), (Row(1, (5,), 9, 1), Row(2, (1, 2, 3), 0, 0))), shape, ())
+    assert work.kv_bytes == 10 * 32 + 2 * 2 * 256
+
+
+def test_few_tokens_read_the_experts_that_they_take_and_many_read_all() -> None:
+    """Jamba's: two of sixteen. A token takes two, a second one may take the same."""
+    spec = ModelSpec("made up", (LayerSpec(1, 8),), 64, 32, 16, 2, 1, 3000, experts=16, active_experts=2,
+                     expert_parameters=1600)  # fmt: skip
+    shape = Shape.of(spec, 2, tied=True)
+    dense = 3000 - 1600
+    assert (shape.weight_bytes, shape.applied) == (2 * 3000, dense - 64 * 16 + 200)
+    assert shape.read(1) == pytest.approx(2 * (dense + 200))
+    assert shape.read(2) == pytest.approx(2 * (dense + 200 + 200 * 7 / 8))
+    assert shape.read(1000) == pytest.approx(2 * 3000)
+    work = work_of(StepPlan((), (), (Row(1, (5,), 0, 1),)), shape, ())
+    assert work.operations == 2 * (shape.applied + 64 * 16)
+    reading = Cost(shape, NOTHING._replace(weight_byte=1.0))
+    assert reading.device(work) == pytest.approx(shape.read(1))
 
 
 def test_cost_is_the_sum_of_its_parts() -> None:

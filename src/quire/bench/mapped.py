@@ -45,7 +45,7 @@ def on_mapped(
         random.Random(0).shuffle(ids)
         store.replay(tuple(Table(i + 1, 0, 0, tuple(ids[i * width : (i + 1) * width])) for i in range(batch)))
         slots, lengths = torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
-        return work(Placed(list(store.caches), store.tables[0], slots, lengths))
+        return work(Placed(list(store.caches.values()), store.tables[0], slots, lengths))
     except RuntimeError as error:
         traceback.clear_frames(error.__traceback__)  # which have tensors
         raise

@@ -23,6 +23,7 @@ from quire.config import (
     PAGE_SIZES,
     PREEMPTIONS,
     RETENTIONS,
+    STATE_DTYPES,
     TABLE_SCOPES,
     EngineConfig,
 )
@@ -76,6 +77,7 @@ ENGINE = (
          "or anyone's", ASSOCIATIONS),
     Flag("attention", str, "the attention backend", ATTENTIONS),
     Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),
+    Flag("state_dtype", str, "number format of running states (Mamba); auto: float32", STATE_DTYPES),
     Flag("device", str, "where to compute", DEVICES),
     Flag("revision", str, "branch, tag or commit of a hub's model", metavar="REV"),
     Flag("threads", int, "CPU threads", metavar="N"),
@@ -88,6 +90,7 @@ ENGINE = (
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
     Flag("prefix_tokens", int, "tokens of the KV memory kept for registered prefixes", metavar="N"),
+    Flag("state_tokens", int, "tokens after each of which a running state can be found again (Mamba)", metavar="N"),
     Flag("retention", str, "what stays cached of what left a window: all of it, the last window, or also windows that "
          "end with a prompt or where prompts part", RETENTIONS),
     Flag("preemption", str, "what happens to a request when memory is short; auto: what costs less", PREEMPTIONS),

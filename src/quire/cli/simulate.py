@@ -167,7 +167,7 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
         raise StartupError(
             f"the calibration has the number format {dtype[:40]!r}", f"Give --dtype {', '.join(ITEMSIZE)}"
         )
-    config = config.sized(found.kind)
+    config, source = config.sized(found.kind), source.stored(config, itemsize)
     tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
         kv_bytes = max(_kv_bytes(config, source.spec, source.name, itemsize, found), 0)

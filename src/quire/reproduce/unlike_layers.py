@@ -178,7 +178,7 @@ def views() -> dict[str, Place]:
     caches = layer_caches(buffer, geometry, spec)
     return {
         name: Place(cache.keys.data_ptr() - buffer.data_ptr(), cache.keys.stride(0) * cache.keys.itemsize)
-        for name, cache in zip(NAMES, caches)
+        for name, cache in zip(NAMES, caches.values())
     }
 
 

@@ -56,7 +56,7 @@ class Pages:
         size = group.page_bytes
         self.pages = buffer[: len(buffer) // size * size].reshape(-1, size)
         self.host = host[: len(host) // size * size].reshape(-1, size)  # page `id` is row id - 1
-        self.full = group.run_tokens * group.token_bytes // group.run_pages  # bytes that tokens take of a page
+        self.full = group.full_bytes  # that tokens take of a page
         self.rule = RULES[group.kind]
         self.prompts: dict[int, int] = {}  # the lengths of the prompts of the sequences in each slot
 

@@ -1,7 +1,7 @@
 """What a step costs: its work, counted from the plan, times a device's coefficients, read from a calibration.
 
     matrices  = weights read once + operations of every token      PagedAttention §2.3: a batch shares the weights
-    attention = keys and values read by rows that decode + operations of prompts
+    attention = keys and values read by rows that decode + operations of prompts + states read and written by all rows
     copies    = pages copied (copy on write) + pages moved to or from the host
     host      = planning: a step and a row; it overlaps the device's work where steps overlap
 
@@ -59,17 +59,32 @@ class Attention(NamedTuple):
 
 class Shape(NamedTuple):
     """A model as its steps' costs see it. `body` weights are applied to each token, `head` ones to those that a token
-    is drawn after; both are read once a step. The embedding table is looked up, not read."""
+    is drawn after; both are read once a step. The embedding table is looked up, not read. Of `mixed` weights, those of
+    experts, a token takes the part `active`. `state_bytes` are a sequence's running states."""
 
     body: int
     head: int
     itemsize: int
     attention: tuple[Attention, ...]
+    mixed: int = 0
+    active: float = 0.0
+    state_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes read by a step, however few its rows."""
-        return (self.body + self.head) * self.itemsize
+        """Bytes of all weights but the embedding table's."""
+        return (self.body + self.head + self.mixed) * self.itemsize
+
+    @property
+    def applied(self) -> float:
+        """Weights that are applied to each token."""
+        return self.body + self.mixed * self.active
+
+    def read(self, tokens: int) -> float:
+        """Bytes of weights read by a step of so many tokens: those of an expert, if any token takes it. Tokens choose
+        theirs as if by lot."""
+        chosen = 1 - (1 - self.active) ** tokens if self.mixed else 0.0
+        return (self.body + self.head + self.mixed * chosen) * self.itemsize
 
     @classmethod
     def of(cls, spec: ModelSpec, itemsize: int, tied: bool) -> Shape:
@@ -77,17 +92,22 @@ class Shape(NamedTuple):
         head = spec.vocab_size * spec.hidden
         parts = []
         for sees in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in spec.layers):
-            layers = [layer for layer in spec.layers if (layer.window, layer.chunk, layer.budget) == sees]
+            layers = [
+                layer for layer in spec.layers if (layer.window, layer.chunk, layer.budget) == sees and not layer.state
+            ]
             pair = sum(4 * (layer.heads or spec.heads) * layer.head_dim for layer in layers)
             read = sum(replace(layer, shares=None).token_bytes(itemsize) for layer in layers)
             window, chunk, budget = sees
             parts.append(Attention(window, read, pair, chunk, budget))
-        return cls(spec.parameters - (head if tied else 2 * head), head, itemsize, tuple(parts))
+        mixed, active = spec.expert_parameters, spec.active_experts / spec.experts if spec.experts else 0.0
+        body = spec.parameters - (head if tied else 2 * head) - mixed
+        return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes)
 
 
 class Work(NamedTuple):
-    """What one step does. `operations` are those of matrix products; `kv_bytes` are read by rows of one token;
-    `attention` is operations of longer rows; `copied` and `swapped` are bytes of pages."""
+    """What one step does. `operations` are those of matrix products; `kv_bytes` are read by rows of one token, and
+    states read and written by all (what prompts leave at borders isn't counted); `attention` is operations of longer
+    rows; `copied` and `swapped` are bytes of pages."""
 
     rows: int
     tokens: int
@@ -122,7 +142,8 @@ def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
             copied += page_bytes[entry.group]
         elif isinstance(entry, In | Out):
             swapped += page_bytes[entry.group]
-    operations = 2.0 * (shape.body * tokens + shape.head * drawn)
+    read += 2 * shape.state_bytes * len(plan.rows)
+    operations = 2.0 * (shape.applied * tokens + shape.head * drawn)
     return Work(len(plan.rows), tokens, operations, read, attention, copied, swapped)
 
 
@@ -133,7 +154,7 @@ def padded(work: Work, shape: Shape, prompt: int, rows: int) -> Work:
     return work._replace(
         rows=work.rows + rows,
         tokens=work.tokens + prompt + rows,
-        operations=work.operations + 2.0 * (shape.body * (prompt + rows) + shape.head * rows),
+        operations=work.operations + 2.0 * (shape.applied * (prompt + rows) + shape.head * rows),
         kv_bytes=work.kv_bytes + rows * decoding,
     )
 
@@ -171,7 +192,7 @@ class Cost(NamedTuple):
         copies = work.copied * c.copied_byte + work.swapped * c.swapped_byte
         if not work.tokens:
             return copies
-        reading, computing = self.shape.weight_bytes * c.weight_byte, work.operations * c.operation
+        reading, computing = self.shape.read(work.tokens) * c.weight_byte, work.operations * c.operation
         matrices = reading + computing
         if c.overlap != 1:
             longer = max(reading, computing) or 1.0  # powers of shares don't overflow
@@ -179,7 +200,8 @@ class Cost(NamedTuple):
             matrices = longer * shares ** (1 / c.overlap)
         attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
         seconds = matrices + attention + c.step + work.rows * c.row
-        return copies + (max(seconds, c.launch) if work.attention else seconds)
+        is_prompt = work.attention or work.tokens > work.rows
+        return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
     def host(self, work: Work) -> float:
         """Seconds that the host takes to plan a step."""
@@ -189,7 +211,7 @@ class Cost(NamedTuple):
         """The same as the scheduler's policy `auto` wants it."""
         c = self.coefficients
         pair = sum(part.pair for part in self.shape.attention) * c.attention
-        return Costs(0.0, 2 * c.swapped_byte, 0.0, 2 * self.shape.body * c.operation, pair)
+        return Costs(0.0, 2 * c.swapped_byte, 0.0, 2 * self.shape.applied * c.operation, pair)
 
 
 class Calibration(NamedTuple):

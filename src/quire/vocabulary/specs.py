@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class LayerSpec:
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values that this layer keeps; of one row of a picture's, if it is `cross`."""
-        return 0 if self.shares is not None else 2 * self.kv_heads * self.head_dim * itemsize
+        return 0 if self.shares is not None or self.state else 2 * self.kv_heads * self.head_dim * itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -118,7 +118,8 @@ class VisionSpec:
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once; `rotaries`
-    are its rotary embeddings, each a table for all positions."""
+    are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters` are those of all
+    experts of all layers that have `experts` of them each, of which a token takes `active_experts`."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -132,6 +133,9 @@ class ModelSpec:
     rotaries: int = 1
     selection: Selection = Selection()
     vision: VisionSpec | None = None
+    experts: int = 0
+    active_experts: int = 0
+    expert_parameters: int = 0
 
     @property
     def least_budget(self) -> int:
@@ -141,6 +145,26 @@ class ModelSpec:
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""
         return sum(layer.token_bytes(itemsize) for layer in self.layers)
+
+    def stored(self, itemsize: int, ssm: int) -> ModelSpec:
+        """The same where numbers of states have `itemsize` bytes, as all others have, and those of `ssm`, in which
+        what was rounded adds up, `ssm`."""
+        layers = tuple(
+            replace(layer, state=tuple(part._replace(itemsize=ssm if part.name == "ssm" else itemsize)
+                                       for part in layer.state))
+            for layer in self.layers
+        )  # fmt: skip
+        return replace(self, layers=layers) if self.stateful else self
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's running state over all layers, however long it is (Jamba 52B in bf16: 8,716,288)."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    @property
+    def stateful(self) -> list[int]:
+        """The layers that keep a running state."""
+        return [i for i, layer in enumerate(self.layers) if layer.state]
 
     @property
     def owners(self) -> list[int]:
@@ -160,10 +184,10 @@ class Group:
     `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
     quire.control.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a prompt), "uniform" (all,
     where layers have budgets, the least of which is `budget`), "state" (a page is the running state after the latest of
-    the tokens of its run), and two whose runs are of the rows that a sequence's pictures are encoded to, each picture
-    in pages of its own: "cross" (keys and values of them) and "vision" (the rows themselves; of no layer). Where a
-    sequence's tokens are contiguous in addresses, a page is `parts` equal pages of the device, one in each buffer of
-    the group's keys and values.
+    the tokens of its run, of `token_bytes` however many these are), and two whose runs are of the rows that a
+    sequence's pictures are encoded to, each picture in pages of its own: "cross" (keys and values of them) and "vision"
+    (the rows themselves; of no layer). Where a sequence's tokens are contiguous in addresses, a page is `parts` equal
+    pages of the device, one in each buffer of the group's keys and values.
     """
 
     layers: tuple[int, ...]
@@ -197,6 +221,17 @@ class Group:
     def until(self, pages: int) -> int:
         """Tokens that lie in the first `pages` pages, whole ones only."""
         return pages * self.run_tokens // self.run_pages
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of what fills a page: of one that isn't padded, all."""
+        return self.token_bytes if self.kind == "state" else self.run_tokens * self.token_bytes // self.run_pages
+
+    def filled(self, page: int, tokens: int) -> int:
+        """Bytes of the first `tokens` tokens of a sequence that lie in its page `page`."""
+        if self.kind == "state":
+            return self.token_bytes if self.pages(tokens) > page else 0
+        return min(max(tokens * self.token_bytes - page * self.full_bytes, 0), self.full_bytes)
 
     @property
     def page_tokens(self) -> int:

@@ -23,10 +23,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.kernels.triton import (
     activation,
     attention,
+    conv,
     copy,
+    experts,
     linear,
     norm,
     prompt,
@@ -34,6 +37,7 @@ from quire.data.kernels.triton import (
     quick,
     rope_write,
     sampling,
+    scan,
 )
 
 CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
@@ -148,6 +152,27 @@ def layers() -> None:
         linear.gated(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
 
 
+def states() -> None:
+    """Jamba's, and more of a channel than a thread holds; of single tokens and of prompts."""
+    for inner, size, ssm in ((8192, 16, torch.float32), (8192, 16, DTYPE), (3072, 64, torch.float32)):
+        cache = StateCache(zeros(4, inner, 3), zeros(4, inner, size, dtype=ssm))
+        xz, small, wide = zeros(4, 2 * inner), zeros(4, size), torch.zeros(inner)
+        for tiles in (None, zeros(1, 2, dtype=torch.int32)):
+            plan = StatePlan(*ints(4, 4), ints(4, 1), 512, tiles)
+            conv.causal_conv(xz[:, :inner], zeros(inner, 4), zeros(inner), cache, plan, pdl=PDL)
+            A = torch.zeros(inner, size)
+            scan.selective_scan(
+                xz[:, :inner], zeros(4, inner), A, small, small, wide, xz[:, inner:], wide, cache, plan, pdl=PDL
+            )
+
+
+def mixtures() -> None:
+    """Of one token, of a batch, of prompts."""
+    gate_up, down = torch.empty(16, 2 * 1024, 4096, dtype=DTYPE), torch.empty(16, 4096, 1024, dtype=DTYPE)
+    for tokens in (1, 64, 512, 8192):
+        experts.mixture(zeros(tokens, 4096), torch.zeros(tokens, 2), ints(tokens, 2), gate_up, down, "silu")
+
+
 def samples() -> None:
     vocab, last = 128_256, ints(4)
     for rows in (1, 64):
@@ -164,9 +189,11 @@ def samples() -> None:
 if __name__ == "__main__":
     driver.set_active(Driver())
     attention.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    attention.shared_memory = lambda device: SHARED  # type: ignore[assignment]
+    attention.shared_memory = experts.shared_memory = lambda device: SHARED  # type: ignore[assignment]
     launches = watch()
     attend()
     layers()
+    states()
+    mixtures()
     samples()
     print(json.dumps(launches))

@@ -15,11 +15,20 @@ import pytest
 
 FOR_ALL = {
     "_decode", "_join", "_prompt", "_rope_write", "_norm", "_gate", "_act", "_softcap", "_peaks", "_choose", "_spread",
-    "_collect", "_search", "_weigh", "_draw", "_copy",
+    "_collect", "_search", "_weigh", "_draw", "_copy", "_conv", "_scan", "_unrolled",
+    "_experts",
 }  # fmt: skip
 LARGE = {"_one", "_few"}  # for few rows, where there is room
 HOPPER = {"_prompt_hopper"}
-DETERMINISTIC = {"_prompt", "_rope_write", "_norm", "_gate", "_act"}  # are compiled anew for other numbers of rows
+DETERMINISTIC = {
+    "_prompt",
+    "_rope_write",
+    "_norm",
+    "_gate",
+    "_act",
+    "_conv",
+    "_unrolled",
+}  # are compiled anew for other numbers of rows
 
 
 @pytest.mark.timeout(600)

@@ -74,7 +74,7 @@ def test_a_named_config_is_a_fresh_copy() -> None:
         named_config("opt-1t")
 
 
-@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "LlamaForCausalLM", [7]])
+@pytest.mark.parametrize("architectures", [["Mamba2ForCausalLM"], [], None, "LlamaForCausalLM", [7]])
 def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architectures: Any) -> None:
     with pytest.raises(StartupError, match=", ".join(ARCHITECTURES)) as failure:
         resolve({"architectures": architectures})
@@ -151,6 +151,31 @@ GEMMA3_OPTIONS: list[tuple[dict[str, Any], str]] = [
         "the rope of sliding_attention in config.json has no factor",
     ),
 ]
+JAMBA_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"mamba_d_state": 257}, "mamba_d_state in config.json must be an integer from 1 to 256, got 257"),
+    ({"mamba_d_conv": 1}, "mamba_d_conv in config.json must be an integer from 2 to 16, got 1"),
+    ({"mamba_expand": 0}, "mamba_expand in config.json must be an integer from 1 to 16, got 0"),
+    ({"hidden_size": 2**18, "mamba_expand": 16}, "mamba_expand times hidden_size in config.json is 4194304.*1048576"),
+    ({"mamba_dt_rank": "all"}, "mamba_dt_rank in config.json must be an integer from 1 to 65536, got 'all'"),
+    ({"num_experts": 2**20}, "num_experts in config.json must be an integer from 1 to 1024, got 1048576"),
+    ({"num_experts": 0}, "num_experts in config.json must be an integer from 1 to 1024, got 0"),
+    ({"num_experts_per_tok": 17}, "num_experts_per_tok in config.json must be an integer from 1 to 16, got 17"),
+    ({"attn_layer_offset": 8}, "attn_layer_offset in config.json must be an integer from 0 to 7, got 8"),
+    ({"expert_layer_period": 0}, "expert_layer_period in config.json must be an integer from 1 to 4096, got 0"),
+    ({"expert_layer_period": 1, "expert_layer_offset": None}, "expert_layer_offset 1 in config.json is not below"),
+    ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"sliding_window": 8}, "sliding_window=8"),
+    ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False"),
+    ({"quantization_config": {"quant_method": "x"}}, "quantization_config"),
+]
+MAMBA_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"state_size": 0}, "state_size in config.json must be an integer from 1 to 256, got 0"),
+    ({"conv_kernel": 17}, "conv_kernel in config.json must be an integer from 2 to 16, got 17"),
+    ({"time_step_rank": 0.5}, "time_step_rank in config.json must be an integer from 1 to 65536, got 0.5"),
+    ({"expand": 1.5}, "expand in config.json must be an integer from 1 to 16, got 1.5"),
+    ({"layer_norm_epsilon": 0}, "layer_norm_epsilon in config.json must be a number above 0.*, got 0"),
+]
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
@@ -167,7 +192,9 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     + OTHERS
     + [("mistral-7b", *row) for row in MISTRAL_OPTIONS]
     + [("gemma-2-2b", *row) for row in GEMMA2_OPTIONS]
-    + [("gemma-3-4b", *row) for row in GEMMA3_OPTIONS],
+    + [("gemma-3-4b", *row) for row in GEMMA3_OPTIONS]
+    + [("jamba-52b", *row) for row in JAMBA_OPTIONS]
+    + [("mamba-2.8b", *row) for row in MAMBA_OPTIONS],
 )
 def test_options_that_are_not_implemented_are_refused_by_name(name: str, change: dict[str, Any], words: str) -> None:
     config = {**named_config(name), **change}
@@ -280,3 +307,20 @@ def test_ropes_of_two_types_in_older_configs_and_in_newer_ones() -> None:
     bare = {key: value for key, value in new.items() if key != "rope_parameters"}
     theirs = transformers.Gemma3TextConfig().rope_parameters
     assert {rope.theta for rope in GemmaSettings.read(bare).ropes} == {rope["rope_theta"] for rope in theirs.values()}
+
+
+def test_layers_of_jamba() -> None:
+    """v0.1: 28 layers of Mamba to 4 of attention, 16 experts in every second one; 51.6 billion weights."""
+    spec = read_spec(named_config("jamba-52b"))
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state] == [4, 12, 20, 28]
+    assert spec.parameters == 51_570_323_328
+    state = spec.layers[0].state
+    assert [(part.name, part.shape, part.itemsize) for part in state] == [
+        ("conv", (8192, 3), 2), ("ssm", (8192, 16), 4)
+    ]  # fmt: skip
+    short = spec.stored(2, 2)
+    assert sum(layer.state_bytes for layer in short.layers) == 28 * 311_296
+    assert short.stored(2, 4) == spec
+    assert read_spec(named_config("mamba-2.8b")).parameters == 2_768_345_600
+    plain = read_spec(named_config("llama3-8b"))
+    assert plain.stored(2, 2) is plain

@@ -23,6 +23,8 @@ SCALING = {
     "beta_fast": 1, "beta_slow": 1, "truncate": True, "low_freq_factor": 1, "high_freq_factor": 2,
 }  # fmt: skip
 MORE = {
+    "state_size": 16, "conv_kernel": 4, "expand": 2, "time_step_rank": "auto", "use_bias": False,
+    "use_conv_bias": True, "mixer_rms_eps": 1e-6, "layer_norm_epsilon": 1e-5, "mamba_inner_layernorms": True,
     "rope_theta": 1.0, "sliding_window": 4, "max_window_layers": 1,
     "use_sliding_window": True, "attention_bias": False, "mlp_bias": False, "word_embed_proj_dim": 64, "n_inner": 5,
     "do_layer_norm_before": True, "enable_bias": True, "_remove_final_layer_norm": True, "scale_attn_weights": True,
@@ -58,6 +60,8 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     config["layer_types"] = ["full_attention"] * shape.get("num_hidden_layers", 1)
     if architecture == "LlamaForCausalLM":
         config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
+    if architecture == "JambaForCausalLM":
+        config["sliding_window"] = None
     if architecture == "Gemma3ForConditionalGeneration":
         config = {"architectures": [architecture], "text_config": config}
     every_value(config)

@@ -66,7 +66,7 @@ def test_a_batch_is_its_rows_one_token_after_another(rows: tuple[Row, ...]) -> N
     assert batch.tokens.tolist() == tokens
     assert batch.positions.tolist() == positions
     assert batch.token_slots.tolist() == slots
-    for cache in store.caches:
+    for cache in store.caches.values():
         found_pages, found_offsets = batch.places(cache)
         assert found_pages.tolist() == pages[cache.group]
         assert found_offsets.tolist() == offsets
@@ -83,9 +83,9 @@ def test_nothing_of_a_batch_changes_with_the_tables_afterwards() -> None:
     """The next journal may be replayed while a step's writes are under way."""
     store = a_store()
     batch = build_batch((Row(1, (3, 4, 5), 2, 1),), store, torch.zeros(SLOTS, dtype=torch.int64))
-    before = [batch.places(cache)[0].clone() for cache in store.caches]
+    before = [batch.places(cache)[0].clone() for cache in store.caches.values()]
     store.replay((Table(1, 0, 0, (50, 51)), Table(1, 1, 0, (52, 53))))
-    for cache, pages in zip(store.caches, before):
+    for cache, pages in zip(store.caches.values(), before):
         assert torch.equal(batch.places(cache)[0], pages)
 
 

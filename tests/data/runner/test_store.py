@@ -163,8 +163,8 @@ def test_a_new_store_is_finite_and_names_scratch() -> None:
 def test_the_layers_of_a_group_tile_each_page() -> None:
     """Keys and values of a group's layers are every number of a page, once, in the order of the layers."""
     store = a_store()
-    assert [cache.group for cache in store.caches] == [0, 1, 0]
-    assert [cache.window for cache in store.caches] == [None, 4, None]
+    assert [cache.group for cache in store.caches.values()] == [0, 1, 0]
+    assert [cache.window for cache in store.caches.values()] == [None, 4, None]
     for group in GEOMETRY.groups:
         for page in range(PAGES):
             views = [x[page].flatten() for i in group.layers for x in (store.caches[i].keys, store.caches[i].values)]

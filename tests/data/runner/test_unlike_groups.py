@@ -60,7 +60,7 @@ def filled(shapes: Shapes, device: torch.device) -> Store:
 
 def one_at_a_time(journal: tuple[Entry, ...], made: Store, bytes_: np.ndarray, host: np.ndarray) -> list[np.ndarray]:
     """What a journal means: its effect on the bytes of the device and of host memory; and the tables."""
-    nan, tables = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8), [t.copy() for t in made.host_tables]
+    tables = [t.copy() for t in made.host_tables]
 
     def of(memory: np.ndarray, group: int, page: int) -> np.ndarray:
         size = made.sizes[group]
@@ -77,7 +77,7 @@ def one_at_a_time(journal: tuple[Entry, ...], made: Store, bytes_: np.ndarray, h
             case In(group, place, page):
                 of(bytes_, group, page)[:] = of(host, group, place - 1)
             case Poison(group, page):
-                of(bytes_, group, page)[:] = np.tile(nan, made.sizes[group] // 4)
+                of(bytes_, group, page)[:] = 255  # no number in any dtype
     return tables
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, TypeUsage, Usage
-from quire.control.memory.layout import Size
+from quire.control.memory.layout import Size, check_states
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.reserved import RULES, ReservedMemory
@@ -106,6 +106,8 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: st
     config = config.sized("cpu")
     if spec.least_budget:
         _check_budgets(config, spec)
+    if spec.stateful:
+        check_states(config, spec)
     if config.memory not in RULES:
         kind = VirtualMemory if config.memory == "virtual" else PagedMemory
         paged = kind.build(config, spec, size, model_id)

@@ -15,14 +15,13 @@ def filled_in(memory: PagedMemory) -> list[int]:
     """Bytes of tokens in used pages, a group."""
     found = []
     for g, group in enumerate(memory.groups):
-        full = group.run_tokens * group.token_bytes // group.run_pages  # bytes of tokens in a full page
+        full = group.full_bytes
         holders = [(one.tables[g], one.held - one.gone[g]) for one in memory.residents.values()]
         holders += [(prefix.tables[g], len(prefix.tokens)) for prefix in memory.prefixes.registered.values()]
         filled: dict[int, int] = {}  # bytes in pages that aren't full, as the fullest of their users has it
         for pages, tokens in holders:
             for i in range(group.whole(tokens), len(pages)):
-                held = min(max(tokens * group.token_bytes - i * full, 0), full)
-                filled[pages[i]] = max(filled.get(pages[i], 0), held)
+                filled[pages[i]] = max(filled.get(pages[i], 0), group.filled(i, tokens))
         found.append(memory.pages.used[g] * full - sum(full - held for held in filled.values()))
     return found
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from quire.config import IN_PAGES, EngineConfig
-from quire.control.memory.sizes import LayerType, equal_sets, large_limit, max_page, plan_pages
+from quire.control.memory.pages import WATERMARK
+from quire.control.memory.sizes import ALIGNED, LayerType, equal_sets, large_limit, max_page, plan_pages
 from quire.errors import StartupError
 from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec, lay_out
 
@@ -26,11 +28,19 @@ class Size(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """The pages of some layers: `token_bytes` are those of a token of all of them."""
+    """The pages of some layers: `run_tokens` tokens fill one, `token_bytes` each; or a state of `token_bytes` bytes is
+    one, after the latest of so many tokens. There are `fixed` of them, or 0: as many as tokens need."""
 
     layers: tuple[int, ...]
     token_bytes: int
     page_bytes: int
+    run_tokens: int
+    is_state: bool = False
+    fixed: int = 0
+
+    def pages(self, tokens: int, seqs: int = 0) -> int:
+        """Pages for so many tokens, with a state for each of `seqs` sequences."""
+        return self.fixed or max(-(-tokens // self.run_tokens), seqs if self.is_state else 0)
 
 
 class Sheets(NamedTuple):
@@ -45,18 +55,35 @@ class Sheets(NamedTuple):
         """Pages of a large one, a group."""
         return [self.large_bytes // sheet.page_bytes for sheet in self.pages]
 
-    def bytes(self, pages: int) -> int:
-        """Bytes of a memory in which every group has so many pages at once."""
+    @property
+    def step(self) -> int:
+        """Tokens of the smallest run: a memory is for a multiple of so many."""
+        return min(sheet.run_tokens for sheet in self.pages)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of pages that a token takes, what pads them included. States are none of any token's, unless there is
+        nothing else: then a token has its part of one."""
+        sheets = [sheet for sheet in self.pages if not sheet.is_state] or self.pages
+        return -(-sum(sheet.page_bytes * self.step // sheet.run_tokens for sheet in sheets) // self.step)
+
+    def bytes(self, tokens: int, seqs: int = 0) -> int:
+        """Bytes of a memory that holds so many tokens in every group, and states of so many sequences."""
+        counts = [sheet.pages(tokens, seqs) for sheet in self.pages]
         if self.large_bytes:
-            return sum(-(-pages // ratio) for ratio in self.ratios) * self.large_bytes
-        return pages * sum(sheet.page_bytes for sheet in self.pages)
+            return sum(-(-count // ratio) for count, ratio in zip(counts, self.ratios)) * self.large_bytes
+        return sum(count * sheet.page_bytes for count, sheet in zip(counts, self.pages))
 
     def most(self, pool: int) -> int:
-        """The most pages that every group has at once in so many bytes."""
-        most = pool // sum(sheet.page_bytes for sheet in self.pages)
-        while self.bytes(most) > pool:
+        """The most tokens that every group holds at once in so many bytes: whole steps."""
+        pool -= sum(sheet.fixed * sheet.page_bytes for sheet in self.pages)
+        cost = sum(Fraction(sheet.page_bytes, sheet.run_tokens) for sheet in self.pages if not sheet.fixed)
+        if not cost:
+            return min(sheet.fixed * sheet.run_tokens for sheet in self.pages) if pool >= 0 else 0
+        most, fixed = int(pool / cost) // self.step, self.bytes(0)
+        while most > 0 and self.bytes(most * self.step) - fixed > pool:
             most -= 1
-        return most
+        return max(most, 0) * self.step
 
 
 def uniform(spec: ModelSpec) -> ModelSpec:
@@ -84,13 +111,15 @@ def joint_layout(models: Sequence[tuple[EngineConfig, ModelSpec, int]], pool: in
     ]
     every = [kind for own in types for kind in own]
     sizes, large = [-(-kind.page_bytes // kind.row) * kind.row for kind in every], 0
-    if config.page_sizes == "max" or config.memory not in IN_PAGES:
+    if config.memory == "uniform":
+        pass  # layers of tokens are one set, and states are apart
+    elif config.page_sizes == "max" or config.memory not in IN_PAGES:
         sizes = [max_page(every)] * len(every)
     elif config.page_sizes == "lcm" and len(set(sizes)) > 1:
         sizes, large = _large(every, large_limit(pool))
     left = iter(sizes)
     return [
-        Sheets(tuple(Sheet(i, _page_bytes(*model, i) // model[0].page_size, next(left)) for i in sets), large)
+        Sheets(tuple(_sheet(*model, layers, next(left)) for layers in sets), large)
         for model, sets in zip(models, parts)
     ]
 
@@ -111,16 +140,19 @@ def check_large(sheets: Sheets, pool: int) -> None:
 def tokens_in(config: EngineConfig, spec: ModelSpec, itemsize: int, pool: int) -> int:
     """Tokens that a memory of so many bytes holds in every layer."""
     sheets = page_layout(config, spec, itemsize, pool)
-    if len(sheets.pages) == 1 or config.memory == "virtual":
+    if not spec.stateful and (len(sheets.pages) == 1 or config.memory == "virtual"):
         return pool // spec.token_bytes(itemsize)
-    return sheets.most(pool) * config.page_size
+    return sheets.most(pool)
 
 
 def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tuple[int, ...]]:
     """The layers of each group: those that share page tables."""
     owners = spec.owners  # a layer that shares another's keys and values keeps none
+    if spec.stateful:
+        check_states(config, spec)
     if config.memory == "uniform":
-        return [tuple(owners)]
+        kinds = [tuple(i for i in owners if bool(spec.layers[i].state) == kept) for kept in (False, True)]
+        return [layers for layers in kinds if layers]
     if config.table_scope == "layer":
         return [(i,) for i in owners]
     kept = {i: spec.layers[i].kept for i in owners}
@@ -135,14 +167,58 @@ def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tup
     return sets
 
 
+def check_states(config: EngineConfig, spec: ModelSpec) -> None:
+    """StartupError where the settings are none for layers that keep a running state, or no access takes one."""
+    for part in (part for i in spec.stateful for part in spec.layers[i].state):
+        if min(part.shape, default=0) < 1 or math.prod(part.shape) * part.itemsize % ALIGNED:
+            raise StartupError(
+                f"a layer's state {part.name[:40]!r} is {part.shape} numbers of {part.itemsize} bytes"[:200]
+                + f": no multiple of the {ALIGNED} bytes that one access takes",
+                "Use a model whose states are",
+            )
+    if config.memory not in IN_PAGES:
+        raise StartupError(
+            f"--memory is {config.memory}, and the model's layers keep a running state, which is none of any token's",
+            "Use --memory paged, or uniform",
+        )
+    if config.memory == "uniform" and config.prefix_tokens:
+        raise StartupError(
+            f"--prefix-tokens is {config.prefix_tokens}, and --memory is uniform, where a state is one sequence's for "
+            "good: none can be kept for others",
+            "Use --memory paged",
+        )
+    if config.page_sizes == "gcd" and len(spec.stateful) < len(spec.owners):
+        raise StartupError("--page-sizes is gcd, and a state is no number of tokens: its pages have a size", ANOTHER)
+    if config.state_tokens % config.page_size:
+        raise StartupError(
+            f"--state-tokens is {config.state_tokens}, and pages hold {config.page_size} tokens (--page-size)",
+            "Use a multiple of that: a prefix ends where a page of every layer does",
+        )
+
+
 def _page_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
-    """Bytes of the tokens of these layers in a page."""
-    return config.page_size * sum(spec.layers[i].token_bytes(itemsize) for i in layers)
+    """Bytes of the tokens of these layers in a page; of their states, one after another."""
+    size = config.page_size * sum(spec.layers[i].token_bytes(itemsize) for i in layers)
+    return size + sum(spec.layers[i].state_bytes for i in layers)
 
 
 def _row(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
     """Bytes of a head's tokens in a page: pages are a whole number of them."""
+    if spec.layers[layers[0]].state:
+        return ALIGNED
     return math.lcm(*(spec.layers[i].head_dim * config.page_size * itemsize for i in layers))
+
+
+def _sheet(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: tuple[int, ...], page_bytes: int) -> Sheet:
+    held = _page_bytes(config, spec, itemsize, layers)
+    if not spec.layers[layers[0]].state:
+        return Sheet(layers, held // config.page_size, page_bytes, config.page_size)
+    if config.memory != "uniform":
+        return Sheet(layers, held, page_bytes, config.state_tokens, True)
+    # A sequence has one for good, which is apart from the pages and never found again (vLLM 0.6.3).
+    assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
+    longest = -(-(config.max_model_len or spec.max_len) // config.page_size) * config.page_size
+    return Sheet(layers, held, page_bytes, longest, True, config.max_num_seqs + config.max_num_seqs // WATERMARK + 1)
 
 
 def _large(types: Sequence[LayerType], limit: int) -> tuple[list[int], int]:
@@ -190,11 +266,23 @@ def geometry_of(config: EngineConfig, spec: ModelSpec, size: Size, layout: Layou
 
 
 def _shares(sheets: Sheets, config: EngineConfig, size: Size) -> list[Share]:
-    count, width = -(-size.tokens // config.page_size), -(-size.max_len // config.page_size)
+    seqs = states_of(config, size.tokens)
+    if size.bytes and sheets.bytes(size.tokens, seqs) > size.bytes:
+        seqs = 0
     return [
-        Share(sheet.layers, sheet.page_bytes, sheet.token_bytes, count, width, config.page_size)
+        Share(
+            sheet.layers, sheet.page_bytes, sheet.token_bytes, sheet.pages(size.tokens, seqs),
+            -(-size.max_len // sheet.run_tokens), sheet.run_tokens,
+        )
         for sheet in sheets.pages
-    ]
+    ]  # fmt: skip
+
+
+def states_of(config: EngineConfig, tokens: int) -> int:
+    """Sequences that are to have a state each, in a memory that is sized by its tokens: all of them, or as many as have
+    a page of tokens."""
+    assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
+    return min(config.max_num_seqs, -(-tokens // config.page_size))
 
 
 def _in_large_pages(
@@ -203,7 +291,7 @@ def _in_large_pages(
     """All groups' pages in large pages, behind a scratch one (Jenga §4.1)."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
     large = sheets.large_bytes
-    count = (size.bytes or sheets.bytes(shares[0].many)) // large
+    count = (size.bytes or sheets.bytes(size.tokens, states_of(config, size.tokens))) // large
     check_large(sheets, count * large)
     hosts = min(int(config.swap_gib * 2**30) // large, count)
     groups = tuple(

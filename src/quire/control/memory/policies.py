@@ -69,6 +69,10 @@ class FullPolicy:
         stop = min(self.group.pages(hit), reads.stop)
         return range(min(reads.start, stop), stop)
 
+    def needed(self, first: int, last: int) -> range:
+        """The pages that prefixes need which end behind token `first`, and at `last` at most."""
+        return range(self.reads(None, first, first + 1).start, self.group.pages(last))
+
 
 class WindowPolicy(FullPolicy):
     """Sliding-window attention: the token at p sees positions > p - window."""
@@ -139,11 +143,23 @@ class UniformPolicy(FullPolicy):
         return range(self.group.whole(start - gone), self.group.pages(end))
 
 
+class StatePolicy(FullPolicy):
+    """A running state, after the latest token of each run. Computing goes on from that of the token before, and leaves
+    one in the page of each run that it passes through: where a run is full its page is a checkpoint, at which a prefix
+    can end and computing start again (Jenga §5.3). The page of the latest token changes with every token."""
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
+
+    def needed(self, first: int, last: int) -> range:
+        return range(self.group.whole(first), self.group.whole(last))
+
+
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
 POLICIES: Policies = {
     "full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy, "budget": BudgetPolicy,
-    "uniform": UniformPolicy,
+    "uniform": UniformPolicy, "state": StatePolicy,
 }  # fmt: skip
 """By the kind of a group."""
 OFFERED = "quire.policies"

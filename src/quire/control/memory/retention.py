@@ -84,7 +84,7 @@ class Retention:
         if known is not None and known[0] == self.slack:
             return known[1]
         policy, start = self.policies[group], max(mark - self.slack, 0)
-        window = range(policy.reads(None, start, start + 1).start, policy.group.pages(mark))
+        window = policy.needed(start, mark)
         if len(self.windows[group]) >= KNOWN:
             self.windows[group].clear()
         self.windows[group][mark] = self.slack, window

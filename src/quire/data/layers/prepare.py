@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from quire.data.layers.linear import Linear
+from quire.data.layers.mamba import Mamba
 from quire.data.layers.mlp import MLP, GatedMLP
+from quire.data.layers.moe import SparseMLP
 from quire.data.layers.norm import LayerNorm, RMSNorm
 from quire.data.layers.softcap import Softcap
 
@@ -14,7 +16,7 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
     """Call `prepare` of every layer that has something to prepare. `deterministic`: on a GPU a row's result must not
     depend on the number of rows."""
     for module in model.modules():
-        if isinstance(module, Linear | GatedMLP):
+        if isinstance(module, Linear | GatedMLP | Mamba | SparseMLP):
             module.prepare(deterministic)
         elif isinstance(module, RMSNorm | LayerNorm | MLP | Softcap):
             module.prepare()

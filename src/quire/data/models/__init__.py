@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quire.data.models.gemma_settings import GemmaSettings
+from quire.data.models.mamba_settings import JambaSettings, MambaSettings
 from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import ModelSpec
@@ -13,12 +14,17 @@ from quire.vocabulary.specs import ModelSpec
 if TYPE_CHECKING:
     from quire.data.models.gemma import Gemma
     from quire.data.models.gpt2 import GPT2
+    from quire.data.models.jamba import Jamba
     from quire.data.models.llama import Llama
+    from quire.data.models.mamba import Mamba
     from quire.data.models.opt import OPT
 
-    Model = Llama | Gemma | OPT | GPT2
+    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba
 
-Settings = type[LlamaSettings] | type[GemmaSettings] | type[OPTSettings] | type[GPT2Settings]
+Settings = (
+    type[LlamaSettings] | type[GemmaSettings] | type[OPTSettings] | type[GPT2Settings]
+    | type[JambaSettings] | type[MambaSettings]
+)  # fmt: skip
 
 # The name in config.json -> the settings that read it, and the class as "module:name".
 ARCHITECTURES: dict[str, tuple[Settings, str]] = {
@@ -32,6 +38,9 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "Gemma3ForConditionalGeneration": (GemmaSettings, "gemma:Gemma"),  # its text
     "OPTForCausalLM": (OPTSettings, "opt:OPT"),
     "GPT2LMHeadModel": (GPT2Settings, "gpt2:GPT2"),
+    "JambaForCausalLM": (JambaSettings, "jamba:Jamba"),
+    "MambaForCausalLM": (MambaSettings, "mamba:Mamba"),
+    "FalconMambaForCausalLM": (MambaSettings, "mamba:Mamba"),
 }
 
 

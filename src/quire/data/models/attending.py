@@ -1,4 +1,5 @@
-"""What a model is given beside its tokens: their positions, and attention over the cache. The runner implements it."""
+"""What a model is given beside its tokens: their positions, attention over the cache, and running states. The runner
+implements it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary
 
@@ -27,6 +29,11 @@ class Attending(Protocol):
         -> [T, heads, head_dim], where the model says that this is its `last` attention only of the `wanted` tokens.
         Rotation and writing are asked for here because a GPU does them in one launch.
         """
+        ...
+
+    def state(self, layer: int) -> tuple[StateCache, StatePlan]:
+        """The running states of `layer`, and which of them the step's rows read and write. A layer with states is asked
+        for every token of the step."""
         ...
 
     def wanted(self, x: Tensor) -> Tensor:

@@ -169,6 +169,59 @@ _QWEN3 = {
     "eos_token_id": 151645,
     "head_dim": 128,
 }
+# Jamba-v0.1, whose own config.json says what is transformers' default for it.
+_JAMBA = {
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 65536,
+    "max_position_embeddings": 262144,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
+
+def _mamba(hidden: int, layers: int) -> dict[str, Any]:
+    return {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": 50280,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "expand": 2,
+        "time_step_rank": hidden // 16,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "dtype": "float32",
+    }
+
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "opt-125m": _opt(768, 12, 12),
@@ -204,6 +257,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-2-27b": _gemma2(4608, 46, 32, 36864, 128, 144),
     "gemma-3-4b": _GEMMA3_4B,
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
+    "jamba-52b": _JAMBA,
+    "mamba-2.8b": _mamba(2560, 64),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
 }
 

@@ -26,13 +26,13 @@ class Fields:
     def _bad(self, name: str, value: Any, kind: str) -> StartupError:
         return StartupError(f"{name} in {self.where} must be {kind}, got {shown(value)}")
 
-    def size(self, name: str, default: Any = MISSING, most: int = MAX_SIZE) -> Any:
-        """A positive integer."""
-        kind = f"an integer from 1 to {most}"
+    def size(self, name: str, default: Any = MISSING, most: int = MAX_SIZE, least: int = 1) -> Any:
+        """An integer, positive unless `least` says otherwise."""
+        kind = f"an integer from {least} to {most}"
         value = self._get(name, default, kind)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self._bad(name, value, kind)
         return value
 

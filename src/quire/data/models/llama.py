@@ -20,6 +20,7 @@ from quire.data.layers.prepare import prepare_layers
 from quire.data.layers.rotary import Rotary
 from quire.data.models.attending import Attending
 from quire.data.models.gemma_settings import GemmaSettings
+from quire.data.models.mamba_settings import JambaSettings
 from quire.data.models.names import Stored, expand
 from quire.data.models.settings import LlamaSettings
 from quire.vocabulary.specs import ModelSpec
@@ -47,11 +48,11 @@ NAMES: dict[str, str | tuple[str, ...]] = {
 
 class Attention(nn.Module):
     """Queries, keys and values from one product, or queries alone where the layer shares another's keys and values;
-    rotated; attention through the context; the output projection."""
+    rotated, if they are; attention through the context; the output projection."""
 
     def __init__(
-        self, settings: LlamaSettings | GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device,
-        shares: bool = False,
+        self, settings: LlamaSettings | GemmaSettings | JambaSettings, layer: int, dtype: torch.dtype,
+        device: torch.device, shares: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         self.q_norm = norm() if settings.qk_norm else None
         self.k_norm = norm() if settings.qk_norm else None
 
-    def forward(self, x: Tensor, rotary: Rotary, ctx: Attending, last: bool = False) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, ctx: Attending, last: bool = False) -> Tensor:
         """What the heads of each token find; `out` comes next."""
         product = self.qkv or self.q
         assert product is not None, "a layer has queries"

@@ -27,12 +27,36 @@ def expand(model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transpo
     sources = {}
     for name, parameter in model.named_parameters():
         layer = re.search(r"\d+", name)
-        entry = table[re.sub(r"\d+", "*", name)]
+        entry = table[re.sub(r"\d+", "*", name, count=1)]
         tensors = (entry,) if isinstance(entry, str) else entry
         if layer:
             tensors = tuple(tensor.replace("*", layer.group()) for tensor in tensors)
         module = model.get_submodule(name.rpartition(".")[0])
-        rows = getattr(module, "parts", (parameter.shape[0],))
+        rows = getattr(module, "parts", ())
+        if not isinstance(rows, tuple) or len(rows) != len(tensors):  # equal parts
+            rows = (len(parameter) // len(tensors),) * len(tensors)
         flip = bool(transposed) and parameter.dim() == 2 and re.search(transposed, name) is not None
         sources[name] = Stored(tensors, rows, flip)
     return sources
+
+
+def mixer_names(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:
+    """The table of a Mamba layer's mixer (quire.data.layers.mamba)."""
+    names = {
+        "into": "in_proj", "conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "parts.weight": "x_proj.weight",
+        "dt.weight": "dt_proj.weight", "dt_bias": "dt_proj.bias", "decay_log": "A_log", "skip": "D", "out": "out_proj",
+        **{f"norms.{i}.weight": f"{x}_layernorm.weight" for i, x in enumerate(("dt", "b", "c"))},
+    }  # fmt: skip
+    for both in ("into", "out"):
+        name = names.pop(both)
+        names |= {f"{both}.{kind}": f"{name}.{kind}" for kind in ("weight", "bias")}
+    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+
+
+def expert_names(ours: str, theirs: str, experts: int) -> dict[str, str | tuple[str, ...]]:
+    """The table of a layer's experts (quire.data.layers.moe), each of which a checkpoint keeps apart."""
+    each = [f"{theirs}.{expert}" for expert in range(experts)]
+    return {
+        f"{ours}.gate_up": tuple(f"{one}.{x}_proj.weight" for one in each for x in ("gate", "up")),
+        f"{ours}.down": tuple(f"{one}.down_proj.weight" for one in each),
+    }

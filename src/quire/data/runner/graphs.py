@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode_scratch, multiprocessors
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.runner.recorder import Graph, Recorder
 from quire.data.runner.staging import Staging
-from quire.data.runner.step import Step
+from quire.data.runner.step import States, Step
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row
 
@@ -47,14 +48,21 @@ def token_step(
     def plan(cache: LayerCache, asked: Batch | None) -> Any:
         return backend.plan_singles(singles, store.tables[cache.group], cache, scratch, splits)
 
-    return Step(positions, store.caches, backend, plan)
+    def plan_states(cache: StateCache) -> StatePlan:
+        return StatePlan.single(store.tables[cache.group], slots, positions, cache.run_tokens)
+
+    states = States(store.states, plan_states) if store.states else None
+    return Step(positions, store.caches, backend, plan, states=states)
 
 
 def split_scratch(
     caches: Iterable[LayerCache], launches: Callable[[LayerCache], Iterable[tuple[int, int]]]
-) -> SplitScratch:
-    """One that suffices for all layers, which follow one another: `launches` are a layer's rows and parts."""
+) -> SplitScratch | None:
+    """One that suffices for all layers, which follow one another: `launches` are a layer's rows and parts. None for
+    none."""
     kinds = {(c.heads, c.kv_heads, c.head_dim): c for c in caches}
+    if not kinds:
+        return None
     meta = torch.device("meta")
     needs = [
         decode_scratch(rows, cache.heads, cache.kv_heads, cache.head_dim, splits, meta)
@@ -89,7 +97,8 @@ class DecodeGraphs:
         self.inputs = torch.zeros(3 * largest, dtype=torch.int64, device=last.device)
         count = multiprocessors(last.device)
         self.scratch = split_scratch(
-            store.caches, lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.sizes)
+            store.caches.values(),
+            lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.sizes),
         )
 
     def fits(self, rows: tuple[Row, ...]) -> bool:

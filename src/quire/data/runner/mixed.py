@@ -1,16 +1,17 @@
 """Steps with prompts as CUDA graphs: rows of one token and chunks of prompts, padded to a few sizes.
 
-Such a step is cut in its last attention, once all keys and values are written, since behind that only rows that sample
-go on. In front of it, a graph's sizes are those of the step's tokens and rows of one token; behind it, up to the
-logits, the number of rows that sample; what follows the logits are the tails of decode steps. So there are as many
-graphs as there are sizes of each half, not as there are pairs. Between the halves all tokens' hidden states and
-queries of the last layer lie at fixed places.
+Such a step is cut in its last layer: in its attention, once all keys and values are written, or behind its states,
+which every token advances; since behind that only rows that sample go on. In front of the cut, a graph's sizes are
+those of the step's tokens and rows of one token; behind it, up to the logits, the number of rows that sample; what
+follows the logits are the tails of decode steps. So there are as many graphs as there are sizes of each half, not as
+there are pairs. Between the halves all tokens' hidden states and queries of the last layer, or what its states gave
+them, lie at fixed places.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.kernels.triton.attention import choose_splits, multiprocessors
 from quire.data.kernels.triton.backend import Launches, TritonBackend
 from quire.data.layers.norm import RMSNorm
@@ -27,18 +29,20 @@ from quire.data.runner.graphs import AnyTail, split_scratch
 from quire.data.runner.inputs import Flat
 from quire.data.runner.padded import FEW, SOME, Inputs, Sizes
 from quire.data.runner.recorder import Graph, Recorder
-from quire.data.runner.step import Planner, Step
+from quire.data.runner.step import Planner, States, Step
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row
 
 
 class FirstHalf(Step):
-    """A step that ends in its last attention: that only writes keys and values, and leaves its `queries` there."""
+    """A step that ends in its last layer. If that attends, it only writes keys and values, and leaves its `queries`
+    there."""
 
     def __init__(
-        self, positions: Tensor, caches: Sequence[LayerCache], backend: TritonBackend, plan: Planner, queries: Tensor
-    ) -> None:
-        super().__init__(positions, caches, backend, plan)
+        self, positions: Tensor, caches: Mapping[int, LayerCache], backend: TritonBackend, plan: Planner,
+        queries: Tensor, states: States | None,
+    ) -> None:  # fmt: skip
+        super().__init__(positions, caches, backend, plan, states=states)
         self.queries = queries
 
     def attend(
@@ -66,14 +70,19 @@ class MixedGraphs:
         self.firsts: dict[tuple[int, int], Graph] = {}  # by tokens and rows of one token
         self.seconds: dict[int, Graph] = {}  # by rows that sample
         self.ends: dict[tuple[int, str], Graph] = {}
-        caches, self.count = store.caches, multiprocessors(last.device)
-        self.kinds = list({cache.kind: cache for cache in caches}.values())
+        self.count = multiprocessors(last.device)
+        self.kinds = list({cache.kind: cache for cache in store.caches.values()}.values())
         tiles = tuple(dict.fromkeys(backend.queries(cache) for cache in self.kinds))
-        self.inputs = Inputs(rows, tiles, backend.deterministic, last.device)
-        most, at = self.inputs.tokens[-1], caches[-1]
-        self.x = torch.zeros((most, hidden), dtype=at.dtype, device=last.device)
-        self.queries = torch.zeros((most, at.heads, at.head_dim), dtype=at.dtype, device=last.device)
-        self.scratch = split_scratch(caches, self._launches)
+        self.inputs = Inputs(rows, tiles, backend.deterministic, last.device, bool(store.states))
+        # The last layer's, if it attends; what it leaves of each token.
+        self.cache = store.caches.get(max((*store.caches, *store.states)))
+        left = (
+            (self.cache.heads, self.cache.head_dim) if self.cache else store.states[max(store.states)].conv.shape[1:2]
+        )
+        most, dtype = self.inputs.tokens[-1], store.buffer.dtype
+        self.x = torch.zeros((most, hidden), dtype=dtype, device=last.device)
+        self.left = torch.zeros((most, *left), dtype=dtype, device=last.device)
+        self.scratch = split_scratch(store.caches.values(), self._launches)
 
     def halves(self, tokens: int | None = None) -> tuple[list[tuple[int, int]], list[int]]:
         """The sizes of first and of second halves, of steps of up to `tokens` tokens; all if None. Largest first."""
@@ -148,7 +157,7 @@ class MixedGraphs:
             yield rows, self.last_splits(cache, rows)
 
     def _first(self, tokens: int, singles: int) -> None:
-        """To `x` and `queries`."""
+        """To `x` and `left`."""
         ids, padded = self.inputs.step(tokens, singles)
         padded = padded._replace(prompts=self.prompts)
         ids = torch.where(ids == LAST, self.last.index_select(0, padded.token_slots), ids)
@@ -157,15 +166,23 @@ class MixedGraphs:
             tables, splits = self.store.tables[cache.group], self.splits(cache, singles)
             return self.backend.plan_padded(padded, tables, cache, self.scratch, splits)
 
-        step = FirstHalf(padded.positions, self.store.caches, self.backend, plan, self.queries[:tokens])
-        self.x[:tokens].copy_(self.model.begin(ids, step)[0])
+        def plan_states(cache: StateCache) -> StatePlan:
+            return self.inputs.states(tokens, singles, self.store.tables[cache.group], cache.run_tokens)
+
+        states, left = States(self.store.states, plan_states) if self.store.states else None, self.left[:tokens]
+        step = FirstHalf(padded.positions, self.store.caches, self.backend, plan, left, states)
+        x, attended = self.model.begin(ids, step)
+        self.x[:tokens].copy_(x)
+        if self.cache is None:
+            left.copy_(attended)
 
     def _second(self, count: int) -> Tensor:
         """Logits of the rows that sample [S, V]."""
         ends, slots, positions = self.inputs.sampled(count)
-        cache = self.store.caches[-1]
-        tables, splits = self.store.tables[cache.group], self.last_splits(cache, count)
-        singles = self.backend.singles(slots, positions, self.prompts)
-        plan = self.backend.plan_singles(singles, tables, cache, self.scratch, splits)
-        attended = self.backend.read(self.queries.index_select(0, ends), cache, plan)
+        attended, cache = self.left.index_select(0, ends), self.cache
+        if cache is not None:
+            tables, splits = self.store.tables[cache.group], self.last_splits(cache, count)
+            singles = self.backend.singles(slots, positions, self.prompts)
+            plan = self.backend.plan_singles(singles, tables, cache, self.scratch, splits)
+            attended = self.backend.read(attended, cache, plan)
         return self.model.logits(self.model.end(self.x.index_select(0, ends), attended.flatten(1)))

@@ -29,6 +29,7 @@ from quire.data.runner.logprobs import details_of, top_of
 from quire.data.runner.prompts import Prompts
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
+from quire.data.runner.seen import SeenTokens
 from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.errors import StartupError
@@ -87,18 +88,20 @@ class ModelRunner:
         debug: bool = False,
         background: bool = False,
         common: Tensor | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`background`: a thread maps ahead of need, where memory is virtual. `common`: see Store."""
+        """`background`: a thread maps ahead of need, where memory is virtual. `common`, `state_dtype`: see Store."""
         self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug, self.background = graphs, deterministic, debug, background
-        self.common = common
+        self.common, self.state_dtype = common, state_dtype
         self.depth = 1 if device.type == "cpu" else 2
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
         self.store: Store
         self.sampler: Sampler
         self.prompts: Prompts | None = None  # where layers have budgets
+        self.seen: SeenTokens | None = None  # in debug mode, where layers have states
         self.last: Tensor
         self.graphs: Any = None  # of decode steps
         self.mixed: Any = None  # of steps with prompts
@@ -114,7 +117,8 @@ class ModelRunner:
             )
         self.store = self._store(geometry)
         self.prompts = self.store.prompts
-        for cache in self.store.caches:
+        self.seen = SeenTokens(geometry) if self.debug and self.store.states else None
+        for cache in self.store.caches.values():
             self.backend.check(cache)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
@@ -123,7 +127,9 @@ class ModelRunner:
 
     def _store(self, geometry: Geometry) -> Store:
         if geometry.layout is not Layout.CONTIGUOUS:
-            return Store(geometry, self.spec, self.dtype, self.device, self.debug, self.common)
+            return Store(
+                geometry, self.spec, self.dtype, self.device, self.debug, self.common, state_dtype=self.state_dtype
+            )
         from quire.data.runner.virtual.opening import open_store
 
         return open_store(
@@ -171,6 +177,10 @@ class ModelRunner:
         if self.prompts is not None:
             self.prompts.born(plan.births)
         self.store.replay(plan.journal)
+        if self.seen is not None:
+            self.seen.replay(plan.journal)
+            self.seen.advance(plan.rows, self.store.host_tables)
+            self.seen.replay(plan.ahead)
         ticket = self._rows(plan, began)
         if plan.ahead:
             self.store.pool.settle()  # swaps wait for these rows, as copies do
@@ -205,7 +215,8 @@ class ModelRunner:
         batch = batch_of(flat, self.store, self.last)
         scored = any(row.score for row in rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
-        hidden = self.model(batch.tokens, Step.of(batch, self.store.caches, self.backend, narrow))
+        step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states)
+        hidden = self.model(batch.tokens, step)
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
         if not len(batch.asked):
             return None, scores

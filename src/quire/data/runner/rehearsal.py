@@ -92,7 +92,7 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
         from quire.data.kernels.triton.attention import representatives
 
         store = runner.store
-        kinds = {(c.kind, c.kv_heads, c.head_dim): c for c in store.caches}
+        kinds = {(c.kind, c.kv_heads, c.head_dim): c for c in store.caches.values()}
         for cache in kinds.values():
             for rows in representatives(slots, cache, runner.device):
                 yield partial(runner.backend.rehearse, rows, cache, store.tables[cache.group])

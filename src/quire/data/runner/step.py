@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,30 +11,51 @@ from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache
 from quire.data.kernels.selection import compress, ends_of
+from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary, queries_keys_values
 
 Planner = Callable[[LayerCache, Batch | None], Any]
 """A backend's plan of a step for a layer like this one: for queries of all tokens, or of those asked for."""
 Behind = Callable[[Tensor, LayerCache], None]
+StatePlanner = Callable[[StateCache], StatePlan]
+
+
+class States:
+    """The layers' running states in one step: `plan` is asked once for each kind of them."""
+
+    def __init__(self, caches: Mapping[int, StateCache], plan: StatePlanner) -> None:
+        self.caches, self.plan = caches, plan
+        self.plans: dict[Any, StatePlan] = {}
+
+    def of(self, layer: int) -> tuple[StateCache, StatePlan]:
+        cache = self.caches[layer]
+        plan = self.plans.get(cache.kind)
+        if plan is None:
+            plan = self.plans[cache.kind] = self.plan(cache)
+        return cache, plan
 
 
 class Step:
-    """Attention by a backend, planned once for each kind of layers."""
+    """Attention by a backend, and running states, planned once for each kind of layers."""
 
     def __init__(
-        self, positions: Tensor, caches: Sequence[LayerCache], backend: Any, plan: Planner, asked: Batch | None = None,
-        behind: Behind | None = None,
+        self, positions: Tensor, caches: Mapping[int, LayerCache], backend: Any, plan: Planner,
+        asked: Batch | None = None, behind: Behind | None = None, states: States | None = None,
     ) -> None:  # fmt: skip
-        """With `asked`, the model's last layer has queries of its tokens alone. `behind` is told all queries of a layer
-        once they were answered."""
+        """With `asked`, the model's last layer, if it attends, has queries of its tokens alone. `behind` is told all
+        queries of a layer once they were answered. `states`, where layers have some."""
+        self.states = states
         self.behind = behind
         self.positions, self.caches, self.backend, self.plan, self.asked = positions, caches, backend, plan, asked
         self.plans: dict[Any, Any] = {}
         self.angles: dict[int, tuple[Tensor, Tensor]] = {}  # of each rotary embedding
 
     @classmethod
-    def of(cls, batch: Batch, caches: Sequence[LayerCache], backend: Any, narrow: bool = False) -> Step:
+    def of(
+        cls, batch: Batch, caches: Mapping[int, LayerCache], backend: Any, narrow: bool = False,
+        states: Mapping[int, StateCache] | None = None,
+    ) -> Step:  # fmt: skip
         """The step of a batch. `narrow`: only the hidden states of tokens that end the rows that sample are wanted,
         `batch.narrowed()`'s. Of prompts that end here layers with budgets keep their part."""
 
@@ -45,7 +67,8 @@ class Step:
 
         ends = ends_of(batch)
         asked = batch.narrowed() if narrow else None
-        return cls(batch.positions, caches, backend, plan, asked, behind if ends else None)
+        held = States(states, partial(StatePlan.of, batch)) if states else None
+        return cls(batch.positions, caches, backend, plan, asked, behind if ends else None, held)
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -67,6 +90,11 @@ class Step:
         if self.behind is not None:
             self.behind(q, cache)
         return out
+
+    def state(self, layer: int) -> tuple[StateCache, StatePlan]:
+        """See quire.data.models.attending."""
+        assert self.states is not None, "some layer has a state"
+        return self.states.of(layer)
 
     def wanted(self, x: Tensor) -> Tensor:
         """See quire.data.models.attending."""

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.states import StateCache
 from quire.data.runner.hazards import Launch, Moves, launches
 from quire.data.runner.host_pool import HostPool
 from quire.data.runner.prompts import Prompts
 from quire.data.runner.staging import Staging
-from quire.data.runner.views import check_geometry, layer_caches, pages_by_size
+from quire.data.runner.views import check_geometry, layer_caches, pages_by_size, state_caches
 from quire.vocabulary.plan import Copy, In, Journal, Out, Table
 from quire.vocabulary.specs import Geometry, ModelSpec
 
@@ -27,13 +28,13 @@ ALIGNED = 16  # page ids: where a group's table begins
 class Store:
     """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
     `debug` the content of every swapped page is compared. `views` [pages, numbers] are the pages of each group, page 0
-    included, `tables` [slots, logical pages] its page table; `caches` are the layers', `prompts` what those with
-    budgets must know, if there are any. `common` are the bytes that hold the pages, if other models' stores have them
-    too."""
+    included, `tables` [slots, logical pages] its page table; `caches` are the attending layers', `states` those of
+    layers with a state, whose `ssm` is of `state_dtype`; `prompts` what layers with budgets must know, if there are
+    any. `common` are the bytes that hold the pages, if other models' stores have them too."""
 
     def __init__(
         self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
-        common: torch.Tensor | None = None,
+        common: torch.Tensor | None = None, state_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         check_geometry(geometry, spec)
         self.geometry, self.device, self.common = geometry, device, common
@@ -46,6 +47,9 @@ class Store:
         self._make_tables()
         self.prompts = Prompts(geometry.slots, spec.least_budget, self.staging) if spec.least_budget else None
         self.caches = self._caches(spec)
+        self.states: dict[int, StateCache] = {}
+        if any(layer.state for layer in spec.layers):
+            self.states = state_caches(self.buffer, geometry, spec, state_dtype)
         if device.type != "cpu":  # so that kernels are compiled now, not in the midst of serving
             for size in self.sized:
                 self._copy({0: 0}, size)
@@ -61,7 +65,7 @@ class Store:
             return torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype)
         return torch.zeros(numbers, dtype=dtype, device=self.device)
 
-    def _caches(self, spec: ModelSpec) -> list[LayerCache]:
+    def _caches(self, spec: ModelSpec) -> dict[int, LayerCache]:
         return layer_caches(self.buffer, self.geometry, spec)
 
     def close(self) -> None:
@@ -128,8 +132,10 @@ class Store:
         self.pool.settle()
 
     def _poison(self, moves: Moves, size: int) -> None:
+        """All bits are ones: that is no number in any dtype, and a page may have parts of several."""
         self.pool.claim(moves, size)
-        self.sized[size].index_fill_(0, self.staging.upload(np.array(list(moves))), torch.nan)
+        bits = self.sized[size].view(torch.uint8)
+        bits.index_fill_(0, self.staging.upload(np.array(list(moves))), 255)
         self.pool.settle()
 
     def _write_tables(self, entries: list[Table]) -> None:

@@ -1,7 +1,8 @@
-"""Views of the one buffer that holds all pages: as pages of every size, and as each layer's keys and values.
+"""Views of the one buffer that holds all pages: as pages of every size, and as each layer's keys and values, or states.
 
 A page is a run of tokens of all layers of its group, one layer after another (Jenga §4.2's page-layer partition): keys,
-then values, of each head the page's tokens.
+then values, of each head the page's tokens; or all parts of the state after a run's latest token, each where any number
+may begin.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.limits import MOST_ROWS
+from quire.data.kernels.states import StateCache
 from quire.errors import StartupError
-from quire.vocabulary.specs import Geometry, Group, Layout, ModelSpec
+from quire.vocabulary.specs import ALIGNED, Geometry, Group, Layout, ModelSpec, StatePart
 
 SMALLER = "Use another --page-size or --table-scope"
-ALIGNED = 16
-"""Bytes of one access, where pages are parts of large ones."""
 
 
 def check_geometry(geometry: Geometry, spec: ModelSpec) -> None:
@@ -48,6 +49,13 @@ def check_geometry(geometry: Geometry, spec: ModelSpec) -> None:
                 f"a page of {group.page_bytes:,} bytes doesn't hold {group.run_tokens} tokens of {tokens:,} bytes",
                 SMALLER,
             )
+        states = sum(spec.layers[i].state_bytes for i in group.layers)
+        if states and (group.page_bytes < states or group.page_bytes % ALIGNED):
+            raise StartupError(
+                f"a page of {group.page_bytes:,} bytes doesn't hold states of {states:,} bytes, each of whose parts "
+                f"begins at a multiple of {ALIGNED}",
+                f"{SMALLER}, or --page-sizes max",
+            )
         if geometry.bytes // group.page_bytes > MOST_ROWS:
             raise StartupError(
                 f"{geometry.bytes:,} bytes are {geometry.bytes // group.page_bytes:,} pages of {group.page_bytes:,}; "
@@ -66,23 +74,52 @@ def pages_by_size(buffer: Tensor, geometry: Geometry) -> dict[int, Tensor]:
     return found
 
 
-def layer_caches(buffer: Tensor, geometry: Geometry, spec: ModelSpec) -> list[LayerCache]:
-    """Each layer's keys and values, in the order of the layers."""
+def layer_caches(buffer: Tensor, geometry: Geometry, spec: ModelSpec) -> dict[int, LayerCache]:
+    """The keys and values of each layer that attends, in the order of the layers."""
     caches: dict[int, LayerCache] = {}
     for g, group in enumerate(geometry.groups):
         at = 0
-        for i in group.layers:
+        for i in group.layers if group.kind != "state" else ():
             caches[i] = _cache(buffer, group, g, i, at, spec)
             at += 2 * prod(caches[i].keys.shape[1:])
     return with_shared(caches, spec)
 
 
-def with_shared(caches: dict[int, LayerCache], spec: ModelSpec) -> list[LayerCache]:
+def with_shared(caches: dict[int, LayerCache], spec: ModelSpec) -> dict[int, LayerCache]:
     """Those of all layers, in order: one that shares reads its owner's keys and values, and writes none."""
     for i, layer in enumerate(spec.layers):
         if layer.shares is not None:
             caches[i] = replace(caches[layer.shares], writes=False, **attention_of(spec, i))
-    return [caches[i] for i in range(len(spec.layers))]
+    return {i: caches[i] for i in sorted(caches)}
+
+
+def state_caches(
+    buffer: Tensor, geometry: Geometry, spec: ModelSpec, state_dtype: torch.dtype
+) -> dict[int, StateCache]:
+    """The running states of each layer that has one: the convolution's of numbers as the buffer's are, the other of
+    `state_dtype`."""
+    caches: dict[int, StateCache] = {}
+    for g, group in enumerate(geometry.groups):
+        at = 0
+        for i in group.layers if group.kind == "state" else ():
+            views = {}
+            for part in spec.layers[i].state:
+                dtype = state_dtype if part.name == "ssm" else buffer.dtype
+                views[part.name] = _part(buffer, group, part, at, dtype)
+                at += part.bytes
+            caches[i] = StateCache(views["conv"], views["ssm"], g, group.run_tokens)
+    return caches
+
+
+def _part(buffer: Tensor, group: Group, part: StatePart, at: int, dtype: torch.dtype) -> Tensor:
+    """[pages, *part.shape]: what begins `at` bytes behind the beginning of a page."""
+    size = dtype.itemsize
+    assert size == part.itemsize, f"{part.name} is of numbers of {part.itemsize} bytes, and the runner's have {size}"
+    plain = buffer.view(torch.uint8)
+    pages = len(plain) // group.page_bytes
+    numbers = plain[: pages * group.page_bytes].view(dtype)
+    inner = [prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
+    return numbers.as_strided((pages, *part.shape), (group.page_bytes // size, *inner), at // size)
 
 
 def attention_of(spec: ModelSpec, layer: int) -> dict[str, Any]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.mamba import Mamba
 from quire.data.layers.norm import LayerNorm, RMSNorm
 
 STD = 0.02
+LEAST_STEP, MOST_STEP = 1e-3, 0.1
+"""Of an untrained Mamba's states, where the token says nothing (arXiv:2312.00752, §3.6)."""
 NOISE = 4_194_301  # numbers drawn once and laid into every weight; a prime, so that no two rows line up
 
 
 @torch.no_grad()
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Normal weights of standard deviation 0.02; norms are the identity. A function of seed, dtype and device."""
+    """Normal weights of standard deviation 0.02; norms are the identity, and states decay as an untrained Mamba's. A
+    function of seed, dtype and device."""
     first = next(model.parameters())
     generator = torch.Generator(first.device).manual_seed(seed)
     noise = torch.empty(NOISE, dtype=torch.float32, device=first.device).normal_(0, STD, generator=generator)
@@ -24,8 +31,25 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
             if isinstance(module, RMSNorm | LayerNorm):
                 offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
+            elif isinstance(module, Mamba) and name in STEADY:
+                parameter.copy_(STEADY[name](parameter))
             else:
                 at = _lay(parameter.view(-1), noise, at)
+
+
+def _decays(like: Tensor) -> Tensor:
+    """Of d_state numbers the n-th decays n times as fast as the first."""
+    return torch.arange(1, like.shape[1] + 1, device=like.device).log().expand(like.shape)
+
+
+def _steps(like: Tensor) -> Tensor:
+    """What softplus makes steps of that are equally far apart on a scale of logarithms."""
+    steps = torch.linspace(math.log(LEAST_STEP), math.log(MOST_STEP), len(like), device=like.device).exp()
+    return steps.expm1().log()
+
+
+STEADY: dict[str, Callable[[Tensor], Tensor]] = {"decay_log": _decays, "skip": torch.ones_like, "dt_bias": _steps}
+"""What isn't noise of a mixer's parameters."""
 
 
 def _lay(flat: Tensor, noise: Tensor, at: int) -> int:

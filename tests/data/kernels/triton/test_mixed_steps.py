@@ -163,7 +163,14 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     return again
 
 
-def served(runners: list[ModelRunner], seed: int, steps: int = 10) -> list[list[Any]]:
+def pages_of(slot: int) -> list[Table]:
+    """A place for each slot."""
+    return [Table(slot, 0, 0, tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH)))]
+
+
+def served(
+    runners: list[ModelRunner], seed: int, steps: int = 10, named: Callable[[int], list[Table]] = pages_of
+) -> list[list[Any]]:
     """Random steps of sequences that come, with prompts in chunks, decode and go: what each runner drew."""
     random = np.random.default_rng(seed)
     drawn: list[list[Any]] = [[] for _ in runners]
@@ -175,8 +182,7 @@ def served(runners: list[ModelRunner], seed: int, steps: int = 10) -> list[list[
                 left[slot] = [0, int(random.integers(1, 12))]
                 params = SamplingParams(temperature=float(random.choice([0.0, 1.0])), seed=slot)
                 births.append(Birth(slot, slot, -1, params.sampling(), 100 * seed + 10 * step + slot, left[slot][1]))
-                pages = tuple(range(1 + slot * WIDTH, 1 + (slot + 1) * WIDTH))
-                tables.append(Table(slot, 0, 0, pages))
+                tables += named(slot)
         for slot in random.permutation(list(left)).tolist():
             done, prompt = left[slot]
             count = 1 if done >= prompt else min(int(random.integers(1, 9)), prompt - done)
@@ -208,11 +214,11 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
     for each in (reference, runner):
         caches = each.store.caches
         if how == "windows":
-            caches = [replace(cache, window=5) for cache in caches]
+            caches = {layer: replace(cache, window=5) for layer, cache in caches.items()}
         if how == "chunks":
-            caches = [replace(cache, chunk=6) for cache in caches]
+            caches = {layer: replace(cache, chunk=6) for layer, cache in caches.items()}
         if how == "unlike layers":
-            caches = [replace(caches[0], softcap=0.5), *caches[1:]]
+            caches = {**caches, 0: replace(caches[0], softcap=0.5)}
         monkeypatch.setattr(each.store, "caches", caches)
     again = with_graphs(runner, monkeypatch, how != "parts not chosen")
     expected, got = served([reference, runner], seed=len(name) + len(how))

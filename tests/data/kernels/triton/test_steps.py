@@ -86,7 +86,8 @@ def test_caps_and_scales_hold_in_steps_of_graphs_too(
     rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
     plain = logits(reference, rows)
     for each in runners:
-        capped = [replace(cache, softcap=0.5, scale=2 * cache.scale) for cache in each.store.caches]
+        caches = each.store.caches.items()
+        capped = {layer: replace(cache, softcap=0.5, scale=2 * cache.scale) for layer, cache in caches}
         monkeypatch.setattr(each.store, "caches", capped)
     expected = logits(reference, rows)
     assert (expected - plain).abs().max() > 1e-3

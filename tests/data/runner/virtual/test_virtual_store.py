@@ -152,10 +152,10 @@ def test_scratch_is_mapped_from_the_start() -> None:
     """Slot 0 has page 0 at each of its places, which rows that are padding use."""
     for name in VIRTUAL:
         store = store_of(geometry(name))
-        for cache in store.caches:
+        for cache in store.caches.values():
             assert torch.equal(cache.keys[0], torch.zeros_like(cache.keys[0]))
             cache.values[0] = 7
         store.clear_scratch()
-        assert not any(bool(cache.values[0].any()) for cache in store.caches)
+        assert not any(bool(cache.values[0].any()) for cache in store.caches.values())
         del cache
         store.close()

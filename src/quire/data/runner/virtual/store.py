@@ -79,7 +79,7 @@ class VirtualStore(Store):
         for part, room in enumerate(self.rooms[g]):
             yield Run(room + place, page * group.parts + part)
 
-    def _caches(self, spec: ModelSpec) -> list[LayerCache]:
+    def _caches(self, spec: ModelSpec) -> dict[int, LayerCache]:
         caches: dict[int, LayerCache] = {}
         for g, group in enumerate(self.geometry.groups):
             for at, layer in enumerate(group.layers):

@@ -1,0 +1,88 @@
+"""The Mamba-1 mixer (arXiv:2312.00752): a gated state space whose steps, and what goes in and out of its states, depend
+on the token; with Jamba's norms of these three (arXiv:2403.19887)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.data.kernels import states
+from quire.data.kernels.states import StateCache, StatePlan
+from quire.data.layers.linear import Linear
+from quire.data.layers.norm import RMSNorm
+from quire.errors import StartupError, shown
+
+
+class Widths(NamedTuple):
+    """Numbers of a token: in the model, of the mixer's channels, and of what their steps are made of; and of a channel:
+    its states, and the taps of its convolution."""
+
+    hidden: int
+    d_inner: int
+    dt_rank: int
+    d_state: int
+    d_conv: int
+
+
+class Mamba(nn.Module):
+    """x [T, hidden] -> [T, hidden]. The layer's states, in `cache`, are taken from in front of the step's tokens to
+    behind them, as the plan says."""
+
+    def __init__(
+        self, widths: Widths, act: str, bias: bool, conv_bias: bool, norm_eps: float | None,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        """`norm_eps`: that of the norms of dt, B and C; None where there are none."""
+        super().__init__()
+        if act not in states.ACTIVATIONS:
+            raise StartupError(f"the activation {shown(act)} of a Mamba layer is not supported", "Supported: silu")
+        w, self.act = widths, act
+
+        def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.into = Linear(w.hidden, (w.d_inner, w.d_inner), bias, dtype, device)
+        self.conv_weight = empty(w.d_inner, 1, w.d_conv, dtype=dtype)
+        self.conv_bias = empty(w.d_inner, dtype=dtype) if conv_bias else None
+        self.parts = Linear(w.d_inner, (w.dt_rank, w.d_state, w.d_state), False, dtype, device)
+        self.dt = Linear(w.dt_rank, w.d_inner, False, dtype, device)
+        # These join fp32 numbers; a checkpoint may have them in its own dtype.
+        self.dt_bias = empty(w.d_inner, dtype=torch.float32)
+        self.decay_log = empty(w.d_inner, w.d_state, dtype=torch.float32)
+        self.skip = empty(w.d_inner, dtype=torch.float32)
+        self.out = Linear(w.d_inner, w.hidden, bias, dtype, device)
+        sizes = (w.dt_rank, w.d_state, w.d_state)
+        self.norms = nn.ModuleList(
+            RMSNorm(size, norm_eps, dtype, device) for size in (sizes if norm_eps is not None else ())
+        )
+        self.decay: Tensor | None = None
+        self.conv, self.scan = states.causal_conv, states.selective_scan
+
+    def forward(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
+        return self.out(self.mix(x, cache, plan))
+
+    def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
+        """[T, d_inner]: what the scan finds for each token; `out` comes next."""
+        assert self.decay is not None, "prepare() makes it"
+        inner, gate = self.into(x).chunk(2, dim=1)
+        inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan, self.act)
+        steps, *numbers = self.parts(inner).split(self.parts.parts, dim=1)
+        if self.norms:
+            steps, *numbers = (norm(part) for norm, part in zip(self.norms, (steps, *numbers)))
+        return self.scan(inner, self.dt(steps), self.decay, *numbers, self.skip, gate, self.dt_bias, cache, plan)
+
+    @torch.no_grad()
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. On a GPU kernels are chosen; if `deterministic`, ones by which a token's bits, with
+        states in fp32, depend neither on the rows beside it nor on how its row is cut into steps."""
+        self.decay = -torch.exp(self.decay_log)
+        if self.decay.is_cuda:
+            from quire.data.kernels.triton import conv, scan
+            from quire.data.kernels.triton.launch import early
+
+            pdl = early(self.decay.device)
+            self.conv = partial(conv.causal_conv, pdl=pdl)
+            self.scan = partial(scan.selective_scan, deterministic=deterministic, pdl=pdl)

@@ -1,0 +1,66 @@
+"""A sparse mixture of gated MLPs (Mixtral, arXiv:2401.04088; Jamba): each token goes through few of many experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import activation
+
+
+class SparseMLP(nn.Module):
+    """x [T, hidden] -> the sum of what its `top` likeliest experts make of it, each times its probability; of these, if
+    `normalised` (Mixtral), the sum is one. Probabilities and sums are taken in fp32.
+
+    Experts' weights are stacked, so that a checkpoint's lie one after another: `gate_up` [experts * 2 * intermediate,
+    hidden], of each expert the gate's rows and then up's, and `down` [experts * hidden, intermediate].
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, top: int, act: str, normalised: bool, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert 1 <= top <= experts, f"{top} of {experts} experts"
+        self.hidden, self.experts, self.top, self.normalised = hidden, experts, top, normalised
+        self.act, self.name = activation(act), act
+
+        def stacked(rows: int, columns: int) -> nn.Parameter:
+            weight = torch.empty(experts * rows, columns, dtype=dtype, device=device)
+            return nn.Parameter(weight, requires_grad=False)
+
+        self.router = Linear(hidden, experts, False, dtype, device)
+        self.gate_up, self.down = stacked(2 * intermediate, hidden), stacked(hidden, intermediate)
+        self.grouped: Callable[..., Tensor] | None = None
+        self.deterministic = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.route(x)
+        gate_up, down = self.gate_up.view(self.experts, -1, self.hidden), self.down.view(self.experts, self.hidden, -1)
+        if self.grouped is not None:
+            return self.grouped(x, weights, chosen, gate_up, down, self.name, deterministic=self.deterministic)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in torch.unique(chosen).tolist():
+            rows, place = torch.where(chosen == expert)
+            gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=1)
+            found = F.linear(self.act(gate).mul_(up), down[expert])
+            out.index_add_(0, rows, found.float() * weights[rows, place, None])
+        return out.to(x.dtype)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, top] each: the weights of a token's experts, fp32, and which they are, likeliest first."""
+        weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top, dim=1)
+        return weights / weights.sum(dim=1, keepdim=True) if self.normalised else weights, chosen
+
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. On a GPU all experts' products are two launches, whichever were chosen; if
+        `deterministic`, a row's bits don't depend on the number of rows."""
+        if self.gate_up.is_cuda:
+            from quire.data.kernels.triton import activation, experts
+
+            if self.name in activation.ACTIVATIONS:
+                self.grouped, self.deterministic = experts.mixture, deterministic

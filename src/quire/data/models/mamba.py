@@ -1,0 +1,105 @@
+"""Mamba (Gu and Dao, 2023), and FalconMamba, which normalises what the scan is given: a norm and a mixer a layer, and
+no attention. Sums are in the model's dtype, also where a checkpoint says `residual_in_fp32`.
+
+The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire.data.layers.embedding import Embedding
+from quire.data.layers.linear import Linear
+from quire.data.layers.mamba import Mamba as Mixer
+from quire.data.layers.mamba import Widths
+from quire.data.layers.norm import RMSNorm
+from quire.data.layers.prepare import prepare_layers
+from quire.data.models.attending import Attending
+from quire.data.models.mamba_settings import MambaSettings, MixerSettings
+from quire.data.models.names import Stored, expand, mixer_names
+from quire.vocabulary.specs import ModelSpec
+
+NAMES: dict[str, str | tuple[str, ...]] = {
+    "embed.weight": "embeddings.weight",
+    "layers.*.norm.weight": "layers.*.norm.weight",
+    **mixer_names("layers.*.mixer", "layers.*.mixer"),
+    "norm.weight": "norm_f.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def mixer_of(settings: MixerSettings, dtype: torch.dtype, device: torch.device) -> Mixer:
+    """A layer's mixer."""
+    s, eps = settings, None if settings.norms == "none" else settings.norm_eps
+    mixer = Mixer(Widths(*s.widths), "silu", s.bias, s.conv_bias, eps, dtype, device)
+    for norm in mixer.norms if s.norms == "plain" else ():
+        del norm.weight
+        norm.register_buffer("weight", torch.ones(norm.shape, dtype=dtype, device=device), persistent=False)
+    return mixer
+
+
+class Block(nn.Module):
+    """What the mixer makes of norm(x + delta), its output projection aside; x becomes that sum."""
+
+    def __init__(self, settings: MambaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layer = layer
+        self.norm = RMSNorm(settings.hidden, settings.norm_eps, dtype, device)
+        self.mixer = mixer_of(settings.mixer, dtype, device)
+
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> Tensor:
+        return self.mixer.mix(self.norm(x, delta), *ctx.state(self.layer))
+
+
+class Mamba(nn.Module):
+    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`."""
+
+    prefixes: ClassVar[tuple[str, ...]] = ("backbone.",)
+    ignored: tuple[str, ...]
+
+    @staticmethod
+    def spec(config: dict[str, Any]) -> ModelSpec:
+        """What a memory needs to know. StartupError for a config that isn't supported."""
+        return MambaSettings.read(config).spec()
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = MambaSettings.read(config)
+        self.ignored = (r"lm_head\.weight",) if s.tied else ()  # a checkpoint may hold it, and it isn't needed
+        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
+        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+
+    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        x, mixed = self.begin(tokens, ctx)
+        return self.end(ctx.wanted(x), ctx.wanted(mixed))
+
+    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """Up to the last layer's state, which all tokens advance: x [T, hidden], and what it gives them."""
+        x = self.embed(tokens)
+        *layers, last = self.layers
+        delta: Tensor | None = None
+        for layer in layers:
+            delta = layer.mixer.out(layer(x, delta, ctx))
+        return x, last(x, delta, ctx)
+
+    def end(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Behind the last state, of the tokens whose x these are, and what it gave: hidden [T, hidden]."""
+        return self.norm(x, self.layers[-1].mixer.out(mixed))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
+        return self.head(hidden)
+
+    def names(self) -> dict[str, Stored]:
+        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        return expand(self, NAMES)
+
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.data.layers.prepare."""
+        prepare_layers(self, deterministic)

@@ -1,0 +1,168 @@
+"""Layers with a running state: pages that are states, beside pages of tokens, in every arrangement that is offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire import budget
+from quire.budget import GIB, page_lines, plan_memory
+from quire.config import EngineConfig
+from quire.control.memory import Size, build_memory
+from quire.control.memory.layout import page_layout, tokens_in
+from quire.control.request import Sequence
+from quire.errors import StartupError
+from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec, StatePart
+
+KIB, MIB = 2**10, 2**20
+CONV = StatePart("conv", (8192, 3), 2)
+MAMBA = LayerSpec(0, 0, state=(CONV, StatePart("ssm", (8192, 16), 2)))
+EXACT = LayerSpec(0, 0, state=(CONV, StatePart("ssm", (8192, 16), 4)))
+ATTENTION = LayerSpec(8, 128)
+STATE = 28 * 311_296
+"""Bytes of what Jamba 52B keeps of a sequence, in bf16."""
+
+
+def model(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec("jamba", layers, 65536, 262_144, 4096, 32, 14336, 10**6)
+
+
+def jamba(state: LayerSpec = MAMBA) -> ModelSpec:
+    """The layers of Jamba 52B: every eighth is attention."""
+    return model(*(ATTENTION if i % 8 == 4 else state for i in range(32)))
+
+
+def settings(**given: Any) -> EngineConfig:
+    return EngineConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, "swap_gib": 0, **given})
+
+
+def geometry(spec: ModelSpec, tokens: int = 8192, **given: Any) -> Geometry:
+    return build_memory(settings(**given), spec, Size(tokens, tokens, 2)).geometry
+
+
+@pytest.mark.parametrize(("state", "exact", "padded"), [(MAMBA, (133, 4), (34, 1)), (EXACT, (245, 4), (62, 1))])
+def test_large_pages_of_jamba(state: LayerSpec, exact: tuple[int, ...], padded: tuple[int, ...]) -> None:
+    """The least common multiple, where the pool is large enough for it; else states are padded a little."""
+    for pool, ratios in ((10**9, padded), (512 * 64 * MIB, exact)):
+        sheets = page_layout(settings(), jamba(state), 2, pool)
+        kept = {sheet.is_state: ratio for sheet, ratio in zip(sheets.pages, sheets.ratios)}
+        assert (kept[False], kept[True]) == ratios
+        sizes = {sheet.is_state: sheet.page_bytes for sheet in sheets.pages}
+        assert sizes[False] == 256 * KIB
+        assert 0 <= sizes[True] - 28 * state.state_bytes <= 0.03 * sizes[True]
+
+
+def test_a_page_is_the_states_of_its_layers() -> None:
+    states, tokens = geometry(jamba()).groups
+    assert (states.kind, len(states.layers), states.token_bytes) == ("state", 28, STATE)
+    assert (states.run_tokens, states.run_pages, states.table_width) == (512, 1, 16)
+    assert [states.filled(page, tokens) for page, tokens in ((0, 0), (1, 512), (1, 513))] == [0, 0, STATE]
+    assert (tokens.kind, tokens.run_tokens, tokens.table_width) == ("full", 16, 512)
+    assert states.page_bytes == 8912896  # 2.26 % of padding
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("sizes", ["lcm", "max", "own"])
+def test_each_arrangement_holds_what_it_says(sizes: str, page_size: int) -> None:
+    """As many tokens as asked for, a state after every 512 of them, and one for each sequence."""
+    spec, config = jamba(), settings(page_sizes=sizes, page_size=page_size)
+    made = geometry(spec, 4096, page_sizes=sizes, page_size=page_size)
+    memory = build_memory(config, spec, Size(4096, 4096, 2))
+    assert bool(made.large_bytes) == (sizes == "lcm")
+    assert memory.fits([4096])
+    assert memory.fits([480] * 8)
+    assert all(group.page_bytes >= group.full_bytes for group in made.groups)
+    assert memory.account().usage.free == memory.account().usage.total
+
+
+def test_layers_with_tables_of_their_own() -> None:
+    groups = geometry(jamba(), table_scope="layer").groups
+    assert [group.kind for group in groups] == ["full" if i % 8 == 4 else "state" for i in range(32)]
+
+
+def test_uniform_memory_has_states_apart() -> None:
+    """One for each sequence that may run, for good: its layers of tokens have the rest of the pool."""
+    spec, config = jamba(), settings(memory="uniform")
+    tokens, states = geometry(spec, memory="uniform").groups
+    assert (states.kind, states.table_width, len(states.ids)) == ("state", 1, 9)
+    assert (tokens.kind, tokens.run_tokens, set(tokens.ids) & set(states.ids)) == ("full", 16, set())
+    pool = 2**30
+    assert tokens_in(config, spec, 2, pool) == (pool - 9 * STATE) // (16 * 4 * 4096) * 16
+    memory = build_memory(config, spec, Size(8192, 8192, 2))
+    assert memory.fits([1000] * 8)
+    assert memory.fits([8192])
+    assert not memory.fits([100] * 9)
+
+
+def test_nothing_but_states() -> None:
+    """A Mamba model: no token takes anything, and what a pool holds is states."""
+    spec = model(*[MAMBA] * 28)
+    assert tokens_in(settings(), spec, 2, 100 * STATE + 5) == 100 * 512
+    [group] = geometry(spec).groups
+    assert (group.page_bytes, group.kind, len(group.ids)) == (STATE, "state", 16)
+    memory = build_memory(settings(), spec, Size(8192, 8192, 2))
+    assert memory.fits([8192])
+    assert memory.fits([512] * 8)
+    [apart] = geometry(spec, memory="uniform").groups
+    assert (apart.table_width, len(apart.ids)) == (1, 9)
+
+
+@pytest.mark.parametrize("memory", ["virtual", "orca-max", "ft"])
+def test_memories_of_tokens_refuse_states(memory: str) -> None:
+    with pytest.raises(StartupError, match=f"--memory is {memory}, and the model's layers keep a running state"):
+        build_memory(settings(memory=memory), jamba(), Size(8192, 8192, 2))
+
+
+def test_uniform_memory_keeps_no_state_for_others() -> None:
+    with pytest.raises(StartupError, match="--prefix-tokens is 64, and --memory is uniform"):
+        geometry(jamba(), memory="uniform", prefix_tokens=64)
+
+
+def test_pages_of_one_size_by_fewer_layers_refuse_states() -> None:
+    with pytest.raises(StartupError, match="--page-sizes is gcd, and a state is no number of tokens"):
+        geometry(jamba(), page_sizes="gcd")
+
+
+def test_a_checkpoint_is_where_a_page_of_tokens_ends() -> None:
+    with pytest.raises(StartupError, match="--state-tokens is 100, and pages hold 16 tokens"):
+        geometry(jamba(), state_tokens=100)
+    assert geometry(jamba(), state_tokens=96).groups[0].table_width == 86
+    with pytest.raises(StartupError, match="--state-tokens is 0"):
+        settings(state_tokens=0)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (8, 0), ()])
+def test_states_that_no_access_takes_are_refused(shape: tuple[int, ...]) -> None:
+    part = CONV._replace(shape=shape)
+    with pytest.raises(StartupError, match=r"a layer's state 'conv' is .* no multiple of the 16 bytes"):
+        geometry(model(LayerSpec(0, 0, state=(part,)), ATTENTION))
+
+
+def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "device_memory", lambda device: (80 * GIB, 79 * GIB))
+    config, spec = settings(kv_gib=8, max_num_batched_tokens=8192), jamba()
+    plan = plan_memory(config, spec, "jamba", "bfloat16", 2, "cuda")
+    assert (plan.token_bytes, plan.state_bytes, plan.max_len) == (4 * 4096, STATE, 262_144)
+    assert plan.kv_bytes % 8_912_896 == 0
+    states, pages = plan.kv_tokens // 512, -(-plan.kv_tokens // (16 * 34))
+    assert (plan.kv_tokens, states + pages) == (253_952, plan.kv_bytes // 8_912_896)
+    told = plan.lines() + page_lines(config, spec, 2, plan)
+    assert any("8.3 MiB a sequence, and at most as much for each 512 tokens" in line for line in told)
+    assert any(
+        "28 layers, state, 8,912,896 bytes for the state after 512 tokens, 2.2% padding" in line for line in told
+    )
+    assert any("4 layers, full, 262,144 bytes for 16 tokens, 34 in a large page" in line for line in told)
+    assert any(line.startswith("requests") and "8 of 1,024 tokens" in line for line in told)
+
+
+def test_usage_by_layer_type() -> None:
+    """A page that is a state is used as soon as one token is in it."""
+    memory = build_memory(settings(), jamba(), Size(8192, 8192, 2))
+    seq = Sequence(1, list(range(700)))
+    assert memory.admit([seq], 2048)
+    assert memory.grow(seq, 700)
+    types = {one.layer_type: one for one in memory.account().types}
+    padding = 8_912_896 - STATE
+    assert (types["state"].used, types["state"].internal) == (2 * STATE, 2 * padding)
+    assert types["full"].used == 700 * 4 * 4096

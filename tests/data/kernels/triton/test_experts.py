@@ -1,0 +1,102 @@
+"""Products with chosen experts equal a dense loop over tokens in fp64, however the choice falls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.data.kernels.triton import experts
+from quire.data.kernels.triton.experts import FEW, MANY, SOME, mixture, tile_of
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype).to(DEVICE)
+
+
+def dense(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token].tolist(), chosen[token].tolist()):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+def case(tokens: int, count: int, top: int, dtype: torch.dtype, inner: int = 24, hidden: int = 40) -> list[Tensor]:
+    scores = random(tokens, count, dtype=torch.float32).softmax(dim=1)
+    weights, chosen = scores.topk(top, dim=1)
+    gate_up, down = random(count, 2 * inner, hidden, dtype=dtype, seed=2), random(count, hidden, inner, dtype=dtype)
+    wide = random(tokens, hidden + 8, dtype=dtype, seed=1)
+    return [wide[:, :hidden], weights, chosen, gate_up, down]
+
+
+def check(made: list[Tensor], deterministic: bool = False) -> None:
+    got, want = mixture(*made, "silu", deterministic=deterministic), dense(*made)
+    half = 0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), want, rtol=half + 2e-5, atol=4 * half * float(want.abs().max()) + 2e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "top"), [(4, 2), (5, 1), (3, 3)])
+def test_equal_to_a_dense_loop(count: int, top: int, dtype: torch.dtype, deterministic: bool) -> None:
+    """One token; a few; tiles of an expert that aren't full, and several of them."""
+    for tokens in (1, 3, 70):
+        check(case(tokens, count, top, dtype), deterministic)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens(dtype: torch.dtype) -> None:
+    made = case(150, 2, 1, dtype, inner=70, hidden=72)
+    assert tile_of(150, 2, False, made[3])._replace(stages=0) == MANY._replace(stages=0)
+    check(made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_choose_one_expert(dtype: torch.dtype) -> None:
+    """And nobody the others: the first, the last, one in between."""
+    for expert in (0, 2, 4):
+        made = case(37, 5, 1, dtype)
+        made[2].fill_(expert)
+        check(made)
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    made = case(3, 4, 2, torch.float32)
+    made[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]])
+    for weight in made[3:]:
+        weight[[0, 2]] = torch.nan
+    check(made)
+
+
+def test_rows_do_not_know_each_other() -> None:
+    """With one tile for all numbers of rows, a row's bits are the same alone."""
+    made = case(70, 4, 2, torch.float32)
+    every = mixture(*made, "silu", deterministic=True)
+    for row in (0, 33, 69):
+        alone = mixture(*(part[row : row + 1] for part in made[:3]), *made[3:], "silu", deterministic=True)
+        assert torch.equal(alone, every[row : row + 1])
+
+
+def test_no_tokens() -> None:
+    assert mixture(*case(0, 4, 2, torch.float32), "silu").shape == (0, 40)
+
+
+def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pairs, and with no more stages than there is room for."""
+    weight = torch.zeros(1, dtype=torch.bfloat16)
+    sizes = [tile_of(pairs, 16, False, weight).pairs for pairs in (2, 256, 257, 1024, 1025)]
+    assert sizes == [FEW.pairs, FEW.pairs, SOME.pairs, SOME.pairs, MANY.pairs]
+    assert {tile_of(pairs, 16, True, weight) for pairs in (2, 5000)} == {SOME}
+    monkeypatch.setattr(experts, "shared_memory", lambda device: 101_376)
+    for pairs in (2, 257, 1025):
+        tile = tile_of(pairs, 16, False, weight)
+        assert 2 <= tile.stages <= 4
+        assert (2 * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376

@@ -1,0 +1,235 @@
+"""The convolution and the scan, in plain torch and in Triton, equal a loop over tokens in fp64: outputs, and the states
+at every border; what isn't a row's page is neither read nor written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from running_states import CUDA, DEVICE, Row, Shape, Step, looped, numpy, step
+from torch import Tensor
+
+from quire.data.kernels import states
+from quire.data.kernels.batch import Batch
+from quire.data.kernels.states import StatePlan
+from quire.data.kernels.triton import conv, scan
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+KERNELS: dict[str, Any] = {
+    "torch": (states.causal_conv, states.selective_scan),
+    "Triton": (conv.causal_conv, scan.selective_scan),
+    "deterministic": (conv.causal_conv, partial(scan.selective_scan, deterministic=True)),
+}
+
+
+@pytest.fixture(params=list(KERNELS))
+def kernels(request: pytest.FixtureRequest) -> Any:
+    return KERNELS[request.param]
+
+
+def near(got: Tensor, want: np.ndarray, looser: float = 1.0) -> None:
+    """Within fp32's errors, and one rounding to got's dtype. (The interpreter cuts off where a GPU rounds.)"""
+    half = (0.51 if CUDA else 1.01) * torch.finfo(got.dtype).eps if got.dtype != torch.float32 else 0.0
+    np.testing.assert_allclose(numpy(got), want, rtol=half + 5e-5 * looser, atol=5e-5 * looser)
+
+
+def check(made: Step, kernels: Any, plan: StatePlan | None = None) -> None:
+    plan = made.plan if plan is None else plan
+    want, before = looped(made), [view.clone() for view in (made.cache.conv, made.cache.ssm)]
+    conv, scan = kernels
+    near(conv(made.x, made.weight, made.conv_bias, made.cache, plan), want.conv)
+    args = (made.x, made.dt, made.A, made.B, made.C, made.D, made.z, made.bias)
+    near(scan(*args, made.cache, plan), want.scan)
+    for view, old, written in zip((made.cache.conv, made.cache.ssm), before, (want.conv_states, want.ssm_states)):
+        for page, state in written.items():
+            near(view[page], state)
+        others = [page for page in range(len(view)) if page not in written]
+        torch.testing.assert_close(view[others], old[others], atol=0, rtol=0, equal_nan=True)
+
+
+LENGTHS, STARTS = (1, 3, 7, 8, 9, 17), (0, 1, 7, 8, 11)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_rows_of_all_lengths(start: int, kernels: Any) -> None:
+    """Around runs of 8, from a state and from none."""
+    check(step([Row(start, length) for length in LENGTHS]), kernels)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_one_row_alone(start: int, kernels: Any) -> None:
+    for length in LENGTHS:
+        check(step([Row(start, length)]), kernels)
+
+
+@pytest.mark.parametrize("d_state", [3, 16])
+@pytest.mark.parametrize("d_conv", [2, 3, 4])
+def test_shapes(d_conv: int, d_state: int, kernels: Any) -> None:
+    check(step([Row(0, 9), Row(3, 1), Row(8, 2), Row(0, 1)], Shape(20, d_state, d_conv)), kernels)
+    check(step([Row(5, 1), Row(0, 1), Row(8, 1)], Shape(132, d_state, d_conv, 4)), kernels)
+
+
+@pytest.mark.parametrize("rows", [[(0, 513)], [(0, 512), (511, 2), (700, 1)], [(512, 65), (1, 130)]])
+def test_runs_of_512(rows: list[tuple[int, int]], kernels: Any) -> None:
+    check(step([Row(*row) for row in rows], Shape(6, 2, 4, 512)), kernels)
+
+
+def test_a_state_after_each_token(kernels: Any) -> None:
+    """As speculation keeps them."""
+    check(step([Row(3, 4), Row(0, 5), Row(9, 1)], Shape(run=1)), kernels)
+
+
+def test_more_than_a_tile(kernels: Any) -> None:
+    check(step([Row(3, 130), Row(0, 64), Row(1, 1)], Shape(6, 2, 3, 40)), kernels)
+
+
+def test_tokens_one_by_one_equal_a_prompt(kernels: Any) -> None:
+    """A step a token, by the plan that is made on the device, after the half of a prompt."""
+    whole, parts = step([Row(0, 20)] * 2), step([Row(0, 20)] * 2)
+    want, got = looped(whole), torch.zeros(2, 20, whole.shape.d_inner, device=DEVICE)
+    conv, scan = kernels
+
+    def run(first: int, end: int, plan: StatePlan) -> None:
+        at = torch.tensor([20 * row + t for row in range(2) for t in range(first, end)], device=DEVICE)
+        picked = [tensor[at] for tensor in (parts.x, parts.dt, parts.B, parts.C, parts.z)]
+        conv(picked[0], parts.weight, parts.conv_bias, parts.cache, plan)
+        y = scan(*picked[:2], parts.A, *picked[2:4], parts.D, picked[4], parts.bias, parts.cache, plan)
+        got[:, first:end] = y.view(2, end - first, -1)
+
+    run(0, 10, step([Row(0, 10)] * 2)._replace(cache=parts.cache, batch=half(parts.batch)).plan)
+    for t in range(10, 20):
+        positions = torch.full((2,), t, device=DEVICE)
+        run(t, t + 1, StatePlan.single(parts.batch.tables[0], torch.tensor([1, 2], device=DEVICE), positions, 8))
+    near(got.view(40, -1), want.scan)
+    for row in range(2):
+        for page in {whole.page(row, t) for t in range(20)}:
+            near(parts.cache.conv[page], want.conv_states[page])
+            near(parts.cache.ssm[page], want.ssm_states[page])
+
+
+def half(batch: Batch) -> Batch:
+    """The first ten of twenty tokens of its rows."""
+    count = len(batch.lengths)
+    return Batch(
+        batch.tokens[: 10 * count], batch.positions, batch.token_slots, batch.ends, batch.slots, batch.starts,
+        np.full(count, 10), np.arange(count) * 10, batch.asked, batch.tables,
+    )  # fmt: skip
+
+
+def test_padding(kernels: Any) -> None:
+    """Rows of no tokens in a plan of tiles, and slot 0 among rows of one: nothing but page 0 is written for them."""
+    made = step([Row(3, 5), Row(0, 11), Row(8, 1)])
+    plan = made.plan
+    more = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    assert plan.tiles is not None
+    padded = StatePlan(
+        *(torch.cat((numbers, more)) for numbers in (plan.offsets, plan.lengths, plan.starts, plan.reads)),
+        torch.cat((plan.writes, plan.writes[:2] * 0)), plan.run_tokens,
+        torch.cat((plan.tiles, plan.tiles.new_tensor([[3, 0], [4, 0]]))),
+    )  # fmt: skip
+    check(made, kernels, padded)
+    conv, scan = kernels
+    made = step([Row(3, 1)])
+    slots, positions = torch.tensor([0, 0, 1], device=DEVICE), torch.tensor([0, 0, 3], device=DEVICE)
+    plan = StatePlan.single(made.batch.tables[0], slots, positions, made.shape.run)
+    three = [tensor.expand(3, -1).contiguous() for tensor in (made.x, made.dt, made.B, made.C, made.z)]
+    want = looped(made)
+    near(conv(three[0], made.weight, made.conv_bias, made.cache, plan)[2:], want.conv)
+    y = scan(*three[:2], made.A, *three[2:4], made.D, three[4], made.bias, made.cache, plan)
+    near(y[2:], want.scan)
+    for page, state in want.ssm_states.items():
+        near(made.cache.ssm[page], state)
+
+
+def test_states_in_bf16(kernels: Any) -> None:
+    """Computed in fp32, rounded when they are written."""
+    made = step([Row(3, 1), Row(0, 1)], ssm=torch.bfloat16)
+    check(made, kernels)
+    check(step([Row(3, 5), Row(0, 8)], ssm=torch.bfloat16), kernels)
+
+
+def test_no_bias(kernels: Any) -> None:
+    made = step([Row(0, 3)])
+    zero = made._replace(conv_bias=torch.zeros_like(made.conv_bias))
+    near(kernels[0](made.x, made.weight, None, made.cache, made.plan), looped(zero).conv)
+    plain = kernels[0](made.x, made.weight, None, made.cache, made.plan, None)
+    want = kernels[0](made.x, made.weight, None, made.cache, made.plan)
+    torch.testing.assert_close(torch.nn.functional.silu(plain), want)
+
+
+def test_decays_that_leave_nothing(kernels: Any) -> None:
+    """delta A far below what exp tells from 0, and delta's own input far above what exp can hold."""
+    made = step([Row(0, 9), Row(5, 4)])
+    check(made._replace(A=made.A * 1e4), kernels)
+    check(made._replace(dt=made.dt * 60), kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ssm", DTYPES)
+def test_dtypes(dtype: torch.dtype, ssm: torch.dtype, kernels: Any) -> None:
+    check(step([Row(3, 5), Row(0, 8), Row(8, 1)], Shape(72, 16), dtype, ssm), kernels)
+    check(step([Row(3, 1), Row(0, 1), Row(8, 1)], Shape(72, 16), dtype, ssm), kernels)
+
+
+def outputs(made: Step, kernels: Any, plan: StatePlan | None = None) -> tuple[Tensor, Tensor]:
+    plan, (conv, scan) = made.plan if plan is None else plan, kernels
+    args = (made.x, made.dt, made.A, made.B, made.C, made.D, made.z, made.bias)
+    return conv(made.x, made.weight, made.conv_bias, made.cache, plan), scan(*args, made.cache, plan)
+
+
+def of_row(made: Step, first: int, end: int, start: int) -> Step:
+    """Some of the first row's tokens, the first of which is at `start` in the sequence: a step of its own."""
+    cut = {name: getattr(made, name)[first:end] for name in ("x", "z", "dt", "B", "C")}
+    part = step([Row(start, end - first)], made.shape)
+    batch = replace(part.batch, tables=[made.batch.tables[0][:2]])
+    return made._replace(rows=part.rows, batch=batch, **cut)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 12), (0, 5, 12), (0, 8, 12), (0, 11, 12)])
+def test_bits_do_not_depend_on_cuts_nor_neighbours(cuts: tuple[int, ...]) -> None:
+    """Outputs and states of a row, alone, cut into steps, and beside others."""
+    kernels = KERNELS["deterministic"]
+    one, several = step([Row(3, 12), Row(0, 5)]), step([Row(3, 12), Row(0, 5)])
+    want = outputs(one, kernels)
+    parts = [outputs(of_row(several, a, b, 3 + a), kernels) for a, b in pairwise(cuts)]
+    for got, whole in zip(zip(*parts), want):
+        assert torch.equal(torch.cat(got), whole[:12])
+    pages = [one.page(0, 7), one.page(0, 14)]
+    for a, b in ((one.cache.conv, several.cache.conv), (one.cache.ssm, several.cache.ssm)):
+        assert torch.equal(a[pages], b[pages])
+
+
+def test_both_scans_leave_the_same_bits() -> None:
+    """A state has the same bits by the kernel for prompts and by the one for single tokens."""
+    rows = [Row(3, 1), Row(0, 1), Row(8, 1)]
+    one, other = step(rows, Shape(72, 16)), step(rows, Shape(72, 16))
+    outputs(one, KERNELS["Triton"])
+    outputs(other, KERNELS["deterministic"])
+    assert torch.equal(one.cache.ssm.nan_to_num(), other.cache.ssm.nan_to_num())
+
+
+def test_more_states_than_a_thread_holds() -> None:
+    made = step([Row(3, 5), Row(0, 9), Row(8, 1)], Shape(20, 40))
+    check(made, KERNELS["Triton"])
+    with pytest.raises(AssertionError, match="more than a thread holds"):
+        outputs(made, KERNELS["deterministic"])
+
+
+def test_no_rows() -> None:
+    made, empty = step([Row(0, 1)]), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    plan = StatePlan.single(made.batch.tables[0], empty, empty, made.shape.run)
+    none = {name: getattr(made, name)[:0] for name in ("x", "z", "dt", "B", "C")}
+    for kernels in KERNELS.values():
+        assert [len(out) for out in outputs(made._replace(**none), kernels, plan)] == [0, 0]
+
+
+def test_what_a_kernel_refuses() -> None:
+    made = step([Row(0, 2)])
+    for name, value in {"A": made.A.bfloat16(), "D": made.D.double(), "bias": made.bias[:4]}.items():
+        with pytest.raises(AssertionError, match=r"in fp32|of a channel|another layer"):
+            outputs(made._replace(**{name: value}), KERNELS["Triton"])
