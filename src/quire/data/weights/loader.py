@@ -24,10 +24,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Target(NamedTuple):
-    """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out]."""
+    """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
+    `grouped`: see quire.data.models.names."""
 
     rows: Tensor
     transpose: bool
+    grouped: tuple[int, ...] = ()
 
 
 def load(model: Model, folder: Path, progress: bool = False) -> None:
@@ -64,7 +66,7 @@ def _targets(model: Model) -> dict[str, Target]:
     for name, source in model.names().items():
         parts = parameters[name].data.split(source.rows)
         for tensor, rows in zip(source.tensors, parts, strict=True):
-            targets[tensor] = Target(rows, source.transpose)
+            targets[tensor] = Target(rows, source.transpose, source.grouped)
     return targets
 
 
@@ -99,7 +101,15 @@ def _fill(target: Target, tensor: Tensor, key: str, path: Path) -> None:
             f"{shown(key)} in {path} has shape {shown(list(tensor.shape))}, but config.json makes it {list(expected)}"
         )
         raise StartupError(cause, FIT)
+    if target.grouped:
+        tensor = ungrouped(tensor, target.grouped)
     target.rows.copy_(tensor.t() if target.transpose else tensor)
+
+
+def ungrouped(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """Rows that lie in groups of so many of each part -> those of one part below those of another."""
+    groups = tensor.unflatten(0, (-1, sum(parts)))
+    return torch.cat([part.flatten(0, 1) for part in groups.split(parts, 1)])
 
 
 def _some(names: Iterable[str], count: int = 3) -> str:
