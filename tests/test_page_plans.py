@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory, longest
 from quire.control.memory.layout import page_layout, tokens_in
 from quire.data.models import read_spec
-from quire.data.models.configs import named_config
+from quire.data.models.configs import CONFIGS, named_config
 from quire.data.runner.views import check_geometry
 from quire.errors import StartupError
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -148,3 +148,17 @@ def test_pages_that_no_view_of_16_bytes_takes_are_refused() -> None:
         else:
             with pytest.raises(StartupError, match="of keys of 54 bytes a layer"):
                 check_geometry(memory.geometry, spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_named_shape_has_a_plan(name: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its layers keep, in 40 GiB: large pages that aren't too large, and what they hold is what is told."""
+    monkeypatch.setattr(budget, "device_memory", lambda device: (2000 * GIB, 2000 * GIB))
+    spec = read_spec(named_config(name))
+    config = settings(kv_gib=40, page_size=page_size, max_num_seqs=64)
+    plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
+    assert 40 * GIB - max(16 * 2**20, 40 * GIB // 512) < plan.kv_bytes <= 40 * GIB
+    memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    assert memory.fits([plan.max_len])
+    assert plan.kv_bytes <= memory.geometry.bytes <= plan.kv_bytes + max(16 * 2**20, 40 * GIB // 512)

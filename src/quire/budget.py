@@ -42,7 +42,7 @@ class MemoryPlan(NamedTuple):
     clipped: str
     max_seqs: int
     state_bytes: int = 0  # of a sequence, whatever its length
-    state_tokens: int = 0  # after each of which one more is kept
+    state_tokens: int = 0  # after each of which it can be found again; 0: it can't
 
     def lines(self) -> list[str]:
         """One screen."""
@@ -55,13 +55,19 @@ class MemoryPlan(NamedTuple):
             ("activations", f"{_size(self.activations)} at most"),
             ("KV cache", f"{_size(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
                          + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
-            *([("state", f"{_size(self.state_bytes)} a sequence, and at most as much for each {self.state_tokens} "
-                         "tokens that can be found again")] if self.state_bytes else []),
+            *self._state(),
             ("left over", _size(left) if left >= 0 else f"-{_size(-left)}: this does not fit"),
             ("longest", f"{self.max_len:,} tokens a sequence{self.clipped}"),
-            ("at once", f"{at_full:,.1f} sequences of that length, {self.max_seqs:,} sequences at most"),
+            ("at once", ("" if self.state_bytes else f"{at_full:,.1f} sequences of that length, ")
+                        + f"{self.max_seqs:,} sequences at most"),
         ]  # fmt: skip
         return [f"{name:<12} {text}" for name, text in rows]
+
+    def _state(self) -> list[tuple[str, str]]:
+        if not self.state_bytes:
+            return []
+        more = f"; one after every {self.state_tokens} tokens can be found again" if self.state_tokens else ""
+        return [("state", f"{_size(self.state_bytes)} a sequence, however long it is{more}")]
 
 
 def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, itemsize: int, device: str) -> MemoryPlan:
@@ -69,7 +75,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     config = config.sized(device)
     assert config.max_num_seqs is not None
     total, free = device_memory(device)
-    weights = spec.parameters * itemsize
+    weights = (spec.parameters + (spec.vision.parameters if spec.vision is not None else 0)) * itemsize
     activations = activation_bytes(config, spec, itemsize)
     if device != "cpu":
         activations += replay_bytes(config, spec, itemsize)
@@ -102,7 +108,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
-        spec.state_bytes, config.state_tokens,
+        spec.state_bytes, 0 if config.memory == "uniform" else config.state_tokens,
     )  # fmt: skip
 
 
@@ -146,7 +152,11 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
     for group in memory.geometry.groups:
         length = group.window or group.chunk
         kind = group.kind if length is None else f"{group.kind} of {length:,}"
-        holds = f"{group.run_tokens} tokens" if group.kind != "state" else f"the state after {group.run_tokens} tokens"
+        holds = f"{group.run_tokens} tokens"
+        if group.kind == "state":
+            holds = "a sequence's state" if group.table_width == 1 else f"the state after {holds}"
+        if group.kind in ("cross", "vision"):
+            holds = f"{group.run_tokens} rows of a picture"
         parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {holds}"]
         if padding := group.page_bytes - group.full_bytes:
             parts.append(f"{padding / group.page_bytes:.1%} padding")
@@ -181,6 +191,9 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
             2 * config.max_num_batched_tokens * spec.heads * max(s.head_dim for s in spec.layers) * (itemsize + 4)
         )
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
+    if spec.vision is not None:  # as many parts as a step encodes, and a picture's rows
+        parts = max(config.max_num_batched_tokens // spec.vision.part_tokens, 1)
+        step += parts * spec.vision.activations + spec.vision.most_rows * spec.vision.width * itemsize
     if spec.least_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))
     return int(step + logits + attention + spec.rotaries * longest * head_dim * 4)
@@ -201,11 +214,13 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     assert config.max_num_seqs is not None, "a sized config"
     rows = min(config.max_num_seqs, MOST_GRAPH_ROWS)
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
-    runs = [
-        config.state_tokens if spec.layers[layers[0]].state else config.page_size
-        for layers in layer_sets(config, spec, itemsize)
-    ]
-    tables = (config.max_num_seqs + 1) * sum(-(-longest // run) for run in runs) * 8
+    widths = []
+    for layers in layer_sets(config, spec, itemsize):
+        width = -(-longest // (config.state_tokens if layers and spec.layers[layers[0]].state else config.page_size))
+        if spec.vision is not None and (not layers or spec.layers[layers[0]].cross):
+            width = config.max_images * -(-spec.vision.most_rows // config.page_size)
+        widths.append(width)
+    tables = (config.max_num_seqs + 1) * sum(widths) * 8
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = min(config.max_num_batched_tokens, MOST_GRAPH_TOKENS) * (8 * spec.hidden + 4 * kv + 3 * spec.intermediate)
     return rows * spec.vocab_size * (2 * itemsize + 4 + 6) + step * itemsize + tables

@@ -21,6 +21,7 @@ TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("lcm", "max", "gcd", "own")
 ASSOCIATIONS = ("paper", "bulk", "none")
 RETENTIONS = ("paper", "slack", "boundary")
+VISION_CACHES = ("pages", "inside", "off")
 AHEAD = ("inline", "thread", "off")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
@@ -52,11 +53,14 @@ class EngineConfig:
     "paper" has it, only those of one; whole large pages to one and the rest together ("bulk"); or any ("none").
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
     `max_num_seqs` depend on the device where they are None (MOST, `sized`).
+    A request may have `max_images` pictures. Where their rows take the places of tokens `vision_cache` says where these
+    are until they are used, and whether they stay: in pages of their own ("pages"), among keys and values that aren't
+    written yet ("inside"), or nowhere: each chunk of a prompt encodes its pictures again ("off") (Jenga §6.2).
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
     `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `retention` says what
-    stays cached behind a window (quire.control.memory.retention). `deterministic` makes a
+    stays cached behind a window, and of states (quire.control.memory.retention). `deterministic` makes a
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps, and
     `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed. `log_plans`
     names a file to write every plan and result to (quire.plan_log), for debugging.
@@ -92,6 +96,8 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 1024
+    max_images: int = 8
+    vision_cache: str = "pages"
     enable_prefix_caching: bool = True
     preemption: str = "auto"
     swap_gib: float = 4.0
@@ -124,6 +130,7 @@ class EngineConfig:
             ("map_ahead", AHEAD),
             ("preemption", PREEMPTIONS),
             ("retention", RETENTIONS),
+            ("vision_cache", VISION_CACHES),
         ):
             if getattr(self, name) not in allowed:
                 raise StartupError(f"{_flag(name)} is {getattr(self, name)!r}", f"Choose one of: {', '.join(allowed)}")
@@ -136,6 +143,7 @@ class EngineConfig:
             ("max_num_seqs", 1, MAX_SEQS),
             ("max_num_batched_tokens", 1, 2**20),
             ("max_num_queued_reqs", 1, 2**20),
+            ("max_images", 1, 64),
             ("threads", 1, 4096),
             ("depth", 1, 64),
             ("prefix_tokens", 0, 2**40),

@@ -246,6 +246,8 @@ def insides(memory: KVMemory) -> tuple[object, ...]:
         contents(swap.host),
         tuple(memory.prefixes.registered),
         pages.evictions,
+        {picture: (one.done, one.holders) for picture, one in memory.gallery.coming.items()},
+        dict(memory.gallery.counts),
         [tuple(queue.promised.items()) for queue in memory.queues] if isinstance(memory, VirtualMemory) else (),
     )
 

@@ -14,6 +14,7 @@ from memories import MEMORIES, Build
 from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 
 from quire.control.memory import Admitted, Later
+from quire.control.memory.arrivals import Arrivals
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.pages import Ledger
 from quire.control.memory.policies import WindowPolicy
@@ -274,11 +275,11 @@ def out_after_the_rows(patch: Patch) -> None:
 def siblings_row_too_early(patch: Patch) -> None:
     wanted = Scheduler._wanted
 
-    def hasty(request: Request, seq: Sequence) -> int:
+    def hasty(scheduler: Scheduler, request: Request, seq: Sequence, budget: int) -> int:
         seq.sibling = None
-        return wanted(request, seq)
+        return wanted(scheduler, request, seq, budget)
 
-    patch.setattr(Scheduler, "_wanted", staticmethod(hasty))
+    patch.setattr(Scheduler, "_wanted", hasty)
 
 
 def registered_page_written_in_place(patch: Patch) -> None:
@@ -333,14 +334,14 @@ def common_pages_not_counted(patch: Patch) -> None:
 
 def branch_that_shares_too_much(patch: Patch) -> None:
     """A stride more than it has in common with the branch before it."""
-    common = PagedMemory._common
+    common = Arrivals._common
 
-    def generous(memory: PagedMemory, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
-        tokens, owner = common(memory, seq, index, owners)
-        longer = tokens + memory.prefixes.stride
+    def generous(door: Arrivals, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
+        tokens, owner = common(door, seq, index, owners)
+        longer = tokens + door.memory.prefixes.stride
         return (longer, owner) if tokens and longer < len(seq.tokens) else (tokens, owner)
 
-    patch.setattr(PagedMemory, "_common", generous)
+    patch.setattr(Arrivals, "_common", generous)
 
 
 def waiting_one_that_is_not_told(patch: Patch) -> None:

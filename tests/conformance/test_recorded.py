@@ -21,7 +21,7 @@ from recorded import CASES, FILE, Case, record
 from traces import Watched
 
 from quire.control.memory import paged
-from quire.control.memory.paged import PagedMemory
+from quire.control.memory.arrivals import Arrivals
 from quire.control.memory.policies import FAR, LayerPolicy, forgets
 from quire.control.memory.retention import Retention
 from quire.control.memory.tables import PageTables
@@ -67,11 +67,11 @@ def as_estimated(policy: LayerPolicy, chunk: int, back: int) -> int:
     return -(-(policy.group.window + 2 * chunk) // policy.group.page_tokens) + 1
 
 
-COMMON = PagedMemory._common
+COMMON = Arrivals._common
 
 
-def only_where_all_is_held(memory: PagedMemory, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
-    return (0, index) if memory.forgets else COMMON(memory, seq, index, owners)
+def only_where_all_is_held(door: Arrivals, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
+    return (0, index) if door.memory.forgets else COMMON(door, seq, index, owners)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -85,7 +85,7 @@ def test_steps_are_the_recorded_ones(case: Case, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Watched, "admit", held_up)
     monkeypatch.setattr(paged, "most_at_once", as_estimated)
     monkeypatch.setattr(paged, "Retention", lambda pages, policies, *_: Retention(pages, policies, "paper"))
-    monkeypatch.setattr(PagedMemory, "_common", only_where_all_is_held)
+    monkeypatch.setattr(Arrivals, "_common", only_where_all_is_held)
     monkeypatch.setitem(PageTables.__init__.__kwdefaults__, "aligned", 0)
     was, now = canonical(before()[str(case)]), canonical(record(case)[0])
     differs = next((i for i, (a, b) in enumerate(zip(was, now)) if a != b), None)

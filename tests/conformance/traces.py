@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from addresses import AddressedRunner, runner_for
@@ -21,9 +23,11 @@ from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
 from quire.errors import InputError
 from quire.sim.echo import EchoRunner, Found, expected, expected_beams, fake_top, states
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.plan import Encode, StepPlan, StepResult
 from quire.vocabulary.seeds import branch_seed
+from quire.vocabulary.specs import Geometry
 
 EOS = frozenset({0})
 STEMS = tuple(tuple(random.Random(stem).choices(range(1, VOCAB), k=MAX_LEN)) for stem in range(3))
@@ -38,17 +42,22 @@ class Watched:
         self.away: set[int] = set()  # sequences that are swapped out
         self.later: set[int] = set()  # sequences that were told to come later
         self.placed: deque[dict[int, tuple[tuple[int, ...], ...]]] = deque()  # one entry a plan in flight
-        self.content: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # (group, page) -> (salt, prefix)
+        self.content: dict[tuple[int, int], tuple[object, ...]] = {}  # (group, page) -> (salt, prefix, pictures)
         self.shortages = self.hits = self.partial = self.swaps = 0
         self.rng, self.unforked = random.Random(0), 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.memory, name)
 
-    def _prefix(self, seq: Sequence, group: int, page: int) -> tuple[str, tuple[int, ...]]:
-        """What a full page holds: the tokens up to its end, a token that goes on in the next page included."""
+    def _prefix(self, seq: Sequence, group: int, page: int) -> tuple[object, ...]:
+        """What a full page holds: the tokens up to its end, a token that goes on in the next page included, and the
+        pictures among them; where they see what is behind them, all of the prompt."""
         pages = self.memory.geometry.groups[group]
-        return seq.salt, tuple(seq.tokens[: -(-(page + 1) * pages.run_tokens // pages.run_pages)])
+        end = -(-(page + 1) * pages.run_tokens // pages.run_pages)
+        if self.memory.geometry.both_ways:
+            end = max(end, seq.prompt_len)
+        media = tuple((medium.key, medium.start) for medium in seq.media if medium.start < end)
+        return seq.salt, tuple(seq.tokens[:end]), media
 
     def _unchanged(self, before: object) -> None:
         self.shortages += 1
@@ -68,10 +77,11 @@ class Watched:
                 assert reused <= seq.reusable, "more is reused than the sequence allows"
             self.hits += reused > 0
             groups = self.memory.geometry.groups
-            self.partial += any(group.pages(reused) > group.whole(reused) for group in groups)
+            of_tokens = [g for g, group in enumerate(groups) if group.kind not in ("cross", "vision")]
+            self.partial += any(groups[g].pages(reused) > groups[g].whole(reused) for g in of_tokens)
             self.residents[seq.id] = seq
             for g, table in enumerate(self.memory.place(seq).tables):
-                for i, page in enumerate(table[: groups[g].whole(reused)]):
+                for i, page in enumerate(table[: groups[g].whole(reused)] if g in of_tokens else ()):
                     if page and after is None and len(seqs) == 1:
                         assert self.content.get((g, page)) == self._prefix(seq, g, i), "a hit has another content"
         return admitted
@@ -86,8 +96,9 @@ class Watched:
     def _hold(self, seq: Sequence) -> None:
         """Note what the sequence's full pages hold."""
         for g, table in enumerate(self.memory.place(seq).tables):
-            for i, page in enumerate(table[: self.memory.geometry.groups[g].whole(seq.computed)]):
-                if page:
+            group = self.memory.geometry.groups[g]
+            for i, page in enumerate(table[: group.whole(seq.computed)]):
+                if page and group.kind not in ("cross", "vision"):
                     self.content[g, page] = self._prefix(seq, g, i)
 
     def commit(self, seq: Sequence) -> None:
@@ -146,13 +157,27 @@ class Checked:
 
     def __init__(self, runner: EchoRunner, memory: Watched, budget: int) -> None:
         self.runner, self.memory, self.budget, self.depth = runner, memory, budget, runner.depth
-        self.rows = 0
+        self.rows = self.parts = 0
+        self.shown: set[bytes] = set()
+
+    def see(self, pixels: Pixels) -> None:
+        assert pixels.key not in self.shown, "a picture is sent twice"
+        self.shown.add(pixels.key)
+        self.runner.see(pixels)
+
+    def forget(self, key: bytes) -> None:
+        self.shown.remove(key)
+        self.runner.forget(key)
 
     def bind(self, geometry: Any) -> None:
         self.runner.bind(geometry)
 
     def submit(self, plan: StepPlan) -> int:
-        assert plan.rows or plan.births, "a step does nothing"
+        encodes = [entry for entry in plan.journal if isinstance(entry, Encode)]
+        assert plan.rows or plan.births or encodes, "a step does nothing"
+        for entry in encodes:
+            self.parts += entry.parts
+            assert self.shown, "a picture is encoded that the runner never got"
         assert sum(len(row.tokens) for row in plan.rows) <= self.budget, "a step exceeds the budget"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows in a step"
         self.rows += len(plan.rows)
@@ -183,6 +208,7 @@ class Asked(NamedTuple):
     prompt: tuple[int, ...]
     params: SamplingParams
     salt: str
+    media: tuple[Medium, ...] = ()
 
 
 class Told(NamedTuple):
@@ -200,6 +226,8 @@ class Told(NamedTuple):
     evictions: int
     siblings: int  # sequences that waited for one to compute what they share
     aborts: Counter[str]  # by the state of the request
+    parts: int = 0  # of pictures, that were encoded
+    found: int = 0  # pictures that needn't be
 
     @property
     def preemptions(self) -> int:
@@ -230,6 +258,27 @@ def draw_request(rng: random.Random, id: str) -> Asked:
         frequency_penalty=0.0 if kind == "beams" else rng.choice((0.0, 0.0, 0.5)),
     )
     return Asked(id, prompt, params, rng.choice(("", "", "adapter")))
+
+
+def with_pictures(asked: Asked, geometry: Geometry) -> Asked:
+    """The same request, or one with pictures in it, some of which others have too, at places that others have too."""
+    rng = random.Random(asked.id)
+    prompt, media = list(asked.prompt), list[Medium]()
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        number = rng.randrange(5)
+        rows, parts = (3, 8, 5, 11, 8)[number], (1, 3, 2, 1, 4)[number]
+        tokens = rows if geometry.sight else 1
+        at = (media[-1].end if media else 0) + rng.choice((0, 1, 2, 4))
+        if geometry.both_ways or at > len(prompt) or len(prompt) + tokens > MAX_LEN - 8:
+            at = len(prompt) if at > len(prompt) else at
+        if len(prompt) + tokens > MAX_LEN - 8:
+            break
+        prompt[at:at] = [VOCAB - 1] * tokens
+        key = hashlib.sha256(f"{number} {asked.salt}".encode()).digest()
+        media.append(Medium(key, at, tokens, rows, parts))
+    most = min(asked.params.max_tokens or 1, MAX_LEN - len(prompt) - 1)
+    params = replace(asked.params, max_tokens=most, min_tokens=min(asked.params.min_tokens, most))
+    return asked._replace(prompt=tuple(prompt), media=tuple(media), params=params)
 
 
 class Trace:
@@ -273,7 +322,8 @@ class Trace:
 
     def add(self, asked: Asked) -> None:
         try:
-            self.engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt)
+            pixels = [Pixels(medium.key, (1, 1, 1, 3), b"") for medium in asked.media]
+            self.engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt, media=asked.media, pixels=pixels)
         except InputError:
             self.refused += 1
             return
@@ -345,7 +395,9 @@ class Trace:
             self.prefixes()
         while added < requests or self.engine.unfinished:
             while added < requests and (self.rng.random() < arrivals or not self.engine.unfinished):
-                self.add(draw_request(self.rng, str(added)))
+                asked = draw_request(self.rng, str(added))
+                sees = self.memory.geometry.sees
+                self.add(with_pictures(asked, self.memory.geometry) if sees else asked)
                 added += 1
             if self.rng.random() < aborts and self.asked:
                 self.abort(self.rng.choice(list(self.asked)))
@@ -368,6 +420,8 @@ class Trace:
             evictions(self.memory.memory),
             self.siblings,
             self.aborts,
+            self.runner.parts,
+            self.memory.account().sharing.picture_hits,
         )
 
     def drained(self) -> None:
@@ -387,19 +441,23 @@ class Trace:
         assert not self.scheduler.by_slot, "slots are still mapped"
         assert not self.engine.requests, f"requests are still known: {list(self.engine.requests)}"
         self.memory.check()
+        assert not self.runner.shown, "pictures are kept for nobody"
         for id, asked in self.asked.items():
             self._compare(asked, self.outputs[id])
 
     def _wanted(self, asked: Asked) -> list[Found]:
         """What each branch must be, computed without a memory."""
         params, settings = asked.params, {"vocab_size": VOCAB, "groups": self.groups, "max_len": MAX_LEN}
+        pictures = {"media": asked.media, "both_ways": self.memory.geometry.both_ways}
+        settings |= pictures
         if params.beam_width is not None:
             return expected_beams(asked.prompt, params, eos_ids=EOS, **settings)
         found = []
         assert params.seed is not None
         for branch in range(params.width):
             tokens = expected(asked.prompt, params, branch_seed(params.seed, branch), eos_ids=EOS, **settings)
-            known = states([*asked.prompt, *tokens], self.groups, prompt=len(asked.prompt))[len(asked.prompt) - 1 :]
+            known = states([*asked.prompt, *tokens], self.groups, prompt=len(asked.prompt), **pictures)
+            known = known[len(asked.prompt) - 1 :]
             logprob = sum(fake_top(state, token, 0, VOCAB).logprob for state, token in zip(known, tokens))
             found.append(Found(tokens, logprob, *ending(params, tokens)))
         return sorted(found, key=lambda one: -one.logprob)[: params.n] if params.ranked else found[: params.n]
@@ -422,7 +480,8 @@ class Trace:
 
     def _compare_tops(self, asked: Asked, mine: list[Output], want: list[int]) -> None:
         params, prompt = asked.params, asked.prompt
-        known = states([*prompt, *want], self.groups, prompt=len(prompt))
+        both_ways = self.memory.geometry.both_ways
+        known = states([*prompt, *want], self.groups, prompt=len(prompt), media=asked.media, both_ways=both_ways)
         if params.top >= 0:
             tops, named = [top for output in mine for top in output.tops], tuple(params.logprob_token_ids or ())
             states_of = known[len(prompt) - 1 :]

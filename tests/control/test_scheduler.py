@@ -248,10 +248,10 @@ def test_refused_branches_are_not_tried_at_every_step(monkeypatch: pytest.Monkey
     memory = trace.memory.memory
     asked: list[int] = []  # requests that the scheduler tried to admit, by their first sequence
     tried: list[int] = []  # pages released before each time that the memory looked for room
-    admit, coming = trace.memory.admit, memory._arrivals
+    admit, coming = trace.memory.admit, memory.arrivals.of
     monkeypatch.setattr(trace.memory, "admit", lambda seqs, *more: (asked.append(seqs[0].id), admit(seqs, *more))[1])
     monkeypatch.setattr(
-        memory, "_arrivals", lambda seqs, *more: (tried.append(memory.pages.releases), coming(seqs, *more))[1]
+        memory.arrivals, "of", lambda seqs, *more: (tried.append(memory.pages.releases), coming(seqs, *more))[1]
     )
     steps, held = 0, memory.pages.releases
     while b.status is Status.WAITING and "a" in trace.engine.requests:

@@ -25,6 +25,7 @@ from quire.config import (
     RETENTIONS,
     STATE_DTYPES,
     TABLE_SCOPES,
+    VISION_CACHES,
     EngineConfig,
 )
 from quire.errors import InputError
@@ -87,12 +88,15 @@ ENGINE = (
     Flag("max_num_seqs", int, "most sequences in memory at once (default: 256; on a GPU 1024)", metavar="N"),
     Flag("max_num_batched_tokens", int, "most tokens computed in one step (default: 2048; on a GPU 8192)", metavar="N"),
     Flag("max_num_queued_reqs", int, "most requests waiting; others are refused", metavar="N"),
+    Flag("max_images", int, "most pictures of a request, where the model sees", metavar="N"),
+    Flag("vision_cache", str, "where embeddings of pictures lie until they are used: in pages of their own, where they "
+         "stay for others; in those of keys and values to come; or nowhere: each chunk encodes again", VISION_CACHES),
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
     Flag("prefix_tokens", int, "tokens of the KV memory kept for registered prefixes", metavar="N"),
     Flag("state_tokens", int, "tokens after each of which a running state can be found again (Mamba)", metavar="N"),
-    Flag("retention", str, "what stays cached of what left a window: all of it, the last window, or also windows that "
-         "end with a prompt or where prompts part", RETENTIONS),
+    Flag("retention", str, "what stays cached of what left a window, and of running states: all of it, the last, or "
+         "also those where a prompt ends or prompts part", RETENTIONS),
     Flag("preemption", str, "what happens to a request when memory is short; auto: what costs less", PREEMPTIONS),
     Flag("swap_gib", float, "host memory for swapped requests, in GiB", aliases=("--swap-space",), metavar="GIB"),
     Flag("calibration", str, "what preemption costs here: a file of `quire bench preemption`", metavar="FILE"),

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.errors import InputError, Overloaded, PromptTooLong
+from quire.vocabulary.media import Medium
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.specs import Geometry
 
 MAX_SALT = 1024
 
@@ -75,6 +77,23 @@ class Limits(NamedTuple):
                 "max_tokens",
             )
         return wanted
+
+
+def check_media(media: Sequence[Medium], tokens: Sequence[int], geometry: Geometry) -> None:
+    """InputError for pictures that a model hasn't eyes for, or that don't stand in the prompt one behind another."""
+    if media and not geometry.sees:
+        raise InputError(f"there are {len(media)} pictures, and the model or its memory has no place for any", "media")
+    end = 0
+    for i, medium in enumerate(media):
+        if not end <= medium.start < medium.end <= len(tokens) or min(medium.rows, medium.parts) < 1:
+            raise InputError(
+                f"picture {i} stands at tokens {medium.start} to {medium.end} with {medium.rows} rows of "
+                f"{medium.parts} parts, in a prompt of {len(tokens)} tokens, behind token {end}",
+                "media",
+            )
+        if geometry.sight and medium.rows != medium.tokens:
+            raise InputError(f"picture {i} has {medium.rows} rows for {medium.tokens} tokens", "media")
+        end = medium.end
 
 
 def check_salt(salt: str) -> None:

@@ -6,19 +6,21 @@ Time comes in as a function, so that a simulator is this engine with another run
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
-from quire.control.edge import Limits, check_salt
+from quire.control.edge import Limits, check_media, check_salt
 from quire.control.outcomes import Outcomes, Output, Stats
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
 from quire.control.turns import Turns
-from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken
+from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.seeds import branch_seed
@@ -32,6 +34,14 @@ class Runner(Protocol):
 
     def bind(self, geometry: Geometry) -> None:
         """Allocate the tensors of a memory."""
+        ...
+
+    def see(self, pixels: Pixels) -> None:
+        """Keep a picture: plans that are submitted from now on may encode it."""
+        ...
+
+    def forget(self, key: bytes) -> None:
+        """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
         ...
 
     def submit(self, plan: StepPlan) -> Any:
@@ -55,6 +65,7 @@ class Accepted(NamedTuple):
     max_tokens: int
     width: int
     method: Checked | None
+    media: tuple[Medium, ...]
 
 
 class Engine:
@@ -82,6 +93,8 @@ class Engine:
         self.ended = 0  # requests, those ended by a stop string aside
         self.turns: Turns | None = None  # with engines that have the memory in common
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
+        self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
+        self.shown: set[bytes] = set()  # those that the runner keeps
 
     # In
 
@@ -94,10 +107,14 @@ class Engine:
         salt: str = "",
         prefix: str | None = None,
         waits: bool = False,
+        media: tuple[Medium, ...] = (),
+        pixels: Seq[Pixels] = (),
     ) -> None:
         """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed. `waits`: its
         method may leave its branches to whoever added it (text.session)."""
-        self.add_all([(id, prompt)], params, salt=salt, prefix=prefix, waits=waits)
+        self.add_all(
+            [(id, prompt)], params, salt=salt, prefix=prefix, waits=waits, media=[media] if media else (), pixels=pixels
+        )
 
     def add_all(
         self,
@@ -107,47 +124,66 @@ class Engine:
         salt: str = "",
         prefix: str | None = None,
         waits: bool = False,
+        media: Seq[tuple[Medium, ...]] = (),
+        pixels: Seq[Pixels] = (),
     ) -> None:
-        """Queue a request for each (id, prompt), all or none. Raises as `add`. `params` are resolved already (see
-        quire.text.stream): words are token ids here."""
+        """Queue a request for each (id, prompt), all or none. Raises as `add`. `media` are the pictures of each prompt,
+        where there are any, and `pixels` those of all of them; the runner gets what it hasn't. `params` are resolved
+        already (see quire.text.stream): words are token ids here."""
         self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
         if params.prompt_logprobs is not None and self.scheduler.part is not None:
             raise InputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt: it "
-                "couldn't be scored again after a preemption",
+                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt, or "
+                "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
                 "prompt_logprobs",
             )
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
         accepted: dict[str, Accepted] = {}
-        for id, prompt in prompts:
+        for i, (id, prompt) in enumerate(prompts):
             if id in self.requests or id in accepted:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
-            accepted[id] = self._accept(prompt, params, waits)
+            accepted[id] = self._accept(prompt, params, waits, tuple(media[i]) if media else ())
         for id, one in accepted.items():
             self._queue(id, one, params, salt, prefix)
+        for picture in pixels:
+            if picture.key not in self.shown and picture.key in self.seen:
+                self.shown.add(picture.key)
+                self.runner.see(picture)
 
-    def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool) -> Accepted:
+    def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
         tokens = self.limits.tokens(prompt)
         method = checked_method(params, self.limits.vocab_size, waits)
         width = params.width if method is None else method.width
         fits, max_seqs = self.scheduler.memory.fits, self.scheduler.max_seqs
+        geometry = self.scheduler.memory.geometry
+        check_media(media, tokens, geometry)
+        if media:
+            fits = partial(fits, media=media)
+        if geometry.both_ways and len(tokens) > self.scheduler.budget:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens, which attend to one another both ways: one step computes all of "
+                f"them, and a step has {self.scheduler.budget} at most (--max-num-batched-tokens)",
+                "prompt",
+            )
         max_tokens = self.limits.max_tokens(len(tokens), params, width, max_seqs, fits)
         if method is not None:
             method.settle(context_of(params, max_tokens, self.scheduler.eos_ids))
-        return Accepted(tokens, max_tokens, width, method)
+        return Accepted(tokens, max_tokens, width, method, media)
 
     def _queue(self, id: str, accepted: Accepted, params: SamplingParams, salt: str, prefix: str | None) -> None:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), accepted.tokens, seed=seed, salt=salt)
+        seq.media = accepted.media
         seq.branches, seq.final = accepted.width - 1, len(accepted.tokens) + accepted.max_tokens
         if params.prompt_logprobs is not None:
             seq.reusable = 0
         request = Request(id, seq, params, arrival=self.clock(), max_tokens=accepted.max_tokens)
-        request.method, request.prefix = accepted.method, prefix
+        request.method, request.prefix, request.media = accepted.method, prefix, accepted.media
+        self.seen.update({medium.key for medium in accepted.media})
         self.requests[id] = request
         self.scheduler.add(request)
 
@@ -179,15 +215,25 @@ class Engine:
         self.scheduler.finish(request, seq, "stop", reason)
         ended = self.outcomes.stopped(request, seq)
         if ended:
-            del self.requests[id]
+            self._forget(request)
         return ended
+
+    def _forget(self, request: Request) -> None:
+        """A request has ended. The runner keeps no picture that only this one had."""
+        del self.requests[request.id]
+        for key in {medium.key for medium in request.media}:
+            self.seen[key] -= 1
+            if not self.seen[key]:
+                del self.seen[key]
+                self.shown.discard(key)
+                self.runner.forget(key)
 
     def _stop_all(self, request: Request, reason: str) -> bool:
         request.aborted = True  # no more is told of it
         for seq in [seq for seq in request.live if seq.finish is None]:
             self.scheduler.finish(request, seq, "stop", reason)
         self.outcomes.stopped_together(request)
-        del self.requests[request.id]
+        self._forget(request)
         return True
 
     def register_prefix(self, name: str, tokens: Seq[int]) -> None:
@@ -285,7 +331,8 @@ class Engine:
         for output in outputs:
             if output.done:
                 self.ended += 1
-                request = self.requests.pop(output.request)
+                request = self.requests[output.request]
+                self._forget(request)
                 if request.prefix is not None and output.finish_reason in ("abort", "error"):
                     self.prefixes.pop(request.prefix, None)
         return outputs

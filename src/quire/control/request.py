@@ -103,7 +103,7 @@ class Request:
 
     __slots__ = (
         "aborted", "arrival", "cached_tokens", "candidates", "done", "first_token", "id", "live", "max_tokens",
-        "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "sampling",
+        "media", "method", "order", "params", "preemptions", "prefix", "prompt_len", "reported", "results", "sampling",
         "scheduled", "seed", "settled", "status", "stop_ids", "top",
     )  # fmt: skip
 
@@ -122,6 +122,7 @@ class Request:
         self.results: list[tuple[float, Sequence]] = []  # a method's, best first
         self.settled = 0  # tokens that all branches of a method agree on, and that were told
         self.prefix: str | None = None  # register its prompt under this name
+        self.media: tuple[Medium, ...] = ()
         self.order = 0  # of its arrival, among all requests of the scheduler that has it
         self.live = [first]
         self.done: list[Sequence] = []
@@ -132,3 +133,10 @@ class Request:
         self.reported = 0  # branches whose end was told
         self.scheduled: float | None = None
         self.first_token: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Slots that it holds or may come to hold."""
+        if self.method is not None:
+            return self.method.width
+        return len(self.live) + sum(seq.branches for seq in self.live)

@@ -16,6 +16,7 @@ from quire.control.costs import DEFAULT, Costs
 from quire.control.decoding import append, context_of
 from quire.control.memory import KVMemory, Later
 from quire.control.request import Request, Sequence, Status
+from quire.control.sight import Sight
 from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Top
 from quire.vocabulary.seeds import branch_seed
 
@@ -51,7 +52,9 @@ class Scheduler:
         self.budget, self.max_seqs, self.max_len = budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
-        self.part = memory.geometry.part if memory.geometry.budget else None
+        geometry = memory.geometry
+        self.part = geometry.part if geometry.budget or geometry.both_ways else None
+        self.sight = Sight(memory, budget) if geometry.sees else None
         # Whether other engines may take pages before what was decided of them is done: it is sent without rows then
         self.pressing: Callable[[], bool] = lambda: False
         self.waiting, self.swapped = deque[Request](), deque[Request]()
@@ -91,12 +94,15 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None: nothing to do, or memory is short and a result is awaited first."""
         rows: list[Row] = []
+        if self.sight is not None:
+            self.sight.spent = 0
         hurt = self._continue_running(rows)
         # What was spread over large pages finds room when it comes back together.
         if hurt is not None and (not hurt or not self.running):
             self._join(rows)
         if hurt is None or (not rows and not hurt and (self.flight or not (self.births and self.running))):
-            return self._plan([]) if self.pressing() else None
+            sees = self.sight is not None and self.sight.spent > 0
+            return self._plan([]) if (sees and hurt is not None) or self.pressing() else None
         for row in rows:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
@@ -119,9 +125,7 @@ class Scheduler:
                 break  # preempted above, and so is everyone younger
             first = len(rows)
             for seq in request.live:
-                count = min(self._wanted(request, seq), budget)
-                if self.part is not None:
-                    count = self.part(seq.prompt_len, seq.planned, count)
+                count = self._wanted(request, seq, budget)
                 if count <= 0:
                     continue
                 while not grow(seq, seq.planned + count):
@@ -132,13 +136,14 @@ class Scheduler:
                     if request.status is not Status.RUNNING:
                         del rows[first:]
                         return hurt
+                if self.sight is not None and not (count := self.sight.clear(seq, count)):
+                    continue
                 rows.append(self._row(request, seq, count))
                 budget -= count
         return hurt
 
-    @staticmethod
-    def _wanted(request: Request, seq: Sequence) -> int:
-        """Tokens that the sequence could compute next."""
+    def _wanted(self, request: Request, seq: Sequence, budget: int) -> int:
+        """Tokens that the sequence could compute next, of `budget`."""
         if seq.finish is not None or (seq.pending and (seq.branches or request.method is not None)):
             return 0  # ended, or what follows is decided when its sample arrives
         if seq.pending and len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
@@ -147,7 +152,8 @@ class Scheduler:
             if seq.sibling.sibling is not None or seq.sibling.planned < seq.planned:
                 return 0  # what it shares is still to be computed, by the sibling or by that one's own
             seq.sibling = None
-        return len(seq.tokens) + seq.pending - seq.planned
+        count = min(len(seq.tokens) + seq.pending - seq.planned, budget)
+        return count if self.part is None else self.part(seq.prompt_len, seq.planned, count)
 
     def _row(self, request: Request, seq: Sequence, count: int) -> Row:
         start, end = seq.planned, seq.planned + count
@@ -209,12 +215,12 @@ class Scheduler:
         if (self.static and self.running) or not (self.swapped or self.waiting):
             return
         budget = self.budget - sum(len(row.tokens) for row in rows)
-        slots = self.max_seqs - sum(map(_width, self.running))  # those of sequences to be forked are taken too
+        slots = self.max_seqs - sum(request.width for request in self.running)  # those of forks to come are taken too
         later: list[Request] = []
         while (budget > 0 or self.static) and (self.swapped or self.waiting):
             queue = min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order)
             request = queue[0]
-            if _width(request) > slots:
+            if request.width > slots:
                 break
             joined = self._swap_in(request, budget) if queue is self.swapped else self._admit(request, budget)
             if joined is None:
@@ -222,7 +228,7 @@ class Scheduler:
             if isinstance(joined, Later) and request.preemptions:
                 break
             queue.popleft()
-            slots -= _width(request)
+            slots -= request.width
             if isinstance(joined, Later):
                 later.append(request)
                 continue
@@ -259,10 +265,10 @@ class Scheduler:
         for seq in request.live:
             self.by_slot[self.memory.slot(seq)] = (request, seq)
             self._born(request, seq)
-            count = min(self._wanted(request, seq), budget)
-            if self.part is not None:
-                count = self.part(seq.prompt_len, seq.planned, count)
-            if count > 0 and self.memory.grow(seq, seq.planned + count):
+            count = self._wanted(request, seq, budget)
+            if count <= 0 or not self.memory.grow(seq, seq.planned + count):
+                continue
+            if self.sight is None or (count := self.sight.clear(seq, count)):
                 rows.append(self._row(request, seq, count))
                 budget -= count
         return rows
@@ -273,7 +279,8 @@ class Scheduler:
         if request.top is None:
             request.top = self._top(request)
         slot = self.memory.slot(seq)
-        self.births.append(Birth(slot, seq.id, parent, sampling, seq.seed, seq.prompt_len, history, request.top))
+        about = seq.seed, seq.prompt_len, history, request.top, seq.media
+        self.births.append(Birth(slot, seq.id, parent, sampling, *about))
 
     def _born_of(self, request: Request, seq: Sequence, parent: Sequence) -> None:
         self._born(request, seq, self.memory.slot(parent))
@@ -386,13 +393,6 @@ class Scheduler:
             else:
                 (self.swapped if request.status is Status.SWAPPED else self.waiting).remove(request)
             request.status = Status.DONE
-
-
-def _width(request: Request) -> int:
-    """Slots that a request holds or may come to hold."""
-    if request.method is not None:
-        return request.method.width
-    return len(request.live) + sum(seq.branches for seq in request.live)
 
 
 def _enqueue(queue: deque[Request], victim: Request) -> None:

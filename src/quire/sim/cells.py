@@ -174,9 +174,24 @@ class Budgeted:
                 pages.put(slot, place, kept)
 
 
+class Pictured:
+    """Rows of pictures: what tokens see of them is quire.sim.sights' to say, and none of them writes there."""
+
+    def expected(
+        self, group: Group, number: int, tokens: Seq[int], states: States, position: int, prompt: int
+    ) -> bytes:
+        return b""
+
+    def seen(self, pages: Pages, slot: int, position: int) -> bytes:
+        return b""
+
+    def write(self, pages: Pages, slot: int, position: int, token: int, state: int) -> None:
+        pass
+
+
 RULES: dict[str, Rule] = {
     "full": Attended(), "uniform": Attended(), "window": Attended(), "chunked": Attended(),
-    "budget": Budgeted(), "state": Running()
+    "budget": Budgeted(), "state": Running(), "cross": Pictured(), "vision": Pictured(),
 }  # fmt: skip
 """By the kind of a group."""
 FULL = Group((0,), 16, 16, 1, range(1), run_tokens=1)

@@ -19,12 +19,15 @@ import numpy as np
 
 from quire.control.decoding import method_of
 from quire.sim.cells import FULL, POISON, RULES, Pages, digest
+from quire.sim.sights import Sights, sight
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.method import Branch, Context
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import (
     LAST,
     Birth,
     Copy,
+    Encode,
     Entry,
     In,
     Out,
@@ -65,13 +68,29 @@ def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, 
     return Top(token, logprobs[0], order.index(token) + 1, ids, tuple(logprobs[1:]))
 
 
-def states(tokens: Seq[int], groups: Seq[Group] = (FULL,), known: Seq[int] = (), prompt: int = 0) -> list[int]:
-    """The states of all positions of `tokens`, of which the first `prompt` are the prompt, computed without a memory;
-    `known` are the first of them."""
+def _later(tokens: Seq[int]) -> bytes:
+    """The tokens of a prompt behind one of them, which sees them where they attend both ways."""
+    return struct.pack("<q", digest(array("q", tokens).tobytes()))
+
+
+def states(
+    tokens: Seq[int],
+    groups: Seq[Group] = (FULL,),
+    known: Seq[int] = (),
+    prompt: int = 0,
+    media: Seq[Medium] = (),
+    both_ways: bool = False,
+) -> list[int]:
+    """The states of all positions of `tokens`, of which the first `prompt` are the prompt, with these pictures,
+    computed without a memory; `known` are the first of them."""
     found = np.zeros(len(tokens), dtype=np.int64)
     found[: len(known)] = known
     for p in range(len(known), len(tokens)):
         seen = [RULES[group.kind].expected(group, g, tokens, found, p, prompt) for g, group in enumerate(groups)]
+        if media:
+            seen.append(sight(media, p, groups))
+        if both_ways and p < prompt:
+            seen.append(_later(tokens[p + 1 : prompt]))
         found[p] = _state(tokens[p], p, seen)
     return [int(state) for state in found]
 
@@ -85,6 +104,8 @@ def expected(
     groups: Seq[Group] = (FULL,),
     max_len: int = 2**31,
     eos_ids: frozenset[int] = frozenset(),
+    media: Seq[Medium] = (),
+    both_ways: bool = False,
 ) -> list[int]:
     """The tokens that an EchoRunner must generate for one branch, whatever the memory, the batch and the schedule.
 
@@ -94,7 +115,7 @@ def expected(
     limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
     for count in range(1, limit + 1):
-        known = states(tokens, groups, known, len(prompt))
+        known = states(tokens, groups, known, len(prompt), media, both_ways)
         tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size))
         if tokens[-1] in ends and count >= params.min_tokens:
             break
@@ -118,6 +139,8 @@ def expected_beams(
     groups: Seq[Group] = (FULL,),
     max_len: int = 2**31,
     eos_ids: frozenset[int] = frozenset(),
+    media: Seq[Medium] = (),
+    both_ways: bool = False,
 ) -> list[Found]:
     """The results, best first, that the request's method must find over an EchoRunner, whatever the memory."""
     method = method_of(params)
@@ -129,7 +152,7 @@ def expected_beams(
     live = [(list(prompt), 0.0, list[int]())]
     results: list[tuple[float, Found]] = []
     while live:
-        known = [states(tokens, groups, before, len(prompt)) for tokens, _, before in live]
+        known = [states(tokens, groups, before, len(prompt), media, both_ways) for tokens, _, before in live]
         tops = [fake_top(mine[-1], 0, k, vocab_size) for mine in known]
         branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
         advance = method.advance(branches, context)
@@ -174,6 +197,9 @@ class EchoRunner:
         self.slots: dict[int, Slot] = {}
         self.groups: list[Pages] = []
         self.part: Callable[[int, int, int], int] | None = None  # see Geometry
+        self.sights: Sights | None = None
+        self.both_ways = False
+        self.pictures: dict[bytes, Pixels] = {}
         self._constant = Sampled((BLIND_TOKEN,)), Sampled(())
 
     def bind(self, geometry: Geometry) -> None:
@@ -182,7 +208,16 @@ class EchoRunner:
             return
         cells, host = np.zeros(geometry.bytes, dtype=np.uint8), np.full(geometry.host_bytes, POISON, dtype=np.uint8)
         self.groups = [Pages(group, g, cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
-        self.part = geometry.part
+        self.part, self.both_ways = geometry.part, geometry.both_ways
+        self.sights = Sights(geometry, self.groups)
+
+    def see(self, pixels: Pixels) -> None:
+        """Keep a picture, though only its key is looked at."""
+        self.pictures[pixels.key] = pixels
+
+    def forget(self, key: bytes) -> None:
+        """Keep it no more."""
+        self.pictures.pop(key, None)
 
     def submit(self, plan: StepPlan) -> int:
         """Enqueue a plan; nothing of it happens before `collect`."""
@@ -207,6 +242,8 @@ class EchoRunner:
         samples = tuple([self.compute(row) for row in reversed(plan.rows)][::-1])
         for entry in plan.ahead:
             self.replay(entry)
+        if self.sights is not None:
+            self.sights.passing.clear()
         return StepResult(samples, 0.0)
 
     @staticmethod
@@ -220,9 +257,15 @@ class EchoRunner:
         self.slots[birth.slot] = Slot(birth, self.slots[birth.parent] if birth.parent >= 0 else None)
         for group in self.groups:
             group.prompts[birth.slot] = birth.prompt_len
+        if self.sights is not None:
+            self.sights.media[birth.slot] = birth.media
 
     def replay(self, entry: Entry) -> None:
         """Apply one journal entry to tables and pages."""
+        if isinstance(entry, Encode):
+            assert self.sights is not None, "a picture is encoded before there is a memory"
+            self.sights.encode(entry)
+            return
         group = self.groups[entry.group]
         if isinstance(entry, Table):
             group.table[entry.slot, entry.at : entry.at + len(entry.pages)] = entry.pages
@@ -242,6 +285,9 @@ class EchoRunner:
         prompt = self.groups[0].prompts[row.slot]
         whole = self.part is None or self.part(prompt, row.start, count) == count
         assert whole, f"a prompt of slot {row.slot} ends in the wrong steps"
+        sights = self.sights if self.sights is not None and self.sights.media[row.slot] else None
+        # As a model does it: rows of pictures are gathered before anything is written.
+        sighted = [sights.seen(row.slot, row.start + i) for i in range(count)] if sights is not None else []
         state, scores = 0, []
         for i, token in enumerate(row.tokens):
             if token == LAST:
@@ -249,6 +295,10 @@ class EchoRunner:
                 token = slot.last
             position = row.start + i
             seen = [group.rule.seen(group, row.slot, position) for group in self.groups]
+            if sighted:
+                seen.append(sighted[i])
+            if self.both_ways and position < prompt:
+                seen.append(_later(row.tokens[i + 1 : prompt - row.start]))
             state = _state(token, position, seen)
             for group in self.groups:
                 group.rule.write(group, row.slot, position, token, state)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost, Work, padded, work_of
 from quire.sim.padding import Padded
+from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_N
 from quire.vocabulary.plan import Birth, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
@@ -58,6 +59,12 @@ class SimRunner:
     def bind(self, geometry: Geometry) -> None:
         """Nothing is allocated; pages have sizes."""
         self.page_bytes = tuple(group.page_bytes for group in geometry.groups)
+
+    def see(self, pixels: Pixels) -> None:
+        """Nothing looks at it."""
+
+    def forget(self, key: bytes) -> None:
+        """As before."""
 
     def submit(self, plan: StepPlan) -> int:
         """The host takes its time to plan, then the device begins as soon as it is free."""

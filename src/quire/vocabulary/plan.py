@@ -131,8 +131,16 @@ class Poison(NamedTuple):
 
 class Encode(NamedTuple):
     """Encode parts first .. first + parts - 1 of the `medium`-th picture of the sequence in `slot`, before the step's
-    rows. With the last part its rows are written: to the pages that the slot's table of `group` names from its page
-    `at` on."""
+    rows. Parts come in order, in one step or in several ones; with first = 0 what this slot had of the picture is void.
+
+    With the last part its rows are written, row 0 first; where depends on `group`. Of a "cross" group keys and values
+    of the rows, of a "vision" group the rows themselves: to the pages that the slot's table names from its page `at`
+    on, run_tokens rows a page. Group -1 (`--vision-cache off`): nowhere, they are for the rows of this step. Else
+    (`inside`) they lie in pages of keys and values of the group that aren't written yet: the row of position p in the
+    page behind its token's, p // run_tokens + 1 of the slot's (that of the first row is `at`), from byte
+    p % run_tokens * row_bytes on. A row is read by the step that computes its position, before that step writes keys
+    and values. The first `skip` rows aren't needed, and aren't written: there may be keys and values in their places.
+    """
 
     group: int
     slot: int
@@ -140,6 +148,7 @@ class Encode(NamedTuple):
     at: int
     first: int
     parts: int
+    skip: int = 0
 
 
 Entry = Table | Copy | Out | In | Poison | Encode

@@ -105,14 +105,16 @@ class Selection:
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
     """A model's eyes: the rows that stand for a picture have `width` numbers and are `most_rows` at most; `parameters`
-    of tower and connector; `activations`, bytes that encoding one part takes. With `both_ways` the tokens of a prompt
-    attend to one another both ways, so that all of it is computed in one step (PaliGemma)."""
+    of tower and connector; `activations`, bytes that encoding one part takes, and `part_tokens`, how many tokens of a
+    prompt take about as long. With `both_ways` the tokens of a prompt attend to one another both ways, so that all of
+    it is computed in one step (PaliGemma)."""
 
     width: int
     most_rows: int
     parameters: int
     activations: int = 0
     both_ways: bool = False
+    part_tokens: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,11 @@ class ModelSpec:
     def stateful(self) -> list[int]:
         """The layers that keep a running state."""
         return [i for i, layer in enumerate(self.layers) if layer.state]
+
+    @property
+    def takes_places(self) -> bool:
+        """It sees pictures, by rows that take the places of tokens; else, if it sees any, by cross attention."""
+        return self.vision is not None and not any(layer.cross for layer in self.layers)
 
     @property
     def owners(self) -> list[int]:
@@ -252,6 +259,10 @@ class Geometry:
 
     Of a prompt of more than `budget` tokens some layer keeps a part (0: of none), which its last `queries` tokens
     choose: one step computes all of these, and nothing behind them.
+
+    `sight` says where the rows lie that take the places of a picture's tokens ("pages", "inside" or "off": see
+    plan.Encode); "" if none do. They have `row_bytes` bytes, and to encode a part of a picture counts as `part_tokens`
+    tokens. With `both_ways` one step computes all of a prompt that isn't there yet, and what follows it another.
     """
 
     layout: Layout
@@ -263,11 +274,29 @@ class Geometry:
     large_bytes: int = 0
     budget: int = 0
     queries: int = 0
+    sight: str = ""
+    row_bytes: int = 0
+    part_tokens: int = 0
+    both_ways: bool = False
+
+    @property
+    def sees(self) -> bool:
+        """There are pictures among the prompts."""
+        return bool(self.sight) or any(group.kind == "cross" for group in self.groups)
+
+    @property
+    def host(self) -> int:
+        """The group in whose pages rows lie that take tokens' places, where `sight` is "inside": a page has room for as
+        many of them as of tokens."""
+        hosts = (g for g, one in enumerate(self.groups) if one.kind == "full" and one.run_pages == 1)
+        return next(g for g in hosts if self.groups[g].page_bytes >= self.row_bytes * self.groups[g].run_tokens)
 
     def part(self, prompt: int, planned: int, count: int) -> int:
         """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones; `prompt`
         is the length of its prompt."""
         rest = prompt - planned
+        if self.both_ways:
+            return count if rest <= 0 else rest if count >= rest else 0
         if not 0 < self.budget < prompt or rest <= 0:
             return count
         return rest if count >= rest else max(min(count, rest - self.queries), 0)

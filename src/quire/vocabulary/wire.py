@@ -60,7 +60,7 @@ class Kind(NamedTuple):
     run: bool = False
 
 
-ENTRIES = (Kind(Table, 3, run=True), Kind(Copy, 3), Kind(Out, 3), Kind(In, 3), Kind(Poison, 2), Kind(Encode, 6))
+ENTRIES = (Kind(Table, 3, run=True), Kind(Copy, 3), Kind(Out, 3), Kind(In, 3), Kind(Poison, 2), Kind(Encode, 7))
 """The kinds of entries; an entry's place here is its code on the wire, so new ones go last."""
 CODES = {kind.entry: code for code, kind in enumerate(ENTRIES)}
 

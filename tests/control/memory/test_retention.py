@@ -189,3 +189,60 @@ def test_pages_leave_a_window_behind_a_prefix_that_ends_before_the_first_place_w
     for _ in range(4):
         assert compute(memory, second, 1)
         memory.check()
+
+
+STATES, RUN = 1, 8
+
+
+def stateful(retention: str) -> PagedMemory:
+    """Pages of four tokens, and a state after every eight."""
+    geometry = unlike(Kind(16, PAGE), Kind(64, RUN, kind="state"))(Build(tokens=2000, chunk=16, max_len=600)).geometry
+    return PagedMemory(geometry, chunk=16, policies=KNOWN, retention=retention, slack=RUN)
+
+
+def checkpoints(memory: PagedMemory, tokens: list[int]) -> list[int]:
+    """Lengths of the prefixes of these tokens whose states are there."""
+    seq = Sequence(9, tokens)
+    memory.prefixes.chain(seq, len(tokens))
+    found = (memory.prefixes.names(STATES, seq.keys, i, i + 1)[0] for i in range(len(tokens) // RUN))
+    return [RUN * (i + 1) for i, name in enumerate(found) if name in memory.pages.index[STATES]]
+
+
+def test_the_paper_keeps_a_state_after_every_run() -> None:
+    memory = stateful("paper")
+    asked(memory, 1, text(0, 101), answer=30)
+    assert checkpoints(memory, text(0, 101)) == list(range(8, 97, 8))
+
+
+def test_states_before_the_end_of_a_prompt_stay() -> None:
+    """Those that a prefix needs which ends in a prompt's last 8 tokens, or among the last 8 of all."""
+    memory = stateful("boundary")
+    prompt = text(0, 101)
+    asked(memory, 1, prompt, answer=60)
+    answered = [*prompt, *range(10_000, 10_060)]
+    assert checkpoints(memory, answered) == [88, 96, 152, 160]
+    assert asked(memory, 2, [*text(0, 95), 5, 5]) == 88
+    assert asked(memory, 3, [*answered, 5]) == 160
+    assert asked(memory, 4, [*text(0, 60), 5, 5]) == 0
+
+
+def test_states_before_prompts_part_stay_from_the_second_on() -> None:
+    system = text(0, 42)
+    for retention, found in (("boundary", [0, 0, 40, 40]), ("slack", [0, 0, 0, 0]), ("paper", [0, 40, 40, 40])):
+        memory = stateful(retention)
+        assert [asked(memory, id, system + text(1000 * id, 60)) for id in range(1, 5)] == found
+        assert memory.pages.used == [0, 0]
+
+
+def test_a_hit_makes_only_its_own_checkpoint_younger() -> None:
+    """Jenga §5.3: "only the last cached token's access time is updated". The ones before it are evicted sooner."""
+    memory = stateful("paper")
+    asked(memory, 1, text(0, 40))  # checkpoints at 8, 16, 24, 32 and 40
+    asked(memory, 2, text(1000, 40))
+    asked(memory, 3, [*text(0, 24), 7])
+    order = list(memory.pages.of[STATES].cached)
+    seq = Sequence(9, text(0, 40))
+    memory.prefixes.chain(seq, 40)
+    names = [memory.prefixes.names(STATES, seq.keys, i, i + 1)[0] for i in range(4)]
+    ages = [order.index(memory.pages.index[STATES][name]) for name in names]
+    assert ages[2] > max(ages[0], ages[1], ages[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,12 +149,16 @@ def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) ->
     states, pages = plan.kv_tokens // 512, -(-plan.kv_tokens // (16 * 34))
     assert (plan.kv_tokens, states + pages) == (253_952, plan.kv_bytes // 8_912_896)
     told = plan.lines() + page_lines(config, spec, 2, plan)
-    assert any("8.3 MiB a sequence, and at most as much for each 512 tokens" in line for line in told)
+    assert any("8.3 MiB a sequence, however long it is; one after every 512 tokens" in line for line in told)
     assert any(
         "28 layers, state, 8,912,896 bytes for the state after 512 tokens, 2.2% padding" in line for line in told
     )
     assert any("4 layers, full, 262,144 bytes for 16 tokens, 34 in a large page" in line for line in told)
     assert any(line.startswith("requests") and "8 of 1,024 tokens" in line for line in told)
+    apart = plan_memory(replace(config, memory="uniform"), spec, "jamba", "bfloat16", 2, "cuda")
+    told = apart.lines() + page_lines(replace(config, memory="uniform"), spec, 2, apart)
+    assert any(line.endswith("8.3 MiB a sequence, however long it is") for line in told)
+    assert any("28 layers, state, 8,716,288 bytes for a sequence's state" in line for line in told)
 
 
 def test_usage_by_layer_type() -> None:

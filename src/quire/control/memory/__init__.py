@@ -11,13 +11,15 @@ from typing import Protocol
 
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Sharing, TypeUsage, Usage
-from quire.control.memory.layout import Size, check_states
+from quire.control.memory.demands import check_eyes, check_states
+from quire.control.memory.layout import Size
 from quire.control.memory.paged import PagedMemory
 from quire.control.memory.prefix import Prefixes
 from quire.control.memory.reserved import RULES, ReservedMemory
 from quire.control.memory.virtual import VirtualMemory
 from quire.control.request import Sequence
 from quire.errors import StartupError
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import Journal
 from quire.vocabulary.specs import Geometry, ModelSpec
 
@@ -39,9 +41,9 @@ class KVMemory(Protocol):
     @property
     def prefixes(self) -> Prefixes | None: ...
 
-    def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
-        """Could sequences of these lengths, with a common prefix of `shared` tokens, be held at once if the memory were
-        otherwise idle?"""
+    def fits(self, lengths: Seq[int], shared: int = 0, media: Seq[Medium] = ()) -> bool:
+        """Could sequences of these lengths, with a common prefix of `shared` tokens and these pictures in it, be held
+        at once if the memory were otherwise idle?"""
         ...
 
     def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admitted] | Later | None:
@@ -53,6 +55,12 @@ class KVMemory(Protocol):
 
     def grow(self, seq: Sequence, length: int) -> bool:
         """Make tokens [seq.planned, length) writable and private to the sequence. Monotone and idempotent."""
+        ...
+
+    def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
+        """Go on encoding the pictures that tokens [seq.planned, length) need, for which `grow` has made room, with at
+        most `parts` parts (all of them, where nothing keeps them). Returns how far the tokens can be computed, if a
+        journal taken next comes first, and how many parts that one will have encoded."""
         ...
 
     def commit(self, seq: Sequence) -> None:
@@ -108,6 +116,8 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: Size, model_id: st
         _check_budgets(config, spec)
     if spec.stateful:
         check_states(config, spec)
+    if spec.vision is not None:
+        check_eyes(config, spec, size.itemsize)
     if config.memory not in RULES:
         kind = VirtualMemory if config.memory == "virtual" else PagedMemory
         paged = kind.build(config, spec, size, model_id)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.control.memory.answers import Sharing, TypeUsage, Usage
+from quire.control.memory.policies import MediaPolicy
 
 if TYPE_CHECKING:
     from quire.control.memory.paged import PagedMemory
@@ -15,6 +16,10 @@ def filled_in(memory: PagedMemory) -> list[int]:
     """Bytes of tokens in used pages, a group."""
     found = []
     for g, group in enumerate(memory.groups):
+        policy = memory.policies[g]
+        if isinstance(policy, MediaPolicy):
+            found.append(_rows_in(memory, g, policy))
+            continue
         full = group.full_bytes
         holders = [(one.tables[g], one.held - one.gone[g]) for one in memory.residents.values()]
         holders += [(prefix.tables[g], len(prefix.tokens)) for prefix in memory.prefixes.registered.values()]
@@ -24,6 +29,19 @@ def filled_in(memory: PagedMemory) -> list[int]:
                 filled[pages[i]] = max(filled.get(pages[i], 0), group.filled(i, tokens))
         found.append(memory.pages.used[g] * full - sum(full - held for held in filled.values()))
     return found
+
+
+def _rows_in(memory: PagedMemory, g: int, policy: MediaPolicy) -> int:
+    """Bytes of rows in the used pages of pictures: of each one's last page perhaps a part."""
+    group, empty = policy.group, dict[int, int]()
+    for seq in memory.residents.values():
+        stop = 0
+        for medium in seq.media:
+            stop += group.pages(medium.rows)
+            if stop <= len(seq.tables[g]):
+                empty[seq.tables[g][stop - 1]] = group.pages(medium.rows) * group.run_tokens - medium.rows
+    rows = memory.pages.used[g] * group.run_tokens - sum(count for page, count in empty.items() if page)
+    return rows * group.token_bytes
 
 
 def usage_of(memory: PagedMemory, filled: list[int]) -> Usage:
@@ -62,4 +80,5 @@ def sharing_of(memory: PagedMemory) -> Sharing:
         len(registered), sum(len(prefix.tokens) for prefix in registered),
         min(group.until(kept) for group, kept in zip(memory.groups, memory.prefixes.set_aside)),
         memory.prefixes.queries, memory.prefixes.hits, memory.prefixes.full_hits,
+        memory.gallery.runs, memory.gallery.parts, memory.gallery.hits,
     )  # fmt: skip

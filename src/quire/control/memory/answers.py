@@ -69,6 +69,9 @@ class Sharing(NamedTuple):
     queries: int = 0  # tokens of prompts looked up among cached prefixes
     hits: int = 0  # and found
     full_hits: int = 0  # and found as far as layers are asked that see all tokens; windows may have less
+    encoder_runs: int = 0  # pictures that were encoded
+    encoder_parts: int = 0  # and parts of pictures
+    picture_hits: int = 0  # times that a picture was wanted whose pages were there
 
 
 class TypeUsage(NamedTuple):

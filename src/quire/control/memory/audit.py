@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from quire.control.memory.answers import LargeCounts
@@ -35,6 +35,18 @@ def space_of(pages: LargePages, sizes: Sequence[int]) -> Space:
     unused = sum(bound) - sum(used * size for used, size in zip(pages.used, sizes))
     large = sizes[0] * pages.ratios[0]
     return Space(sum(cached), unused - sum(cached) - sum(empty), large * len(pages.free) + sum(empty))
+
+
+def counts_of(pages: LargePages) -> LargeCounts:
+    """For an allocator's statistics."""
+    evicted = pages.evicted_large, pages.evicted_small
+    return LargeCounts(len(pages.free), list(pages.active), list(pages.idle), *evicted, pages.rebound)
+
+
+def coldest_of(pages: LargePages) -> Iterator[tuple[int, int]]:
+    """The large pages that could leave the device, the one used longest ago first, and their groups (§8: one size to
+    offload, and an order)."""
+    return ((home, pages.kind[home]) for home in pages.reclaimable)
 
 
 def audit(pages: LargePages, named: Sequence[dict[int, int]]) -> None:

@@ -14,9 +14,9 @@ So `reserve` counts the large pages that no group needs, and only those are take
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from quire.control.memory.audit import CACHED, EMPTY, audit, counts_of, space_of
+from quire.control.memory.audit import CACHED, EMPTY, audit, coldest_of, counts_of, space_of
 from quire.control.memory.pages import NONE_RESTING, SCRATCH, WATERMARK, Resting
 from quire.control.memory.partial import Partial
 
@@ -49,6 +49,7 @@ class LargePages:
         # Oldest use first; where a page is a large page, those tell the order, and a dict is faster.
         self.cached: list[dict[int, None]] = [OrderedDict() if ratio > 1 else {} for ratio in ratios]
         self.index: list[dict[bytes, int]] = [{} for _ in groups]  # content -> small page
+        self.watched: dict[int, list[bytes]] = {}  # as in Ledger
         self.partial = [Partial(count + 1) for _ in groups]  # active large pages with empty small ones
         self.used = [0] * len(ratios)
         self.active, self.idle = [0] * len(ratios), [0] * len(ratios)  # large pages a group; idle: reclaimable
@@ -242,8 +243,9 @@ class LargePages:
         key = self.keys[group][page]
         assert key is not None, f"page {page} is cached without a key"
         del self.cached[group][page]
-        del self.index[group][key]
-        self.keys[group][page] = None
+        self.withdraw(group, page)
+        if group in self.watched:
+            self.watched[group].append(key)
 
     # Sharing and releasing
 
@@ -348,6 +350,15 @@ class LargePages:
         self.keys[group][page] = key
         self.index[group][key] = page
 
+    def watch(self, group: int) -> list[bytes]:
+        """As Ledger.watch."""
+        return self.watched.setdefault(group, [])
+
+    def withdraw(self, group: int, page: int) -> None:
+        """As Ledger.withdraw."""
+        del self.index[group][self.keys[group][page] or b""]
+        self.keys[group][page] = None
+
     def evict(self, group: int, page: int) -> None:
         """Empty a cached page."""
         self._forget(group, page)
@@ -387,11 +398,7 @@ class LargePages:
         """As in Ledger."""
         return list(map(len, self.cached))
 
-    def coldest(self) -> Iterator[tuple[int, int]]:
-        """The large pages that could leave the device, the one used longest ago first, and their groups (§8: one size
-        to offload, and an order)."""
-        return ((home, self.kind[home]) for home in self.reclaimable)
-
     space = space_of
     counts = counts_of
+    coldest = coldest_of
     check = audit

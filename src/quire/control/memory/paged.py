@@ -1,51 +1,34 @@
 """Paged memory: fixed-size pages anywhere, a page table a sequence and layer group (PagedAttention §4.2-4.4).
 
 Here is how sequences come in, with what they can share of the prefixes that are there: full pages are published under
-chained keys, so that a later sequence with the same prefix finds them. Tables, prefixes and swapping have files of
-their own.
+chained keys, so that a later sequence with the same prefix finds them. What that takes (arrivals.py), tables, prefixes,
+pictures and swapping have files of their own.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.config import EngineConfig
 from quire.control.memory.accounting import filled_in, sharing_of, types_of, usage_of
 from quire.control.memory.answers import LATER, Account, Admitted, Later, Placement, Usage
+from quire.control.memory.arrivals import Arrival, Arrivals
 from quire.control.memory.followers import Followers
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.memory.pages import Resting
 from quire.control.memory.part import Part
 from quire.control.memory.policies import POLICIES, Policies, faults, most_at_once, peak, policies_for
-from quire.control.memory.prefix import Prefixes, Reuse
+from quire.control.memory.prefix import Prefixes
 from quire.control.memory.retention import SLACK, Retention
 from quire.control.memory.swap import Swap
 from quire.control.memory.tables import PageTables, Resident, Tables
 from quire.control.request import Sequence
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import Journal
 from quire.vocabulary.specs import Geometry, ModelSpec
-
-
-class Arrival(NamedTuple):
-    """How a sequence would come in: with `tokens` tokens that it needn't compute, and room for `length`.
-
-    The first `common` of them it has in common with an earlier sequence of its request, `owner` by its place among
-    them, and names the same pages; `found` is the pages of the others, a table a group. `ready` of them are computed.
-    `junction` is as in Reuse. One that `follows` has no pages yet, see Followers.
-    """
-
-    tokens: int
-    found: Tables
-    owner: int
-    common: int
-    ready: int
-    length: int
-    junction: int
-    follows: bool = False
 
 
 class PagedMemory(PageTables):
@@ -79,11 +62,13 @@ class PagedMemory(PageTables):
             self.back = list(map(self.retention.back, self.policies))
         self.most = [most_at_once(policy, chunk, back) for policy, back in zip(self.policies, self.back)]
         self.edges = [self.pages.edges(g) for g in range(len(self.groups))]
-        kept = [policy.group.pages(prefix_tokens) for policy in self.policies]
+        kept = [0 if policy.media else policy.group.pages(prefix_tokens) for policy in self.policies]
         self.prefixes = Prefixes(self, model_id, kept, self.caching)
         self.unit = self.prefixes.unit
         self.followers = Followers(self)
         self.swap = Swap(self, self.prefixes, chunk)
+        self.gallery.caching = self.caching
+        self.arrivals = Arrivals(self)
         if part is not None:
             part.holder = self
         self.sound = False  # once `check` found nothing that the policies contradict themselves in
@@ -115,11 +100,20 @@ class PagedMemory(PageTables):
 
     # Admission
 
-    def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
+    def fits(self, lengths: Seq[int], shared: int = 0, media: Seq[Medium] = ()) -> bool:
+        seq = None
+        if media:
+            seq = Sequence(0, [])
+            seq.media = tuple(media)
         needs = [
-            sum(peak(policy, length, most + edges) for length in lengths) + kept
+            sum(peak(policy, length, most + edges, seq) for length in lengths) + kept
             for policy, most, edges, kept in zip(self.policies, self.most, self.edges, self.prefixes.set_aside)
         ]
+        if seq is not None:
+            for g in self.gallery.policies:  # the same for all of the sequences
+                needs[g] = self.gallery.peak(g, seq, 0)
+                if len(lengths) == 1:
+                    needs[g] = min(needs[g], self.gallery.peak(g, seq, 0, self.chunk) + self.edges[g])
         # What is common is shared, also when the sequences come back after a preemption, see `_common`.
         if not self.forgets:
             common = shared // self.prefixes.stride * self.prefixes.stride
@@ -130,7 +124,7 @@ class PagedMemory(PageTables):
         return (
             len(lengths) < self.geometry.slots
             and all(
-                policy.reads(None, 0, length).stop <= policy.group.table_width
+                policy.reads(seq, 0, length).stop <= policy.group.table_width
                 for policy in self.policies
                 for length in lengths
             )
@@ -144,17 +138,20 @@ class PagedMemory(PageTables):
             return None
         if self.prefixes.waits(first):
             return LATER  # as below, and nothing new was heard
-        coming = self._arrivals(seqs, budget, self.caching)
-        needs, resting = self._needs(seqs, coming)
+        coming = self.arrivals.of(seqs, budget, self.caching)
+        needs, resting, pictures = self.arrivals.needs(seqs, coming)
         if self.caching and self.prefixes.is_coming(first, coming[0].tokens, needs[-1]):
             return LATER  # the same prompt is being computed: a step later its pages can be shared
         if not self._reserve(needs, resting):
             if not self.residents:  # what is found, or registered, may lie in more large pages than it would fill
                 self.prefixes.gather()
-                coming = self._arrivals(seqs, budget, look=False)
-            if self.residents or not self._reserve(*self._needs(seqs, coming)):
+                self.gallery.clear(seqs)
+                coming = self.arrivals.of(seqs, budget, look=False)
+                needs, resting, pictures = self.arrivals.needs(seqs, coming)
+            if self.residents or not self._reserve(needs, resting):
                 self.refused = (first.id, self.pages.releases)
                 return None
+        self.gallery.hold(pictures)
         for one in coming:  # used from now on, so that they aren't evicted for a sequence's own tail
             for g, table in enumerate(one.found):
                 for page in filter(None, table):
@@ -166,6 +163,7 @@ class PagedMemory(PageTables):
             if one.follows:
                 self.followers.follow(seq, seqs[one.owner], one.common)
         self._share_common(coming, residents)
+        self.gallery.let_go(pictures)
         return [Admitted(one.tokens, seqs[one.owner] if one.ready < one.tokens else None) for one in coming]
 
     def _reserve(self, needs: list[list[int]], resting: Resting) -> bool:
@@ -177,72 +175,6 @@ class PagedMemory(PageTables):
             for i, need in enumerate(needs)
         )
 
-    def _arrivals(self, seqs: Seq[Sequence], budget: int, look: bool) -> list[Arrival]:
-        """One sequence alone gets room for its next chunk, several for all of their tokens: only then can they share
-        what one of them computes. With `look` cached pages are looked up."""
-        coming: list[Arrival] = []
-        owners: dict[bytes, int] = {}  # the first sequence that has the tokens which a key names
-        for i, seq in enumerate(seqs):
-            common, owner = self._common(seq, i, owners) if len(seqs) > 1 else (0, i)
-            if self.forgets and common and coming[owner].tokens >= common:
-                common, owner = 0, i  # what it would need of that one may not be there
-            ready = min(common, coming[owner].ready) if common else 0
-            found = Reuse(common, self.prefixes.nothing().tables)
-            if look and ready == common:  # what is still to be computed isn't followed by what has been
-                found = self.prefixes.cached(seq, common)
-            pinned = self.prefixes.pinned(seq)
-            if pinned.tokens >= max(found.tokens, 1):
-                common, ready, found = 0, 0, pinned
-            room = budget if len(seqs) == 1 else len(seq.tokens)
-            if self.forgets:
-                room = min(room, self.chunk)  # pages that are dropped are never all held at once
-            if self.forgets and common:
-                own = self.prefixes.cached(seq) if look else self.prefixes.nothing()
-                if own.tokens >= common:
-                    common, ready, found = 0, 0, own
-                else:
-                    room = 0  # until what is common is computed
-            tokens, tables, junction = found
-            ready = tokens if ready == common else ready
-            end = min(len(seq.tokens), tokens + room)
-            coming.append(Arrival(tokens, tables, owner, common, ready, end, junction, self.forgets and common > 0))
-        return coming
-
-    def _common(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
-        """The tokens that a sequence has in common with one before it, and which one that is. Whole strides only: a
-        page that both would write to can't be copied before it is written. None where prompts shrink."""
-        if self.geometry.budget:
-            return 0, index
-        prefixes = self.prefixes
-        end = (len(seq.tokens) - 1) // prefixes.stride * prefixes.stride
-        prefixes.chain(seq, end)
-        step = prefixes.stride // prefixes.unit
-        keys = seq.keys[step - 1 : end // prefixes.unit : step]
-        known = bisect(keys, False, key=lambda key: key not in owners)  # a key is known only if all before it are
-        owners.update(dict.fromkeys(keys[known:], index))
-        return known * prefixes.stride, owners[keys[known - 1]] if known else index
-
-    def _needs(self, seqs: Seq[Sequence], coming: list[Arrival]) -> tuple[list[list[int]], Resting]:
-        """Pages of each group that must be free for the first of them to come in, for the first two, and so on: with
-        what the last one needs to go on, and pages of its branches to come. What is found and no sequence uses yet is
-        about to be, so it isn't free; it is told too."""
-        found = {(g, page) for one in coming for g, table in enumerate(one.found) for page in table if page}
-        resting = self.pages.resting(found)
-        taken, all_needs = list(resting.pages), []
-        for seq, one in zip(seqs, coming):
-            needs = []
-            for g, (policy, most) in enumerate(zip(self.policies, self.most)):
-                there = policy.required(seq, one.tokens)
-                held = 0 if one.follows and policy not in self.keeping else len(there)  # its window is its own
-                more = policy.reads(seq, one.tokens, one.length).stop - there.stop
-                writes = policy.writes(seq, one.tokens, one.length)
-                copied = max(there.stop - writes.start, 0) if writes else 0
-                whole = max(more, peak(policy, len(seq.tokens), most) - held)
-                needs.append(taken[g] + whole + copied + seq.branches)
-                taken[g] += more + copied
-            all_needs.append(needs)
-        return all_needs, resting
-
     def _come(self, seq: Sequence, one: Arrival, before: list[Resident]) -> Resident:
         """Give it a slot and tables. References to pages that it has in common with others are not counted yet."""
         tables = one.found
@@ -250,6 +182,8 @@ class PagedMemory(PageTables):
             owner = before[one.owner].tables
             stops = [policy.required(seq, one.common).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(owner, stops, tables)]
+        if seq.media and not one.follows:
+            tables = self.gallery.without(seq, tables, one.tokens)
         resident = self.reside(seq, tables, one.length, before[0].owner if before else seq.id)
         resident.committed = one.ready // self.prefixes.unit * self.prefixes.unit
         resident.room = self.room_of(seq, resident)
@@ -290,6 +224,8 @@ class PagedMemory(PageTables):
             resident.committed = end
         if seq.id in self.followers.behind:
             self.followers.passed(seq, computed)
+        if resident.pictures:
+            self.gallery.commit(seq, resident)
         if computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
             self._drop(seq, resident)
 
@@ -308,6 +244,11 @@ class PagedMemory(PageTables):
                 max(policy.reads(seq, start, length).stop - policy.required(seq, start).stop, 0)
                 for policy in self.policies
             ]
+            if seq.media:
+                firsts = [policy.required(seq, start).start for policy in self.policies]
+                asked = self.gallery.asked(seq, firsts, list(map(add, firsts, needs)), set())
+                for g in self.gallery.policies:
+                    needs[g] = asked.fresh[g] + sum(at == g for at, _ in asked.found)
             if not self.pages.affords(needs):
                 return False
             self.followers.catch_up(seq)
@@ -347,7 +288,11 @@ class PagedMemory(PageTables):
 
     def take_journal(self) -> tuple[Journal, Journal]:
         journal, self.entries = tuple(self.entries), []
+        self.gallery.told()
         return journal, ()
+
+    def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
+        return self.gallery.encode(seq, self.residents[seq.id], length, parts)
 
     def place(self, seq: Sequence) -> Placement:
         resident = self.residents[seq.id]
@@ -377,5 +322,6 @@ class PagedMemory(PageTables):
             self.sound = True
         self.prefixes.check()
         self.followers.check()
+        self.gallery.check()
         self.pages.check(self.references())
         self.swap.check()

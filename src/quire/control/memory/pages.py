@@ -135,6 +135,7 @@ class Ledger:
         for group, pool in enumerate(self.of):
             pool.groups.append(group)
         self.index: list[dict[bytes, int]] = [{} for _ in ids]  # content -> page
+        self.watched: dict[int, list[bytes]] = {}  # content that was given up, of groups where somebody asks
         self.used = [0] * len(ids)  # pages of each group that tables name
         self.cached_pages = [0] * len(ids)  # of each group
         self.releases = self.evictions = 0
@@ -289,6 +290,16 @@ class Ledger:
             keys[page] = (group, key)
             self.index[group][key] = page
 
+    def watch(self, group: int) -> list[bytes]:
+        """A list to which the keys of a group's pages are added from now on, when their content is given up."""
+        return self.watched.setdefault(group, [])
+
+    def withdraw(self, group: int, page: int) -> None:
+        """The content of a page that is used isn't found any more."""
+        _, key = self.of[group].keys[page] or (group, b"")
+        del self.index[group][key]
+        self.of[group].keys[page] = None
+
     def evict(self, group: int, page: int) -> None:
         """Empty a cached page."""
         pool = self.of[group]
@@ -320,6 +331,8 @@ class Ledger:
         del self.index[entry[0]][entry[1]]
         self.cached_pages[entry[0]] -= 1
         pool.keys[page] = None
+        if entry[0] in self.watched:
+            self.watched[entry[0]].append(entry[1])
 
     @property
     def total(self) -> int:

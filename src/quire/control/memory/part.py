@@ -202,6 +202,14 @@ class Part:
         """As Ledger.publish."""
         self.ledger.publish(self.own[group], page, key)
 
+    def watch(self, group: int) -> list[bytes]:
+        """As Ledger.watch."""
+        return self.ledger.watch(self.own[group])
+
+    def withdraw(self, group: int, page: int) -> None:
+        """As Ledger.withdraw."""
+        self.ledger.withdraw(self.own[group], page)
+
     def evict(self, group: int, page: int) -> None:
         """As Ledger.evict."""
         self.ledger.evict(self.own[group], page)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
+from typing import NamedTuple
 
 from quire.control.request import Sequence
 from quire.errors import StartupError
+from quire.vocabulary.media import Medium
 from quire.vocabulary.specs import Group
 
 FAR = 2**40  # tokens: further than any sequence gets
@@ -26,6 +28,7 @@ class FullPolicy:
     """
 
     shrinks = False  # whether a prompt's pages change once more, and some go, when its last token is computed
+    media = False  # whether the pages are of a sequence's pictures, see MediaPolicy
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -59,6 +62,10 @@ class FullPolicy:
         """Tokens of its prompt that have no place any more once all of them are computed."""
         return 0
 
+    def room(self, seq: Sequence, pages: int) -> int:
+        """Tokens, of those that have a place, that can be computed in the first `pages` pages."""
+        return self.group.until(pages)
+
     def keeps(self, seq: Sequence, page: int) -> bool:
         """Whether a page that is full is worth finding again."""
         return True
@@ -70,7 +77,7 @@ class FullPolicy:
         return range(min(reads.start, stop), stop)
 
     def needed(self, first: int, last: int) -> range:
-        """The pages that prefixes need which end behind token `first`, and at `last` at most."""
+        """The pages that prefixes need which end at `first` or behind it, and at `last` at most."""
         return range(self.reads(None, first, first + 1).start, self.group.pages(last))
 
 
@@ -143,6 +150,109 @@ class UniformPolicy(FullPolicy):
         return range(self.group.whole(start - gone), self.group.pages(end))
 
 
+class Span(NamedTuple):
+    """A picture, and its pages in a table: from the first one up to `stop`."""
+
+    medium: Medium
+    first: int
+    stop: int
+
+
+class MediaPolicy(FullPolicy):
+    """Rows that the pictures of a sequence are encoded to: pages of each picture's own, one picture's behind another's.
+    They come all at once when a token needs one, found by the picture's key or encoded, and no token changes them. No
+    prefix requires them: a picture that isn't found costs an encoder run. Of any sequence (None) there is none."""
+
+    media = True
+
+    @property
+    def unit(self) -> int:
+        return 0
+
+    def spans(self, seq: Sequence) -> Iterator[Span]:
+        """Where the pages of its pictures are."""
+        first = 0
+        for medium in seq.media:
+            stop = first + self.group.pages(medium.rows)
+            yield Span(medium, first, stop)
+            first = stop
+
+    def begin(self, spans: list[Span], start: int) -> int:
+        """The first page that a token from `start` on needs, of pictures some of which begin behind it."""
+        raise NotImplementedError
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        if seq is None or not seq.media:
+            return range(0)
+        spans = [span for span in self.spans(seq) if span.medium.start < end]
+        return range(self.begin(spans, start), spans[-1].stop) if spans else range(0)
+
+    def writes(self, seq: Sequence | None, start: int, end: int) -> range:
+        return range(0)
+
+    def required(self, seq: Sequence | None, hit: int) -> range:
+        """None. It begins where the picture does whose pages are needed next: all of these will be looked for."""
+        if seq is None or not seq.media:
+            return range(0)
+        begin = self.reads(seq, hit, hit + 1).start
+        begin = next((span.first for span in self.spans(seq) if span.stop > begin), begin)
+        return range(begin, begin)
+
+    def room(self, seq: Sequence, pages: int) -> int:
+        spans = self.spans(seq)
+        return next((m.start for m, _, stop in spans if stop > pages and m.start >= seq.planned), FAR)
+
+    def next_drop(self, seq: Sequence) -> int:
+        """Computed tokens from which on fewer pages are needed than now."""
+        raise NotImplementedError
+
+
+class CrossPolicy(MediaPolicy):
+    """Cross attention: a token sees the latest picture that begins before it or with it, and no other one."""
+
+    def begin(self, spans: list[Span], start: int) -> int:
+        return next((span.first for span in reversed(spans) if span.medium.start <= start), 0)
+
+    def next_drop(self, seq: Sequence) -> int:
+        return next((medium.start for medium in seq.media if medium.start > seq.computed), FAR)
+
+
+class VisionPolicy(MediaPolicy):
+    """Rows that take the places of a picture's tokens: each is read once, when its token is computed."""
+
+    def begin(self, spans: list[Span], start: int) -> int:
+        for medium, first, _ in spans:
+            if medium.end > start:
+                return first + self.group.whole(max(start - medium.start, 0))
+        return spans[-1].stop
+
+    def next_drop(self, seq: Sequence) -> int:
+        medium = next((medium for medium in seq.media if medium.end > seq.computed), None)
+        if medium is None:
+            return FAR
+        full = self.group.whole(max(seq.computed - medium.start, 0)) + 1
+        return min(medium.end, medium.start + full * self.group.run_tokens)
+
+
+class HostPolicy(FullPolicy):
+    """Full attention whose pages hold, until they are written, the rows of a picture: each those of the page before it
+    (Jenga §6.2). So while a picture is computed a page behind its last token's is there."""
+
+    def _last(self, medium: Medium) -> int:
+        return (medium.end - 1) // self.group.run_tokens + 1
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        pages = super().reads(seq, start, end)
+        if seq is None or not seq.media:
+            return pages
+        behind = [self._last(m) + 1 for m in seq.media if m.start < end and m.end > start]
+        return range(pages.start, max(pages.stop, *behind) if behind else pages.stop)
+
+    def room(self, seq: Sequence, pages: int) -> int:
+        short = (m.start for m in seq.media if m.end > seq.planned and self._last(m) >= pages)
+        return min(super().room(seq, pages), next(short, FAR))
+
+
 class StatePolicy(FullPolicy):
     """A running state, after the latest token of each run. Computing goes on from that of the token before, and leaves
     one in the page of each run that it passes through: where a run is full its page is a checkpoint, at which a prefix
@@ -152,14 +262,14 @@ class StatePolicy(FullPolicy):
         return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
 
     def needed(self, first: int, last: int) -> range:
-        return range(self.group.whole(first), self.group.whole(last))
+        return range(max(self.group.whole(first) - 1, 0), self.group.whole(last))
 
 
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[Group], LayerPolicy]]
 POLICIES: Policies = {
     "full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy, "budget": BudgetPolicy,
-    "uniform": UniformPolicy, "state": StatePolicy,
+    "uniform": UniformPolicy, "state": StatePolicy, "cross": CrossPolicy, "vision": VisionPolicy,
 }  # fmt: skip
 """By the kind of a group."""
 OFFERED = "quire.policies"
@@ -230,6 +340,6 @@ def _said(pages: range) -> str:
     return f"pages {pages.start} to {pages.stop}"
 
 
-def peak(policy: LayerPolicy, length: int, most: int) -> int:
+def peak(policy: LayerPolicy, length: int, most: int, seq: Sequence | None = None) -> int:
     """The most pages held at once by a sequence that grows to `length` tokens; `most` as `most_at_once` says."""
-    return min(policy.reads(None, 0, length).stop, most)
+    return min(policy.reads(seq, 0, length).stop, most)

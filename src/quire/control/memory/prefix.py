@@ -53,6 +53,7 @@ class Prefixes:
     def __init__(self, tables: PageTables, model_id: str, set_aside: Seq[int], caching: bool = True) -> None:
         self.tables, self.pages, self.policies = tables, tables.pages, tables.policies
         self.set_aside, self.caching = set_aside, caching
+        self.whole = tables.geometry.both_ways
         units = [policy.unit for policy in self.policies if policy.unit]
         self.unit, self.stride = math.gcd(*units) or FAR, math.lcm(*units)
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
@@ -75,9 +76,25 @@ class Prefixes:
             return
         data = array("q", seq.tokens[first * self.unit : last * self.unit]).tobytes()
         key = keys[-1] if keys else self._origin(seq.salt)
+        if seq.media or self.whole:
+            data, size = self._with_pictures(seq, data, first, last), 8 * self.unit + 32
         for at in range(0, len(data), size):
             key = hashlib.sha256(key + data[at : at + size]).digest()
             keys.append(key)
+
+    def _with_pictures(self, seq: Sequence, data: bytes, first: int, last: int) -> bytes:
+        """Runs of tokens, `data`, each with what else their keys and values depend on: the pictures that the run
+        touches, and where they begin; where tokens attend both ways, all of the prompt."""
+        runs, size = [], 8 * self.unit
+        for i in range(first, last):
+            begin, end = i * self.unit, (i + 1) * self.unit
+            more = [m.key + m.start.to_bytes(8) for m in seq.media if m.start < end and m.end > begin]
+            if self.whole and not i:
+                prompt = [m.key + m.start.to_bytes(8) for m in seq.media]
+                more = [array("q", seq.tokens[: seq.prompt_len]).tobytes(), *prompt]
+            runs.append(data[(i - first) * size : (i - first + 1) * size])
+            runs.append(hashlib.sha256(b"".join(more)).digest() if more else bytes(32))
+        return b"".join(runs)
 
     def _origin(self, salt: str) -> bytes:
         """The key of no pages: another adapter's keys and values, or another tenant's, begin elsewhere."""
@@ -132,7 +149,7 @@ class Prefixes:
                     hit, settled = shorter, False
         tables = []
         for g, policy in enumerate(self.policies):
-            need, begin = policy.required(seq, hit), policy.group.whole(known)
+            need, begin = policy.required(seq, hit), 0 if policy.media else policy.group.whole(known)
             names = named[g][max(need.start, begin) : need.stop]
             pages = [page for page in map(self.pages.index[g].get, names) if page is not None]
             tables.append([SCRATCH] * (need.start - begin) + pages)
@@ -214,7 +231,7 @@ class Prefixes:
     def room(self, length: int) -> bool:
         """Could a prefix of `length` tokens be registered now?"""
         held = Counter(group for group, _ in self.pins)
-        need = [held[g] + policy.group.pages(length) for g, policy in enumerate(self.policies)]
+        need = [held[g] + policy.reads(None, 0, length).stop for g, policy in enumerate(self.policies)]
         return self.pages.within(need, self.set_aside) and len(self.registered) < MAX_PREFIXES
 
     def pin(self, name: str, seq: Sequence) -> bool:
@@ -263,7 +280,7 @@ class Prefixes:
 
     def pinned(self, seq: Sequence) -> Reuse:
         """The longest part of a registered prefix that the sequence begins with: all of it, or whole strides."""
-        limit = min(seq.reusable, len(seq.tokens) - 1)
+        limit = min(seq.reusable, len(seq.tokens) - 1, *(medium.start for medium in seq.media[:1]))
         name = self.index.find(self._known(seq, limit), seq.tokens, limit) if self.registered else None
         if name is None:
             return self.nothing()

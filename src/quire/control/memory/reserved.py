@@ -17,6 +17,7 @@ from quire.control.memory.answers import Account, Admitted, Later, Placement, Sh
 from quire.control.memory.buddy import Buddy, block_units
 from quire.control.memory.layout import Size, geometry_of
 from quire.control.request import Sequence
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import Copy, Entry, Journal, Poison, Table
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
@@ -147,8 +148,9 @@ class ReservedMemory:
 
     # Admission
 
-    def fits(self, lengths: Seq[int], shared: int = 0) -> bool:
+    def fits(self, lengths: Seq[int], shared: int = 0, media: Seq[Medium] = ()) -> bool:
         """As in KVMemory; `shared` is taken as the length of the prompts. Without it, the prompt is the worst one."""
+        assert not media, "pictures have no place in this memory"
         if len(lengths) >= self.geometry.slots or max(lengths, default=0) > self.longest:
             return False
         return self.pool.holds(-(-self._most(length, shared) // self.page_tokens) for length in lengths)
@@ -262,6 +264,9 @@ class ReservedMemory:
         runs = [self.residents[seq.id] for seq in seqs]
         pages = sum(resident.family.units for resident in runs) * self.groups
         return pages * self.page_bytes, sum(resident.held for resident in runs)
+
+    def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
+        return length, 0  # it has no pictures
 
     def take_journal(self) -> tuple[Journal, Journal]:
         journal, self.entries = tuple(self.entries), []

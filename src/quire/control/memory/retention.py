@@ -7,6 +7,9 @@ emptied once `slack` more tokens were computed ("slack"): what stays is the wind
 `slack` tokens. With "boundary" the windows of prefixes that are known to come back stay too, however far the sequence
 goes on: those that end with the prompt, with what was found of it, and where full attention found more than could be
 used, so that prompts part there.
+
+Checkpoints of a running state are kept alike: "paper" has one after every run of a prompt, which takes as much as all
+keys and values of Jamba do; with "boundary" those before the ends of prompts and before where these part.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class Retention:
         trail.extend(zip(range(first, first + len(pages)), pages, names))
         policy = self.policies[group]
         start = max(seq.computed - self.slack, 0)
-        near = policy.reads(seq, start, start + 1).start
+        near = policy.needed(start, seq.computed).start
         due = trail and trail[0][0] < near
         kept = [self._window(group, mark) for mark in self._marks(seq, resident, near)] if due else []
         while trail and trail[0][0] < near:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import groupby
-from operator import itemgetter
+from operator import add, itemgetter
 
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import SCRATCH, Ledger
@@ -41,7 +41,7 @@ class Swap:
         assert all(seq.quiet for seq in seqs), "a sequence is swapped out while in flight"
         tables = self.tables
         residents = [tables.residents[seq.id] for seq in seqs]
-        moves = _pages(residents)
+        moves = {move: to for move, to in _pages(residents).items() if not tables.policies[move[0]].media}
         if not self.host.reserve(self._counts(moves)):
             return False
         owner = residents[0].owner
@@ -53,7 +53,7 @@ class Swap:
             self.out_bytes += len(pages) * tables.groups[g].page_bytes
         for seq, resident in zip(seqs, residents):
             tables.free(seq)
-            resident.tables = _renamed(resident.tables, moves)
+            resident.tables = _renamed(tables.gallery.without(seq, resident.tables, seq.computed), moves)
             self.residents[seq.id] = resident
         _count(self.host, residents)
         if tables.debug:
@@ -95,6 +95,9 @@ class Swap:
             resident.room, resident.held, resident.gone = old.room, old.held, old.gone
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
             resident.marks = old.marks
+            if seq.media:  # its pictures are missing
+                resident.forked, resident.room = True, max(tables.room_of(seq, resident), seq.computed)
+                resident.held = min(resident.held, resident.room)
         _count(ledger, [tables.residents[seq.id] for seq in seqs])
         return True
 
@@ -104,10 +107,19 @@ class Swap:
         if tables.residents:
             return [len(seqs)] * len(tables.groups)
         needs = [0] * len(tables.groups)
+        known: set[tuple[int, bytes]] = set()
         for seq, resident in zip(seqs, away):
             end = max(min(len(seq.tokens), seq.computed + self.chunk), seq.computed + 1)
+            firsts, stops = [len(table) for table in resident.tables], [0] * len(tables.groups)
             for g, (policy, table) in enumerate(zip(tables.policies, resident.tables)):
-                needs[g] += max(policy.reads(seq, seq.computed, end).stop - len(table), 0) + resident.forked
+                if policy.media:
+                    stops[g] = policy.reads(seq, seq.computed, end).stop
+                else:
+                    needs[g] += max(policy.reads(seq, seq.computed, end).stop - len(table), 0) + resident.forked
+            asked = tables.gallery.asked(seq, firsts, stops, known)
+            needs = list(map(add, needs, asked.fresh))
+            for g, _ in asked.found:
+                needs[g] += 1
         return needs
 
     def _reserve(self, moves: Moves, spare: list[int]) -> bool:

@@ -11,11 +11,22 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
+from quire.control.memory.gallery import Encoding, Gallery
 from quire.control.memory.large import LargePages
 from quire.control.memory.pages import ALIGNED, SCRATCH, Empty, Ledger
 from quire.control.memory.part import Part
-from quire.control.memory.policies import FAR, POLICIES, LayerPolicy, Policies, forgets, grows
+from quire.control.memory.policies import (
+    FAR,
+    POLICIES,
+    HostPolicy,
+    LayerPolicy,
+    MediaPolicy,
+    Policies,
+    forgets,
+    grows,
+)
 from quire.control.request import Sequence
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import Copy, Entry, Poison, Table
 from quire.vocabulary.specs import Geometry
 
@@ -27,12 +38,13 @@ class Resident:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
     __slots__ = (
-        "committed", "drops_at", "expected", "first", "forked", "gone", "held", "marks", "owner", "room", "slot",
-        "tables", "trails",
+        "committed", "drops_at", "expected", "first", "forked", "gone", "held", "marks", "media", "owner", "pictures",
+        "room", "slot", "tables", "trails",
     )  # fmt: skip
 
     def __init__(self, slot: int, tables: Tables, owner: int) -> None:
         self.slot, self.tables = slot, tables
+        self.media: tuple[Medium, ...] = ()
         self.owner = owner  # whose pages these are, for the ledger: a sequence of its request
         # The first logical page still held, a group
         self.first = [next((i for i, page in enumerate(table) if page), len(table)) for table in tables]
@@ -42,7 +54,8 @@ class Resident:
         self.drops_at = 0  # computed tokens from which on a page more is of no use
         self.gone = [0] * len(tables)  # tokens of its prompt that have no place any more, a group
         self.expected = (0, 0)  # keys of its prompt that others may wait for
-        self.forked = False  # a page that will be written may be shared
+        self.forked = False  # a page that will be written may be shared, or a picture's be missing
+        self.pictures: dict[tuple[int, int], Encoding] = {}  # by group and which one it is: those that aren't confirmed
         # See quire.control.memory.retention
         self.marks: tuple[int, ...] = ()
         self.trails: dict[int, deque[tuple[int, int, bytes]]] = {}
@@ -63,6 +76,8 @@ class PageTables:
         self.geometry, self.debug, self.association = geometry, debug, association
         self.groups = geometry.groups
         self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in geometry.groups]
+        if geometry.sight == "inside":
+            self.policies[geometry.host] = HostPolicy(geometry.groups[geometry.host])
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
         self.back = [0] * len(self.policies)  # tokens that pages are held longer than they are read, a group
         self.growing = [grows(policy) for policy in self.policies]
@@ -76,12 +91,14 @@ class PageTables:
         self.slots = list(range(geometry.slots - 1, 0, -1))
         self.residents: dict[int, Resident] = {}
         self.entries: list[Entry] = []
+        self.gallery = Gallery(self)
         self.copies = 0  # pages copied on write
 
     def reside(self, seq: Sequence, tables: Tables, length: int = 0, owner: int | None = None) -> Resident:
         """Give a slot and page tables; the pages' references are counted by the caller. It will have `length` tokens
         soon. `owner` as in Resident, where it isn't the sequence itself."""
         resident = Resident(self.take_slot(tables, length), tables, seq.id if owner is None else owner)
+        resident.media = seq.media
         self.residents[seq.id] = resident
         for g, pages in enumerate(tables):
             if pages:
@@ -107,16 +124,25 @@ class PageTables:
                 needs = [count if count > 0 else 0 for count in more]
                 for g, _ in copies:
                     needs[g] += 1
-                if not reserved and not self.pages.reserve(needs):
+                held = None
+                if not reserved and seq.media:
+                    held = self.gallery.reserve(seq, tables, needs)
+                    if held is None:
+                        return False
+                elif not reserved and not self.pages.reserve(needs):
                     return False
                 for g, at in copies:
                     self._copy_on_write(resident, g, at)
                 for g, count in enumerate(more):
-                    if count > 0:
+                    if count > 0 and self.policies[g].media:
+                        self.gallery.extend(seq, resident, g, len(tables[g]) + count)
+                    elif count > 0:
                         at, slot = len(tables[g]), resident.slot
                         fresh = tuple(self.take(g, count, resident.owner, slot, at))
                         self.entries.append(Table(slot, g, at, fresh))
                         tables[g].extend(fresh)
+                if held:
+                    self.gallery.let_go(held)
                 resident.room = self.room_of(seq, resident)
             resident.forked = False
         resident.room, resident.held = max(resident.room, length), max(resident.held, length)
@@ -136,7 +162,7 @@ class PageTables:
         room = FAR
         for policy, table, gone, growing in zip(self.policies, resident.tables, resident.gone, self.growing):
             if growing or len(table) < policy.reads(seq, FAR, FAR + 1).stop:
-                room = min(room, policy.group.until(len(table)) + gone)
+                room = min(room, policy.room(seq, len(table)) + gone)
         return room
 
     def take_slot(self, tables: Tables, length: int) -> int:
@@ -146,6 +172,8 @@ class PageTables:
     def take(self, group: int, count: int, owner: int, slot: int = 0, at: int = 0) -> list[int]:
         """Pages of its own for logical pages `at`, `at` + 1, ... of a slot (0: of one that isn't known yet)."""
         pages = self.pick(group, count, owner, slot, at)
+        if self.gallery.policies:
+            self.gallery.tear()
         if self.debug:
             self.entries += [Poison(group, page) for page in pages]
         return pages
@@ -177,6 +205,8 @@ class PageTables:
         resident = self.reside(child, tables, owner=source.owner)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
         resident.marks, resident.gone = source.marks, list(source.gone)
+        if source.pictures:
+            self.gallery.follow(resident, source)
         resident.room = min(source.room, self.room_of(child, resident))
         source.forked = resident.forked = True
         return True
@@ -186,7 +216,11 @@ class PageTables:
         self._leave(self.residents.pop(seq.id))
 
     def _leave(self, resident: Resident) -> None:
-        self.pages.release_all(self._last_used(resident))
+        tables = self._last_used(resident)
+        if resident.media:
+            self.gallery.leave(resident)
+            tables = self.gallery.release(tables, resident.media)
+        self.pages.release_all(tables)
         self.pages.leave(resident.owner)
         self.slots.append(resident.slot)
         self.pages.releases += 1
@@ -226,6 +260,8 @@ class PageTables:
         policy, back = self.policies[group], self.back[group]
         if policy.shrinks and seq.computed < seq.prompt_len:
             return seq.prompt_len
+        if isinstance(policy, MediaPolicy):
+            return policy.next_drop(seq)
         if policy in self.keeping or policy.shrinks:
             return FAR
         start = max(seq.computed + 1 - back, 0)
@@ -239,7 +275,9 @@ class PageTables:
 
     def held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
         size = tokens = 0
-        for g, group in enumerate(self.groups):
+        for g, (group, policy) in enumerate(zip(self.groups, self.policies)):
+            if policy.media:
+                continue
             pages = {page for seq in seqs for page in self.residents[seq.id].tables[g]} - {SCRATCH}
             size += len(pages) * group.page_bytes
             tokens = max(tokens, group.until(len(pages)))

@@ -1,0 +1,83 @@
+"""What layers demand of the settings of a memory that isn't only for tokens: where it can't be, the start says why."""
+
+from __future__ import annotations
+
+import math
+
+from quire.config import IN_PAGES, EngineConfig
+from quire.control.memory.sizes import ALIGNED
+from quire.errors import StartupError
+from quire.vocabulary.specs import ModelSpec
+
+
+def check_states(config: EngineConfig, spec: ModelSpec) -> None:
+    """StartupError where the settings are none for layers that keep a running state, or no access takes one."""
+    for part in (part for i in spec.stateful for part in spec.layers[i].state):
+        if min(part.shape, default=0) < 1 or math.prod(part.shape) * part.itemsize % ALIGNED:
+            raise StartupError(
+                f"a layer's state {part.name[:40]!r} is {part.shape} numbers of {part.itemsize} bytes"[:200]
+                + f": no multiple of the {ALIGNED} bytes that one access takes",
+                "Use a model whose states are",
+            )
+    if config.memory not in IN_PAGES:
+        raise StartupError(
+            f"--memory is {config.memory}, and the model's layers keep a running state, which is none of any token's",
+            "Use --memory paged, or uniform",
+        )
+    if config.memory == "uniform" and config.prefix_tokens:
+        raise StartupError(
+            f"--prefix-tokens is {config.prefix_tokens}, and --memory is uniform, where a state is one sequence's for "
+            "good: none can be kept for others",
+            "Use --memory paged",
+        )
+    if config.page_sizes == "gcd" and len(spec.stateful) < len(spec.owners):
+        raise StartupError(
+            "--page-sizes is gcd, and a state is no number of tokens: its pages have a size of their own",
+            "Use --page-sizes lcm, max or own",
+        )
+    if config.state_tokens % config.page_size:
+        raise StartupError(
+            f"--state-tokens is {config.state_tokens}, and pages hold {config.page_size} tokens (--page-size)",
+            "Use a multiple of that: a prefix ends where a page of every layer does",
+        )
+
+
+def check_eyes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
+    """StartupError where the settings are none for a model that sees pictures."""
+    assert spec.vision is not None, "the model has no eyes"
+    if config.memory not in IN_PAGES:
+        raise StartupError(
+            f"--memory is {config.memory}, and the model sees pictures, which have no place in it",
+            "Use --memory paged, or uniform",
+        )
+    if spec.least_budget:
+        raise StartupError("the model sees pictures, and its layers keep a part of each prompt", "Use another model")
+    if config.page_sizes == "gcd":
+        raise StartupError(
+            "--page-sizes is gcd, and what is kept of pictures has pages of a size of its own",
+            "Use --page-sizes lcm, max or own",
+        )
+    if spec.vision.both_ways and config.prefix_tokens:
+        raise StartupError(
+            f"--prefix-tokens is {config.prefix_tokens}, and what the model keeps of a prompt depends on all of it",
+            "Leave --prefix-tokens out",
+        )
+    row = spec.vision.width * itemsize
+    most = max((sum(spec.layers[i].token_bytes(itemsize) for i in one) for one in _hosts(config, spec)), default=0)
+    if spec.takes_places and config.vision_cache == "inside" and row > most:
+        raise StartupError(
+            f"--vision-cache is inside, and a row of a picture has {row:,} bytes: more than the {most:,} that layers "
+            "with full attention keep of a token",
+            "Use --vision-cache pages, or off",
+        )
+
+
+def _hosts(config: EngineConfig, spec: ModelSpec) -> list[list[int]]:
+    """The sets of layers that see all tokens and share page tables."""
+    if config.memory == "uniform":
+        return [[i for i in spec.owners if not spec.layers[i].cross and not spec.layers[i].state]]
+    full = [i for i in spec.owners if spec.layers[i].kind == "full"]
+    if config.table_scope == "layer":
+        return [[i] for i in full]
+    kinds = dict.fromkeys(spec.layers[i].kept for i in full)
+    return [[i for i in full if spec.layers[i].kept == kind] for kind in kinds]
