@@ -201,9 +201,14 @@ def test_greedy_tokens_from_a_folder(saved: Any, case: str) -> None:
     assert len({token for answer in answers for token in answer}) > 5
 
 
-def test_beams(saved: Any) -> None:
-    model, width = saved("jamba"), 4
-    engine = engine_of(model, max_num_batched_tokens=24, page_size=4)
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize("case", ["jamba", "mamba"])
+def test_beams(saved: Any, case: str, preemption: str | None) -> None:
+    model, width = saved(case), 4
+    how = {} if preemption is None else {"preemption": preemption, "depth": 1}
+    engine = engine_of(model, max_num_batched_tokens=24, page_size=4, max_num_seqs=16, **how)
+    if preemption is not None:
+        preempting(engine, {6, 9, 13})
     params = SamplingParams(n=width, beam_width=width, max_tokens=NEW, ignore_eos=True)
     for _ in range(2):
         found: dict[str, list[list[int]]] = {str(i): [[] for _ in range(width)] for i in range(len(SHORT))}
@@ -216,3 +221,4 @@ def test_beams(saved: Any) -> None:
         for i, prompt in enumerate(SHORT):
             rows = model.generate(prompt, num_beams=width, num_return_sequences=width)
             assert found[str(i)] == rows[:, len(prompt) :].tolist()
+    assert preemption is None or engine.scheduler.preempted[preemption] > 0

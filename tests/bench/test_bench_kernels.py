@@ -39,7 +39,7 @@ def test_a_result_is_a_share_of_its_own_ceiling() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["copies", "small", "chunks"])
+@pytest.mark.parametrize("family", ["copies", "small", "chunks", "states", "experts"])
 def test_families_are_measured(family: str) -> None:
     results = kernels.run(argparse.Namespace(family=[family]))
     assert {r["kernel"] for r in results} > {"ceiling"}

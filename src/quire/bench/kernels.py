@@ -20,16 +20,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.bench.document import short, table
+from quire.bench.kernel_states import experts, states
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDORS
 from quire.data.kernels.batch import LayerCache
 from quire.data.runner.host_pool import HostPool
 from quire.errors import StartupError
 
-HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256
-PAGE = 16
-LAYERS = 8  # at most, whose caches or weights take turns
-DEPTH = 32  # layers of a step
+HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, PAGE = 4096, 32, 8, 128, 14336, 128256, 16
+LAYERS, DEPTH = 8, 32  # those whose caches or weights take turns, at most; those of a step
 MATRICES = {
     "qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN),
     "head": (VOCAB, HIDDEN),
@@ -360,7 +359,8 @@ def sampling() -> Iterator[Case]:
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "wide": wide, "prompts": prompts,
-    "windowed": windowed, "chunks": chunks, "small": small, "linears": linears, "sampling": sampling,
+    "windowed": windowed, "chunks": chunks, "small": small, "linears": linears, "sampling": sampling, "states": states,
+    "experts": experts,
 }  # fmt: skip
 
 

@@ -235,6 +235,7 @@ def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory
     full = window = 0
     kinds = by_reach(spec, itemsize)
     for _, seq in scheduler.by_slot.values():
+        window += spec.state_bytes
         for policy, size in kinds:
             reads = policy.reads(seq, seq.computed, max(seq.planned, seq.computed + 1))
             count = max(seq.planned - reads.start, 0) * size
@@ -252,7 +253,7 @@ def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
     """For each kind of layers its policy, in pages of a token, and the bytes of a token in all of them."""
     found: dict[tuple[int | None, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
-        if layer.shares is None:
+        if layer.shares is None and not layer.state:
             found.setdefault((layer.window, layer.chunk), []).append(layer)
     kinds = []
     for (window, _), layers in found.items():

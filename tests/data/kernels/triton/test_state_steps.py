@@ -21,11 +21,12 @@ from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.models import resolve
 from quire.data.models.configs import named_config
 from quire.data.runner import padded
-from quire.data.runner.inputs import Flat
+from quire.data.runner.inputs import Flat, build_batch
 from quire.data.runner.model_runner import ModelRunner
 from quire.data.runner.padded import Inputs
+from quire.data.runner.step import Step
 from quire.data.weights.dummy import fill_dummy
-from quire.vocabulary.plan import Table
+from quire.vocabulary.plan import Row, Table
 from quire.vocabulary.specs import Geometry
 
 LENGTH, RUN = 32, 4
@@ -92,6 +93,39 @@ def test_replayed_steps_compute_what_eager_ones_do(
         own = slice(group.ids.start, group.ids.stop)
         torch.testing.assert_close(mine[own], theirs[own], atol=1e-4, rtol=1e-4, equal_nan=True)
         assert mine[0].isfinite().all(), "padding is finite"
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("name", SMALL)
+def test_tokens_computed_from_what_is_on_the_device(name: str) -> None:
+    """Rows of one token each, padding among them, planned as a graph does it."""
+    from quire.data.runner.graphs import token_step
+
+    model, spec = a_model(name)
+    reference, geometry = a_runner(model, spec, "reference")
+    runner, _ = a_runner(model, spec, "triton")
+    rows = tuple(Row(slot, tuple(range(9, 9 + slot)), 0, 1) for slot in range(1, 8))  # ends around borders
+    tables = tuple(table for row in rows for table in named(geometry, row.slot))
+    for each in (reference, runner):
+        each.store.replay(tables)
+        with torch.inference_mode():
+            batch = build_batch(rows, each.store, each.last)
+            each.model(batch.tokens, Step.of(batch, each.store.caches, each.backend, states=each.store.states))
+    ones = tuple(Row(slot, (40 + slot,), slot, 1) for slot in (5, 3, 4, 7, 1))
+    with torch.inference_mode():
+        batch = build_batch(ones, reference.store, reference.last)
+        context = Step.of(batch, reference.store.caches, reference.backend, states=reference.store.states)
+        expected = model.logits(model(batch.tokens, context))
+        padded_rows = [(row.tokens[0], row.slot, row.start) for row in ones] + [(0, 0, 0)] * 3
+        tokens, slots, positions = torch.tensor(padded_rows, device=DEVICE).T.contiguous()
+        got = model.logits(model(tokens, token_step(runner.store, runner.backend, slots, positions)))
+    torch.testing.assert_close(got[:5], expected, atol=2e-4, rtol=2e-4)
+    for layer, cache in runner.store.states.items():
+        for row in ones:
+            page = int(runner.store.tables[cache.group][row.slot, row.start // RUN])
+            for mine, theirs in zip((cache.conv, cache.ssm), (reference.store.states[layer].conv,
+                                                              reference.store.states[layer].ssm)):  # fmt: skip
+                torch.testing.assert_close(mine[page], theirs[page], atol=1e-5, rtol=1e-4)
 
 
 @given(chunks=CHUNKS, unsampled=st.integers(0, 5))

@@ -27,7 +27,7 @@ KERNELS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=list(KERNELS))
+@pytest.fixture(params=["torch", "Triton"])
 def kernels(request: pytest.FixtureRequest) -> Any:
     return KERNELS[request.param]
 
@@ -79,6 +79,51 @@ def test_runs_of_512(rows: list[tuple[int, int]], kernels: Any) -> None:
     check(step([Row(*row) for row in rows], Shape(6, 2, 4, 512)), kernels)
 
 
+GRID = [Row(start, length) for start in (0, 1, 511, 512, 700) for length in (1, 3, 511, 512, 513, 1025)]
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_the_grid_of_512_in_torch(taps: int) -> None:
+    check(step(GRID, Shape(6, 3, taps, 512)), KERNELS["torch"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ssm", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("taps", "size"), [(2, 8), (3, 128), (4, 16)])
+def test_the_grid_of_512_on_a_gpu(taps: int, size: int, dtype: torch.dtype, ssm: torch.dtype) -> None:
+    """Rows of all lengths from all starts in one step, and each of the single tokens' in one of their own."""
+    shape = Shape(200, size, taps, 512)
+    check(step(GRID, shape, dtype, ssm), KERNELS["Triton"])
+    for name in ("Triton", "deterministic")[: 1 + (size <= scan.MOST_UNROLLED)]:
+        check(step([row for row in GRID if row.length == 1], shape, dtype, ssm), KERNELS[name])
+
+
+@pytest.mark.gpu
+def test_a_captured_step_goes_on() -> None:
+    """A graph holds the plan too: replayed at later positions, it finds pages by the table that is there then."""
+    whole, parts = step([Row(0, 20)] * 2), step([Row(0, 20)] * 2)
+    want, names = looped(whole), ("x", "dt", "B", "C", "z")
+    still = parts._replace(**{name: getattr(parts, name)[:2].clone() for name in names})
+    slots, positions = torch.tensor([1, 2], device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+
+    def advance() -> tuple[Tensor, Tensor]:
+        plan = StatePlan.single(still.batch.tables[0], slots, positions, still.shape.run)
+        return outputs(still, KERNELS["Triton"], plan)
+
+    advance()  # compiles; position 0 is computed again below
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        conv_out, scan_out = advance()
+    for t in range(20):
+        positions.fill_(t)
+        for name in names:
+            getattr(still, name).copy_(getattr(parts, name)[[t, 20 + t]])
+        graph.replay()
+        near(conv_out, want.conv[[t, 20 + t]])
+        near(scan_out, want.scan[[t, 20 + t]])
+
+
 def test_a_state_after_each_token(kernels: Any) -> None:
     """As speculation keeps them."""
     check(step([Row(3, 4), Row(0, 5), Row(9, 1)], Shape(run=1)), kernels)
@@ -88,11 +133,12 @@ def test_more_than_a_tile(kernels: Any) -> None:
     check(step([Row(3, 130), Row(0, 64), Row(1, 1)], Shape(6, 2, 3, 40)), kernels)
 
 
-def test_tokens_one_by_one_equal_a_prompt(kernels: Any) -> None:
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_tokens_one_by_one_equal_a_prompt(name: str) -> None:
     """A step a token, by the plan that is made on the device, after the half of a prompt."""
     whole, parts = step([Row(0, 20)] * 2), step([Row(0, 20)] * 2)
     want, got = looped(whole), torch.zeros(2, 20, whole.shape.d_inner, device=DEVICE)
-    conv, scan = kernels
+    conv, scan = KERNELS[name]
 
     def run(first: int, end: int, plan: StatePlan) -> None:
         at = torch.tensor([20 * row + t for row in range(2) for t in range(first, end)], device=DEVICE)

@@ -151,21 +151,20 @@ def _unrolled(
         first = tl.maximum(run * RUN - start, 0)
         end = tl.minimum((run + 1) * RUN - start, length)
         one = _token(x, dt, z, bc, first, channel, inside, x_stride, dt_stride, z_stride, SIZE)
-        two = _token(
-            x, dt, z, bc, tl.minimum(first + 1, last), channel, inside, x_stride, dt_stride, z_stride, SIZE
-        )  # fmt: skip
-        for t in range(first, end, 2):
-            third = _token(
-                x, dt, z, bc, tl.minimum(t + 2, last), channel, inside, x_stride, dt_stride, z_stride, SIZE
-            )  # fmt: skip
-            fourth = _token(
-                x, dt, z, bc, tl.minimum(t + 3, last), channel, inside, x_stride, dt_stride, z_stride, SIZE
-            )  # fmt: skip
-            h, y = _after(h, decays, one, True, skip, shift, SIZE)
-            h, later = _after(h, decays, two, t + 1 < end, skip, shift, SIZE)
-            tl.store(out + t * INNER + channel, y.to(out.dtype.element_ty), mask=inside)
-            tl.store(out + (t + 1) * INNER + channel, later.to(out.dtype.element_ty), mask=inside & (t + 1 < end))
-            one, two = third, fourth
+        t = tl.minimum(first + 1, last)
+        two = _token(x, dt, z, bc, t, channel, inside, x_stride, dt_stride, z_stride, SIZE)
+        for pair in range(first, end, 4):
+            for half in tl.static_range(0, 4, 2):  # so that what is loaded stays in its registers
+                t = pair + half
+                at, beyond = tl.minimum(t + 2, last), tl.minimum(t + 3, last)
+                third = _token(x, dt, z, bc, at, channel, inside, x_stride, dt_stride, z_stride, SIZE)
+                fourth = _token(x, dt, z, bc, beyond, channel, inside, x_stride, dt_stride, z_stride, SIZE)
+                h, y = _after(h, decays, one, t < end, skip, shift, SIZE)
+                h, later = _after(h, decays, two, t + 1 < end, skip, shift, SIZE)
+                place = out + t * INNER + channel
+                tl.store(place, y.to(out.dtype.element_ty), mask=inside & (t < end))
+                tl.store(place + INNER, later.to(out.dtype.element_ty), mask=inside & (t + 1 < end))
+                one, two = third, fourth
         page = tl.load(writes + row * width + run - start // RUN)
         place = states + page * page_stride + channel * SIZE
         for n in tl.static_range(SIZE):

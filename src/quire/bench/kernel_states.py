@@ -1,0 +1,139 @@
+"""Families of `quire bench kernels` for Jamba's layers: running states, a token a row and whole prompts; mixtures of
+experts. Sizes are those of Jamba 52B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.bench.replay import Call, Case, inputs
+from quire.data.kernels.states import StateCache, StatePlan, make_tiles
+
+HIDDEN, FFN, EXPERTS, TOP = 4096, 14336, 16, 2
+INNER, SIZE, TAPS = 8192, 16, 4
+LAYERS, RUN = 28, 512
+ROWS = (1, 8, 64, 256)
+PROMPTS = ((8, 8192), (1, 8192), (64, 128))  # rows, tokens of each
+
+
+class Weights(NamedTuple):
+    """A layer's that the two operations use."""
+
+    conv: Tensor
+    bias: Tensor
+    A: Tensor
+    wide: Tensor
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def _weights() -> Weights:
+    A = -torch.arange(1.0, SIZE + 1, device="cuda").repeat(INNER, 1)
+    return Weights(_random(INNER, TAPS), _random(INNER), A, torch.zeros(INNER, device="cuda"))
+
+
+def placed(pages: int, ssm: torch.dtype) -> list[StateCache]:
+    """Zero states of all layers, in pages that hold one layer after another."""
+    sizes = INNER * (TAPS - 1) * 2, INNER * SIZE * ssm.itemsize
+    page = LAYERS * sum(sizes)
+    flat = torch.zeros(pages * page, dtype=torch.uint8, device="cuda")
+
+    def view(at: int, width: int, dtype: torch.dtype) -> Tensor:
+        strides = (page // dtype.itemsize, width, 1)
+        return flat.view(dtype).as_strided((pages, INNER, width), strides, at // dtype.itemsize)
+
+    starts = [layer * sum(sizes) for layer in range(LAYERS)]
+    return [
+        StateCache(view(at, TAPS - 1, torch.bfloat16), view(at + sizes[0], SIZE, ssm), run_tokens=RUN) for at in starts
+    ]
+
+
+def states() -> Iterator[Case]:
+    """One token a row, with states in fp32 and in bf16; then prompts, beside what they read and write of tokens."""
+    weights = _weights()
+    for ssm in (torch.float32, torch.bfloat16):
+        name = str(ssm).removeprefix("torch.")
+        for rows in ROWS:
+            yield from _steps(rows, ssm, name, weights)
+        for rows, length in PROMPTS:
+            yield from _prompts(rows, length, ssm, name, weights)
+
+
+def _steps(rows: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator[Case]:
+    moved = rows * INNER * SIZE * ssm.itemsize * 2 + rows * INNER * 2 * 4 + INNER * SIZE * 4
+    groups = -(-inputs(moved) // LAYERS)
+    caches = placed(rows * groups + 1, ssm)
+    order = (torch.randperm(rows * groups, device="cuda") + 1).view(groups, rows, 1)
+    slots, positions = torch.arange(rows, device="cuda"), torch.full((rows,), RUN // 4, device="cuda")
+    plans = [StatePlan.single(table, slots, positions, RUN) for table in order]
+    tokens, conv_moved = _tokens(rows), rows * INNER * 2 * (2 * (TAPS - 1) + 2)
+    pairs = [(cache, plan) for plan in plans for cache in caches]
+    conv, scan = _calls(tokens, weights, pairs)
+    yield Case("conv, a token a row", f"{rows} rows", conv, conv_moved)
+    yield Case(f"scan, a token a row, {name}", f"{rows} rows", scan, moved)
+
+
+def _prompts(rows: int, length: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator[Case]:
+    runs, total = -(-length // RUN), rows * length
+    caches = placed(rows * runs + 1, ssm)[:1]
+    pages = torch.arange(1, rows * runs + 1, device="cuda").view(rows, runs)
+    lengths = torch.full((rows,), length, device="cuda")
+    zero, tiles = torch.zeros_like(lengths), torch.from_numpy(make_tiles(np.full(rows, length))).cuda()
+    offsets = torch.arange(rows, device="cuda") * length
+    plan = StatePlan(offsets, lengths, zero, zero - 1, pages, RUN, tiles)
+    conv, scan = _calls(_tokens(total), weights, [(caches[0], plan)])
+    case = f"{rows} x {length}"
+    yield Case("conv of prompts", case, conv, total * INNER * 2 * 2)
+    yield Case(f"scan of prompts, {name}", case, scan, total * (4 * INNER + 2 * SIZE) * 2)
+
+
+class Tokens(NamedTuple):
+    x: Tensor
+    z: Tensor
+    dt: Tensor
+    B: Tensor
+    C: Tensor
+
+
+def _tokens(count: int) -> Tokens:
+    """As they lie in a layer: parts of two products."""
+    xz, numbers = _random(count, 2 * INNER), _random(count, 256 + 2 * SIZE)
+    return Tokens(*xz.chunk(2, dim=1), _random(count, INNER), *numbers[:, 256:].chunk(2, dim=1))  # type: ignore[misc]
+
+
+def _calls(
+    tokens: Tokens, weights: Weights, pairs: list[tuple[StateCache, StatePlan]]
+) -> tuple[list[Call], list[Call]]:
+    from quire.data.kernels.triton.conv import causal_conv
+    from quire.data.kernels.triton.scan import selective_scan
+
+    t, w = tokens, weights
+    conv: list[Call] = [partial(causal_conv, t.x, w.conv, w.bias, *pair, pdl=True) for pair in pairs]
+    scan: list[Call] = [
+        partial(selective_scan, t.x, t.dt, w.A, t.B, t.C, w.wide, t.z, w.wide, *pair, pdl=True) for pair in pairs
+    ]
+    return conv, scan
+
+
+def experts() -> Iterator[Case]:
+    """A layer's mixture, its choice given: beside reading the weights of the experts that were chosen, and for prompts
+    beside a product's rate."""
+    from quire.data.kernels.triton.experts import mixture
+
+    several = [(_random(EXPERTS, 2 * FFN, HIDDEN), _random(EXPERTS, HIDDEN, FFN)) for _ in range(2)]
+    for rows in (1, 8, 64, 256, 2048, 8192):
+        x = _random(rows, HIDDEN)
+        weights, chosen = torch.rand(rows, EXPERTS, device="cuda").topk(TOP, dim=1)
+        calls: list[Call] = [partial(mixture, x, weights, chosen, *pair, "silu") for pair in several]
+        one, active = 3 * HIDDEN * FFN, len(chosen.unique())
+        if rows <= 256:
+            yield Case("experts", f"{rows} rows, {active} of {EXPERTS}", calls, active * one * 2)
+        else:
+            yield Case("experts", f"{rows} rows", calls, 2 * rows * TOP * one, "compute")
