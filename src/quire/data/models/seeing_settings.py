@@ -57,7 +57,8 @@ class SeeingSettings:
 
     def spec(self) -> ModelSpec:
         """`parameters` are the text's: those of the eyes are in `vision`."""
-        return replace(self.text.spec(), vision=self.vision.spec())
+        text = self.text.spec()
+        return replace(text, vision=self.vision.spec(text.parameters))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
