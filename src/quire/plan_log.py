@@ -16,6 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.config import VISION_CACHES
 from quire.errors import LogError, StartupError
 from quire.vocabulary.columns import MOST_BYTES, WireError
 from quire.vocabulary.plan import StepPlan, StepResult
@@ -178,8 +179,11 @@ def _geometry(said: dict[str, Any]) -> Geometry:
     """The geometry that was said. ValueError, KeyError or TypeError if none was."""
     values = {field.name: said[field.name] for field in fields(Geometry)}
     groups = tuple(_group(group) for group in values.pop("groups"))
-    layout = Layout(values.pop("layout"))
-    geometry = Geometry(layout=layout, groups=groups, **{name: _number(value) for name, value in values.items()})
+    layout, sight, both_ways = Layout(values.pop("layout")), values.pop("sight"), values.pop("both_ways")
+    if sight not in ("", *VISION_CACHES) or type(both_ways) is not bool:
+        raise ValueError(f"it sees {str(sight)[:40]!r}, both ways {str(both_ways)[:40]!r}")
+    numbers = {name: _number(value) for name, value in values.items()}
+    geometry = Geometry(layout=layout, groups=groups, sight=sight, both_ways=both_ways, **numbers)
     if not groups or set(said) != {field.name for field in fields(Geometry)}:
         raise ValueError("it has no groups, or what is unknown here")
     if sum(geometry.slots * group.table_width for group in groups) > MOST_CELLS:

@@ -20,11 +20,13 @@ import numpy as np
 
 from quire.plan_log import PlanLog, Step
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import LAST, Copy, Entry, In, Out, Poison, Row, StepPlan, StepResult, Table
+from quire.vocabulary.media import Medium
+from quire.vocabulary.plan import LAST, Copy, Encode, Entry, In, Out, Poison, Row, StepPlan, StepResult, Table
 from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec
 
 ITEM = 2  # bytes of a number in the replayed pages, and of a token's key and value
 TOKEN = 2 * ITEM
+KINDS_SAID = (Table, Copy, Out, In, Poison, Encode)
 KINDS = ("full", "window", "chunked")  # of groups whose pages lie at the positions of their tokens
 
 
@@ -41,6 +43,7 @@ class Replay:
         self.echo = EchoRunner()
         self.echo.bind(tiny)
         self.store = _store(tiny)
+        self.media: dict[int, tuple[Medium, ...]] = {}
         self.counts: Counter[str] = Counter()
         self.entries: Counter[str] = Counter()
 
@@ -51,6 +54,7 @@ class Replay:
             if birth.parent not in self.echo.slots and (birth.parent >= 0 or birth.sampling is None):
                 raise Fault(f"births[{i}]: slot {birth.slot} inherits from slot {birth.parent}, which was never born")
             self.echo.birth(birth)
+            self.media[birth.slot] = birth.media
         self._replay(plan.journal, "journal")
         for i, row in enumerate(plan.rows):
             self._row(row, f"rows[{i}]")
@@ -70,12 +74,16 @@ class Replay:
     def _replay(self, journal: tuple[Entry, ...], name: str) -> None:
         for i, entry in enumerate(journal):
             self._sound(entry, f"{name}[{i}]")
-            self.echo.replay(entry)
-        self.store.replay(journal)
+            if not isinstance(entry, Encode):
+                self.echo.replay(entry)
+        self.store.replay(tuple(entry for entry in journal if not isinstance(entry, Encode)))
         self.entries.update(type(entry).__name__ for entry in journal)
 
     def _sound(self, entry: Entry, where: str) -> None:
         """Its slots, places and pages are those of the geometry."""
+        if isinstance(entry, Encode):
+            self._encoded(entry, where)
+            return
         if not 0 <= entry.group < len(self.geometry.groups):
             raise Fault(f"{where}: there is no group {entry.group}")
         group = self.geometry.groups[entry.group]
@@ -98,6 +106,19 @@ class Replay:
         for host in hosts:
             if host not in group.host_ids:
                 raise Fault(f"{where}: host page {host} is none of group {entry.group}")
+
+    def _encoded(self, entry: Encode, where: str) -> None:
+        """The slot has that picture, of so many parts, and the group a place for it."""
+        self._slot(entry.slot, where)
+        media = self.media.get(entry.slot, ())
+        if not 0 <= entry.medium < len(media):
+            raise Fault(f"{where}: slot {entry.slot} has {len(media)} pictures, and not picture {entry.medium}")
+        if not 0 <= entry.first < entry.first + entry.parts <= media[entry.medium].parts:
+            raise Fault(f"{where}: {entry.parts} parts from part {entry.first} on, of {media[entry.medium].parts}")
+        if not -1 <= entry.group < len(self.geometry.groups):
+            raise Fault(f"{where}: there is no group {entry.group}")
+        if entry.group >= 0 and not 0 <= entry.at < self.geometry.groups[entry.group].table_width:
+            raise Fault(f"{where}: place {entry.at}, of {self.geometry.groups[entry.group].table_width}")
 
     def _row(self, row: Row, where: str) -> None:
         """Its slot is born, and has real pages for all that the row reads and writes."""
@@ -153,7 +174,7 @@ def _tiny(geometry: Geometry) -> Geometry:
     )
     return replace(
         geometry, groups=groups, bytes=max(group.ids.stop * group.page_bytes for group in groups), large_bytes=0,
-        host_bytes=max(group.host_ids.stop * group.page_bytes for group in groups), itemsize=ITEM,
+        host_bytes=max(group.host_ids.stop * group.page_bytes for group in groups), itemsize=ITEM, sight="",
     )  # fmt: skip
 
 
@@ -189,7 +210,7 @@ def summary(log: PlanLog, done: Replay) -> list[str]:
     """What a log holds, in lines."""
     geometry, counts = log.geometry, done.counts
     open_steps = counts["steps"] - counts["collected"]
-    kinds = ", ".join(f"{kind.__name__} {done.entries[kind.__name__]:,}" for kind in (Table, Copy, Out, In, Poison))
+    kinds = ", ".join(f"{kind.__name__} {done.entries[kind.__name__]:,}" for kind in KINDS_SAID)
     return [
         f"memory   {geometry.bytes:,} bytes, {geometry.slots} slots, {len(geometry.groups)} groups of layers; "
         f"vocabulary {log.vocab_size:,}",

@@ -11,13 +11,14 @@ from collections import Counter
 from pathlib import Path
 
 from memories import MAX_LEN, MEMORIES, VOCAB, Build, host_free, host_total
-from traces import Trace, draw_request
+from pictured import PICTURED
+from traces import Trace
 
 from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.errors import InputError
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.plan import Copy, In, Out, StepPlan
+from quire.vocabulary.plan import Copy, Encode, In, Out, StepPlan
 
 KINDS = {Copy: "copies", Out: "pages_out", In: "pages_in"}
 
@@ -36,6 +37,8 @@ class Counting(EchoRunner):
         for entry in plan.journal:
             if (kind := KINDS.get(type(entry))) is not None:
                 self.counts[kind] += 1
+            elif isinstance(entry, Encode):
+                self.counts["parts_encoded"] += entry.parts
         return super().submit(plan)
 
 
@@ -43,7 +46,7 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2, name: str = "paged-4")
     """Serve a random stream of all kinds of requests over a memory, a few of them aborted; every 100th is compared with
     the oracle. Returns counts."""
     rng, runner = random.Random(seed), Counting(depth)
-    memory = MEMORIES[name](Build(tokens=160, chunk=64, max_seqs=12, host=24, prefix_tokens=16))
+    memory = {**MEMORIES, **PICTURED}[name](Build(tokens=160, chunk=64, max_seqs=12, host=24, prefix_tokens=16))
     trace = Trace(memory, seed=seed, depth=depth, budget=64, max_seqs=12, runner=runner, preemption="auto")
     scheduler, begin = trace.scheduler, time.perf_counter()
     scheduler.memory = memory  # unwatched
@@ -52,10 +55,10 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2, name: str = "paged-4")
     added = steps = 0
     while added < requests or engine.unfinished:
         while added < requests and len(engine.requests) < 8:
-            asked = draw_request(rng, str(added))
+            asked = trace.draw(rng, str(added))
             added += 1
             try:
-                engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt)
+                engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt, media=asked.media)
             except InputError:
                 trace.refused += 1
                 continue

@@ -9,9 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from memories import EVERY, MAX_LEN, Build
+from pictured import PICTURED
 from soak import soak
-from traces import Trace, draw_request
+from traces import Trace
 
+KNOWN = {**EVERY, **PICTURED}
 OPS = ("arrive", "arrive", "arrive", "step", "step", "steps", "abort", "preempt", "preempt", "prefix", "settle")
 
 
@@ -31,7 +33,7 @@ class Schedules(RuleBasedStateMachine):
         unforked=st.sampled_from((0.0, 0.0, 0.2)),
     )
     def build(self, tokens: int, budget: int, max_seqs: int, host: int, prefix_tokens: int, depth: int, **how) -> None:
-        memory = EVERY[self.name](Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
+        memory = KNOWN[self.name](Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
         self.trace = Trace(
             memory, seed=0, depth=depth, budget=budget, max_seqs=max_seqs, preemption=how["way"],
             unforked=how["unforked"],
@@ -43,7 +45,7 @@ class Schedules(RuleBasedStateMachine):
         getattr(self, op)(random.Random(seed))
 
     def arrive(self, rng: random.Random) -> None:
-        self.trace.add(draw_request(rng, str(self.added)))
+        self.trace.add(self.trace.draw(rng, str(self.added)))
         self.added += 1
 
     def step(self, rng: random.Random) -> None:
@@ -97,14 +99,14 @@ def machine(name: str) -> type[Schedules]:
     return type("Schedules", (Schedules,), {"name": name})
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", KNOWN)
 def test_all_work_is_done(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=12, stateful_step_count=25))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", KNOWN)
 def test_all_work_is_done_at_length(name: str) -> None:
     run_state_machine_as_test(machine(name), settings=settings(max_examples=3000, stateful_step_count=50))
 
@@ -127,4 +129,18 @@ def test_a_few_hundred_requests_leave_nothing_behind(name: str) -> None:
 @pytest.mark.timeout(0)
 @SOAKED
 def test_100000_requests_leave_nothing_behind(name: str) -> None:
+    assert clean(soak(10**5, seed=1, name=name))
+
+
+def test_a_few_hundred_requests_with_pictures_leave_nothing_behind() -> None:
+    for name in ("large-cross-4", "large-vision-4", "inside-4"):
+        told = soak(150, name=name)
+        assert clean(told)
+        assert told["parts_encoded"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", ["large-cross-4", "large-vision-4"])
+def test_100000_requests_with_pictures_leave_nothing_behind(name: str) -> None:
     assert clean(soak(10**5, seed=1, name=name))

@@ -320,6 +320,11 @@ class Trace:
         self.refused = self.steps = self.siblings = 0
         self.registers = memory.prefixes is not None and memory.account().sharing.prefix_capacity > 0
 
+    def draw(self, rng: random.Random, id: str) -> Asked:
+        """A request, with pictures where there may be any."""
+        asked = draw_request(rng, id)
+        return with_pictures(asked, self.memory.geometry) if self.memory.geometry.sees else asked
+
     def add(self, asked: Asked) -> None:
         try:
             pixels = [Pixels(medium.key, (1, 1, 1, 3), b"") for medium in asked.media]
@@ -395,9 +400,7 @@ class Trace:
             self.prefixes()
         while added < requests or self.engine.unfinished:
             while added < requests and (self.rng.random() < arrivals or not self.engine.unfinished):
-                asked = draw_request(self.rng, str(added))
-                sees = self.memory.geometry.sees
-                self.add(with_pictures(asked, self.memory.geometry) if sees else asked)
+                self.add(self.draw(self.rng, str(added)))
                 added += 1
             if self.rng.random() < aborts and self.asked:
                 self.abort(self.rng.choice(list(self.asked)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.mamba_settings import JambaSettings, MambaSettings
 from quire.data.models.mllama_settings import MllamaSettings
+from quire.data.models.seeing_settings import SeeingSettings
 from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import ModelSpec
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from quire.data.models.mamba import Mamba
     from quire.data.models.mllama import Mllama
     from quire.data.models.opt import OPT
+    from quire.data.models.seeing import Seeing
 
-    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba | Mllama
+    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba | Mllama | Seeing
 
 Settings = (
     type[LlamaSettings] | type[GemmaSettings] | type[OPTSettings] | type[GPT2Settings]
-    | type[JambaSettings] | type[MambaSettings] | type[MllamaSettings]
+    | type[JambaSettings] | type[MambaSettings] | type[MllamaSettings] | type[SeeingSettings]
 )  # fmt: skip
 
 # The name in config.json -> the settings that read it, and the class as "module:name".
@@ -35,6 +37,8 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "MinistralForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen2ForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen3ForCausalLM": (LlamaSettings, "llama:Llama"),
+    "InternLM2ForCausalLM": (LlamaSettings, "llama:Llama"),
+    "Phi3ForCausalLM": (LlamaSettings, "llama:Llama"),
     "Gemma2ForCausalLM": (GemmaSettings, "gemma:Gemma"),
     "Gemma3ForCausalLM": (GemmaSettings, "gemma:Gemma"),
     "Gemma3ForConditionalGeneration": (GemmaSettings, "gemma:Gemma"),  # its text
@@ -44,6 +48,11 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "MambaForCausalLM": (MambaSettings, "mamba:Mamba"),
     "FalconMambaForCausalLM": (MambaSettings, "mamba:Mamba"),
     "MllamaForConditionalGeneration": (MllamaSettings, "mllama:Mllama"),
+    "LlavaOnevisionForConditionalGeneration": (SeeingSettings, "seeing:Seeing"),
+    "InternVLForConditionalGeneration": (SeeingSettings, "seeing:Seeing"),
+    "InternVLChatModel": (SeeingSettings, "seeing:Seeing"),
+    "Phi3VForCausalLM": (SeeingSettings, "seeing:Seeing"),
+    "PaliGemmaForConditionalGeneration": (SeeingSettings, "seeing:Seeing"),
 }
 
 

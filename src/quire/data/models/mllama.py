@@ -61,8 +61,8 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """x += gate * cross(norm(x)), then x and what is to be added to it next, gate * mlp(norm(x)). Nothing is added for a
-    token that sees no picture."""
+    """x += gate * cross(norm(x)), then x and what is to be added to it next, gate * mlp(norm(x)). Nothing is added for
+    a token that sees no picture."""
 
     def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What the config.json of a Llama 3.2 Vision says: a Llama, layers between its own that attend to pictures, and eyes. No
-torch. Defaults are transformers'.
+"""What the config.json of a Llama 3.2 Vision says: a Llama, layers between its own that attend to pictures, and eyes.
+No torch. Defaults are transformers'.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from typing import Any, Self
 
 from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import Kind
+from quire.data.models.seeing_settings import PREPARATION
 from quire.data.models.settings import LlamaSettings
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
-PREPARATION = "preprocessor_config"
-"""Where a config.json that was read has what preprocessor_config.json says."""
 MORE_TOKENS = 8
 """Vectors behind the vocabulary's, for tokens that no output has: that which stands for a picture is one."""
 USUAL: dict[str, Any] = {
@@ -71,9 +70,10 @@ class MllamaSettings:
     def spec(self) -> ModelSpec:
         """`parameters` are the text's: those of the eyes are in `vision`."""
         text = self.text.spec()
+        vision = self.vision.spec(self.parameters)
         looks = LayerSpec(self.text.kv_heads, self.text.head_dim, cross=True)
         layers = tuple(looks if i in self.cross else layer for i, layer in enumerate(text.layers))
-        return replace(text, family="mllama", layers=layers, parameters=self.parameters, vision=self.vision.spec())
+        return replace(text, family="mllama", layers=layers, parameters=self.parameters, vision=vision)
 
 
 def _cross(found: Any, layers: int) -> tuple[int, ...]:

@@ -1,0 +1,145 @@
+"""Bugs in what is kept of pictures: each is planted, and must be caught at every depth, by outputs alone too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from memories import VOCAB, Build
+from pictured import PICTURED
+from test_planted import only_outputs
+from traces import Trace
+
+from quire.control.memory import gallery
+from quire.control.memory.gallery import Gallery
+from quire.control.memory.policies import Span, VisionPolicy
+from quire.control.memory.prefix import Prefixes
+from quire.control.memory.tables import Resident
+from quire.control.request import Sequence
+from quire.control.sight import Sight
+from quire.sim.echo import EchoRunner
+from quire.sim.sights import Sights
+
+Patch = pytest.MonkeyPatch
+
+
+def pages_of_another_picture_of_the_same_size(patch: Patch) -> None:
+    patch.setattr(gallery, "names", lambda key, count: [bytes([count]) * 32 + i.to_bytes(4) for i in range(count)])
+
+
+def embedding_freed_before_its_last_chunk(patch: Patch) -> None:
+    begin = VisionPolicy.begin
+
+    def early(policy: VisionPolicy, spans: list[Span], start: int) -> int:
+        return min(begin(policy, spans, start) + (start > spans[0].medium.start), spans[-1].stop)
+
+    patch.setattr(VisionPolicy, "begin", early)
+
+
+def embeddings_inside_pages_written_too_early(patch: Patch) -> None:
+    inside = Sights._inside
+    patch.setattr(
+        Sights, "_inside", lambda sights, slot, at: inside(sights, slot, at - sights.groups[0].group.run_tokens)
+    )
+
+
+def embeddings_over_keys_that_are_there(patch: Patch) -> None:
+    go_on = Gallery._go_on
+    patch.setattr(
+        Gallery, "_go_on", lambda self, resident, place, at, most, skip=0: go_on(self, resident, place, at, most)
+    )
+
+
+def picture_half_evicted_that_counts_as_there(patch: Patch) -> None:
+    def found(self: Gallery, g: int, key: bytes, count: int) -> list[int] | None:
+        index = self.pages.index[g]
+        pages = [index[name] for name in gallery.names(key, count) if name in index]
+        return (pages * count)[:count] if pages else None
+
+    patch.setattr(Gallery, "_found", found)
+    patch.setattr(Gallery, "tear", lambda self: [torn.clear() for torn in self.torn.values()])
+
+
+def key_of_tokens_without_their_picture(patch: Patch) -> None:
+    more = Prefixes._with_pictures
+
+    def blind(prefixes: Prefixes, seq: Sequence, data: bytes, first: int, last: int) -> bytes:
+        media, seq.media = seq.media, ()
+        keys = more(prefixes, seq, data, first, last)
+        seq.media = media
+        return keys
+
+    patch.setattr(Prefixes, "_with_pictures", blind)
+
+
+def encoder_run_skipped_after_a_preemption(patch: Patch) -> None:
+    extend, leave = Gallery.extend, Gallery.leave
+    once: set[bytes] = set()
+
+    def left(self: Gallery, resident: Resident) -> None:
+        once.update(medium.key for medium in resident.media)
+        leave(self, resident)
+
+    def skipped(self: Gallery, seq: Sequence, resident: Resident, g: int, stop: int) -> None:
+        extend(self, seq, resident, g, stop)
+        for (_, i), coming in resident.pictures.items():
+            if seq.media[i].key in once and not coming.done:
+                coming.done = coming.parts
+
+    patch.setattr(Gallery, "extend", skipped)
+    patch.setattr(Gallery, "leave", left)
+
+
+def row_that_does_not_wait_for_the_last_part(patch: Patch) -> None:
+    clear = Sight.clear
+    patch.setattr(Sight, "clear", lambda sight, seq, count: clear(sight, seq, count) or count)
+
+
+PLANTED: dict[str, tuple[Callable[[Patch], None], str]] = {
+    "cross pages of another picture": (pages_of_another_picture_of_the_same_size, "cross-4"),
+    "embeddings of another picture": (pages_of_another_picture_of_the_same_size, "large-vision-4"),
+    "an embedding freed before its last chunk": (embedding_freed_before_its_last_chunk, "vision-4"),
+    "embeddings inside pages written too early": (embeddings_inside_pages_written_too_early, "inside-4"),
+    "embeddings over keys that are there": (embeddings_over_keys_that_are_there, "inside-4"),
+    "a picture half evicted": (picture_half_evicted_that_counts_as_there, "large-cross-1"),
+    "a key without its picture": (key_of_tokens_without_their_picture, "cross-4"),
+    "a key without its picture's rows": (key_of_tokens_without_their_picture, "off"),
+    "an encoder run skipped after a preemption": (encoder_run_skipped_after_a_preemption, "cross-4"),
+    "a row that doesn't wait": (row_that_does_not_wait_for_the_last_part, "large-vision-4"),
+}
+
+
+def run(name: str, depth: int) -> None:
+    for seed in range(10):
+        memory = PICTURED[name](Build(72, 16, 8, host=1000))
+        runner = EchoRunner(depth, vocab_size=VOCAB)
+        way = ("swap", "recompute")[seed % 2]
+        trace = Trace(memory, seed=seed, depth=depth, budget=16, max_seqs=8, runner=runner, preemption=way)
+        trace.run(16, 0.04)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted({name for _, name in PLANTED.values()}))
+def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
+    run(name, depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
+    plant, memory = PLANTED[name]
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        run(memory, depth)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug_is_caught_by_outputs_alone(name: str, monkeypatch: Patch) -> None:
+    """Nobody looks at the memory or its tables."""
+
+    only_outputs(monkeypatch)
+    monkeypatch.setattr(Gallery, "check", lambda gallery: None)
+    plant, memory = PLANTED[name]
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        run(memory, 2)
