@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.config import GENERATION, EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import CONFIGS
-from quire.data.weights.checkpoint import locate, read_config, read_generation_config
+from quire.data.models.seeing_settings import PREPARATION
+from quire.data.weights.checkpoint import locate, read_config, read_generation_config, read_preprocessor_config
 from quire.errors import InputError, StartupError
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
@@ -59,6 +60,7 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
         raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
     folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
     settings, generation = read_config(folder), read_generation_config(folder)
+    settings[PREPARATION] = read_preprocessor_config(folder)
     local = Path(model).expanduser()
     name = local.resolve().name if local.is_dir() else model
     return Source(name, folder, settings, generation, read_spec(settings), _defaults(config, generation))
@@ -96,7 +98,8 @@ def read_eyes(source: Source) -> Eyes | None:
 def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:
     """Every end token that generation_config.json, config.json or the tokenizer (`named`) names."""
     ids: dict[int, None] = {}
-    for source_of in (source.generation, source.config):
+    text = source.config.get("text_config") or source.config.get("llm_config")
+    for source_of in (source.generation, source.config, text if isinstance(text, dict) else {}):
         given = source_of.get("eos_token_id")
         for value in given if isinstance(given, list) else [given]:
             if type(value) is int and 0 <= value < source.spec.vocab_size:

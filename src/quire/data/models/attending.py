@@ -16,6 +16,7 @@ class Attending(Protocol):
     """One step's batch: T tokens, those of all its sequences one after another, without padding between them."""
 
     positions: Tensor  # [T] int64, each token's position in its own sequence
+    sees: Tensor | None  # [T, 1], 1 for tokens that see a picture, by layers of their own, else 0; None: all are 0
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -34,6 +35,17 @@ class Attending(Protocol):
     def state(self, layer: int) -> tuple[StateCache, StatePlan]:
         """The running states of `layer`, and which of them the step's rows read and write. A layer with states is asked
         for every token of the step."""
+        ...
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        """q [T, heads, head_dim] -> the same: each token attends to the rows of the latest picture that stands before
+        it or in its place, neighbouring pictures counting as one. Zeros for tokens that see none. Asked only where
+        `sees` says that some do."""
+        ...
+
+    def pictures(self, x: Tensor) -> Tensor:
+        """x [T, hidden], the tokens' embeddings -> the same, the rows of pictures in the places of those tokens that
+        stand for them. x may be used up."""
         ...
 
     def wanted(self, x: Tensor) -> Tensor:

@@ -1,0 +1,167 @@
+"""Llama 3.2 Vision (Grattafiori et al., 2024, §7): a Llama between whose layers others attend to what its eyes make of
+pictures. Gates that were 0 when their training began let through what those layers add.
+
+The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire.data.layers.embedding import Embedding
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import GatedMLP
+from quire.data.layers.norm import RMSNorm
+from quire.data.layers.prepare import prepare_layers
+from quire.data.layers.rotary import Rotary
+from quire.data.models import llama
+from quire.data.models.attending import Attending
+from quire.data.models.mllama_settings import MORE_TOKENS, MllamaSettings
+from quire.data.models.names import Stored, expand
+from quire.data.models.settings import LlamaSettings
+from quire.data.models.vision import build_encoder
+from quire.vocabulary.specs import ModelSpec
+
+NAMES: dict[str, str | tuple[str, ...]] = {
+    **llama.NAMES,
+    "layers.*.cross.q.weight": "layers.*.cross_attn.q_proj.weight",
+    "layers.*.cross.kv.weight": tuple(f"layers.*.cross_attn.{x}_proj.weight" for x in "kv"),
+    "layers.*.cross.out.weight": "layers.*.cross_attn.o_proj.weight",
+    **{f"layers.*.cross.{x}_norm.weight": f"layers.*.cross_attn.{x}_norm.weight" for x in "qk"},
+    "layers.*.attention_gate": "layers.*.cross_attn_attn_gate",
+    "layers.*.mlp_gate": "layers.*.cross_attn_mlp_gate",
+}
+
+
+class CrossAttention(nn.Module):
+    """Queries of tokens, keys and values of the rows of pictures; both queries and keys are normalised a head, and
+    neither is rotated."""
+
+    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s, queries, keys = settings, settings.heads * settings.head_dim, settings.kv_heads * settings.head_dim
+        self.layer, self.head_dim = layer, s.head_dim
+        self.q = Linear(s.hidden, queries, False, dtype, device)
+        self.kv = Linear(s.hidden, (keys, keys), False, dtype, device)
+        self.out = Linear(queries, s.hidden, False, dtype, device)
+        self.q_norm = RMSNorm(s.head_dim, s.norm_eps, dtype, device)
+        self.k_norm = RMSNorm(s.head_dim, s.norm_eps, dtype, device)
+
+    def forward(self, x: Tensor, ctx: Attending) -> Tensor:
+        queries = self.q_norm(self.q(x).view(len(x), -1, self.head_dim))
+        return self.out(ctx.cross(self.layer, queries).flatten(1))
+
+    def project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [R, hidden] -> their keys and values, [R, kv_heads, head_dim] each."""
+        keys, values = self.kv(rows).view(len(rows), 2, -1, self.head_dim).unbind(1)
+        return self.k_norm(keys), values
+
+
+class CrossBlock(nn.Module):
+    """x += gate * cross(norm(x)), then x and what is to be added to it next, gate * mlp(norm(x)). Nothing is added for
+    a token that sees no picture."""
+
+    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        s = settings
+        self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
+        self.cross = CrossAttention(s, layer, dtype, device)
+        self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
+        self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
+        self.attention_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
+        self.mlp_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: Tensor, delta: Tensor | None, sees: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """`sees` [T, 1] is 1 for tokens that see a picture, and 0 for others."""
+        looked = self.cross(self.attention_norm(x, delta), ctx)
+        inner = self.mlp(self.mlp_norm(x, looked.mul_(self.attention_gate)))
+        return x, inner.mul_(sees).mul_(self.mlp_gate)
+
+    def prepare(self) -> None:
+        """Call once, after loading: gates are what their tanh lets through."""
+        for gate in (self.attention_gate, self.mlp_gate):
+            gate.tanh_()
+
+
+class Mllama(nn.Module):
+    """The model, its weights uninitialised: fill them (quire.data.weights), then `prepare`, then `forward`. `eyes` is
+    an Encoder (quire.data.models.vision), which whoever runs the model asks; `project` makes of its rows what a layer
+    attends to."""
+
+    prefixes: ClassVar[tuple[str, ...]] = (
+        "model.language_model.", "language_model.model.", "language_model.", "model.vision_model.", "vision_model.",
+        "model.",
+    )  # fmt: skip
+
+    @staticmethod
+    def spec(config: dict[str, Any]) -> ModelSpec:
+        """What a memory needs to know. StartupError for a config that isn't supported."""
+        return MllamaSettings.read(config).spec()
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        settings = MllamaSettings.read(config)
+        s, cross = settings.text, settings.cross
+        self.embed = Embedding(s.vocab_size + MORE_TOKENS, s.hidden, dtype, device)
+        self.layers = nn.ModuleList(
+            (CrossBlock if layer in cross else llama.Block)(s, layer, dtype, device) for layer in range(len(s.kinds))
+        )
+        self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
+        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device)
+        self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
+        self.eyes = build_encoder(settings.vision, dtype, device)
+
+    def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
+        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        x, attended = self.begin(tokens, ctx)
+        return self.end(ctx.wanted(x), attended)
+
+    def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """Up to the last attention, itself included: x [T, hidden], and what it gives. Layers for pictures are left out
+        where no token sees one."""
+        x, delta = self.embed(tokens), None
+        *layers, last = self.layers
+        for layer in layers:
+            if not isinstance(layer, CrossBlock):
+                x, delta = layer(x, delta, self.rotary, ctx)
+            elif ctx.sees is not None:
+                x, delta = layer(x, delta, ctx.sees, ctx)
+        return x, last.attend(x, delta, self.rotary, ctx, last=True)
+
+    def end(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
+        return self.norm(x, delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
+        return self.head(hidden)
+
+    def project(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer for pictures attends to: keys and values [R, kv_heads, head_dim] of rows [R, hidden]."""
+        block = self.layers[layer]
+        assert isinstance(block, CrossBlock), f"layer {layer} attends to no picture"
+        return block.cross.project(rows)
+
+    def names(self) -> dict[str, Stored]:
+        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        text = nn.ModuleDict({name: part for name, part in self.named_children() if name != "eyes"})
+        return {**expand(text, NAMES), **{f"eyes.{name}": stored for name, stored in self.eyes.names().items()}}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        return (r"(.*\.)?rotary_emb\.inv_freq", *self.eyes.ignored)
+
+    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
+        """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.
+        `deterministic`: see quire.data.layers.prepare."""
+        self.rotary.prepare(self.embed.weight.device, max_len)
+        for layer in self.layers:
+            if isinstance(layer, CrossBlock):
+                layer.prepare()
+        self.eyes.prepare(deterministic)
+        prepare_layers(nn.ModuleList([*self.layers, self.norm, self.head]), deterministic)
