@@ -53,7 +53,8 @@ class Errors(NamedTuple):
 
 def shape_of(source: Source, itemsize: int, saved: int = 0) -> Shape:
     """A model's shape for the cost model. `saved`: as for `Shape.of`."""
-    tied: bool = ARCHITECTURES[architecture(source.config)][0].read(source.config).tied
+    settings: Any = ARCHITECTURES[architecture(source.config)][0].read(source.config)
+    tied: bool = getattr(settings, "text", settings).tied  # the text's, of a model that sees
     return Shape.of(source.spec, itemsize, tied, saved)
 
 

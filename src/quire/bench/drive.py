@@ -144,7 +144,7 @@ def drive(
             if arrival is None:
                 break
             job = jobs[len(traces)]
-            engine.add(str(len(traces)), job.prompt, decoding.params(job))
+            engine.add(str(len(traces)), job.prompt, decoding.params(job), media=job.media, pixels=job.pixels)
             traces.append(Trace(arrival, len(job.prompt), []))
             under_way += 1
         if not under_way:

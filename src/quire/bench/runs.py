@@ -18,12 +18,14 @@ from quire.bench.document import short, table
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
+from quire.bench.pictured import Eyes
 from quire.bench.traces import tokenizer_of
 from quire.bench.workloads import Job, Workload, parse, poisson
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
 from quire.link.collector import spare_the_loaded
+from quire.source import read_source
 
 Loads = Callable[[Workload, int], Load]
 Attempt = Callable[[Sequence[Job], Load], dict[str, Any]]
@@ -31,12 +33,19 @@ Attempt = Callable[[Sequence[Job], Load], dict[str, Any]]
 
 class Target(NamedTuple):
     """What runs the jobs: `attempt` once, for the numbers of a run; and facts that hold for all runs, asked for at the
-    end."""
+    end. `eyes` are those of a model in this process that sees."""
 
     vocab_size: int
     max_len: int | None
     attempt: Attempt
     facts: Callable[[], dict[str, Any]]
+    eyes: Eyes | None = None
+
+    def jobs(self, workload: Workload, seed: int) -> list[Job]:
+        """A workload's requests."""
+        jobs, sketches = workload.jobs(self.vocab_size, seed), workload.sketches(seed)
+        seen = self.eyes is not None and any(sketch.pictures for sketch in sketches)
+        return self.eyes.jobs(sketches, jobs) if self.eyes is not None and seen else jobs
 
 
 def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -76,7 +85,7 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
     results = []
     with _server(url, args, config) if url else _engine(config, decoding) as target:
         for workload in workloads:
-            jobs = workload.jobs(target.vocab_size, config.seed)
+            jobs = target.jobs(workload, config.seed)
             _check_lengths(workload, jobs, target.max_len)
             load = loads(workload, config.seed)
             for _ in range(args.warmup):
@@ -127,7 +136,8 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
         }
 
     try:
-        yield Target(built.spec.vocab_size, built.plan.max_len, attempt, facts)
+        eyes = Eyes.of(read_source(config).config, built.spec) if built.spec.vision is not None else None
+        yield Target(built.spec.vocab_size, built.plan.max_len, attempt, facts, eyes)
     finally:
         engine.close()
 

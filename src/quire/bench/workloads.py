@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from quire.bench.arrivals import poisson
 from quire.errors import StartupError
+from quire.vocabulary.media import Medium, Pixels
 
 __all__ = [
     "DRAWN", "EXPECTED", "MAX_LENGTH", "MAX_PROMPT_TOKENS", "MAX_REQUESTS", "Job", "Lengths", "LogNormal", "Named",
-    "Sketch", "Uniform", "Workload", "parse", "poisson",
+    "Sketch", "Sketched", "Uniform", "Workload", "parse", "poisson",
 ]  # fmt: skip
 
 Lengths = npt.NDArray[np.int64]
@@ -33,21 +34,36 @@ EDGE = 10  # token ids this near to either end of a vocabulary are not drawn: sp
 
 
 class Job(NamedTuple):
-    """One request: a prompt as token ids, and how many tokens it generates."""
+    """One request: a prompt as token ids, and how many tokens it generates; the pictures in it, and what an encoder
+    gets of them."""
 
     prompt: list[int]
     output: int
+    media: tuple[Medium, ...] = ()
+    pixels: tuple[Pixels, ...] = ()
+
+
+class Sketched(NamedTuple):
+    """A picture before it has pixels: its name, its size, and the tokens that stand for it in prompts of models that
+    see none (see quire.bench.pictured)."""
+
+    name: str
+    width: int
+    height: int
+    tokens: int
 
 
 class Sketch(NamedTuple):
     """A request before it has tokens. Its prompt starts with the first `prefix_len` tokens of the text `prefix_id`, as
-    does any other that names it. `arrival` is in seconds from the start, if the workload says when requests come."""
+    does any other that names it. `arrival` is in seconds from the start, if the workload says when requests come. The
+    tokens of its `pictures` are the first ones of `prompt_len`."""
 
     prompt_len: int
     output_len: int
     prefix_id: str = ""
     prefix_len: int = 0
     arrival: float | None = None
+    pictures: tuple[Sketched, ...] = ()
 
 
 class LogNormal(NamedTuple):
@@ -110,9 +126,13 @@ DRAWN: dict[str, tuple[Length, Length]] = {
     # questions after a few worked examples, answered step by step.
     "mmlu-pro": (LogNormal(1400, 0.3, 400, 2564), LogNormal(220, 0.6, 16, 512)),
     # Jenga, §3.2: MMMU-pro has 6193 image and 43 text tokens on average. Assumed: the same image tokens in each request
-    # (ordinary tokens here), the spread of the text, outputs as above.
+    # (ordinary tokens, of a model that sees none), the spread of the text, outputs as above.
     "mmmu-pro": (After(6193, LogNormal(43.5, 0.5, 8, 256)), LogNormal(220, 0.6, 16, 512)),
 }
+# What a model that sees gets in place of the 6193: a picture of its own for each request. Assumed: their sizes, of
+# which Llama 3.2 Vision makes four tiles of 1601 rows, or three; a share WIDER of the latter, so that 6193 is the mean.
+PICTURED = {"mmmu-pro": 6193}
+SQUARE, WIDE, WIDER = (1120, 1120), (1680, 560), (4 * 1601 - 6193) / 1601
 
 # PagedAttention, §6.4: prefixes of 80 tokens (one example) and 341 (five). Assumed: the lengths of WMT16's sentences.
 TRANSLATION = {"wmt1shot": 80, "wmt5shot": 341}
@@ -181,7 +201,7 @@ class Workload(ABC):
         rng = np.random.default_rng(seed + 1)
         prefixes: dict[str, list[int]] = {}
         jobs = []
-        for prompt, output, name, length, _ in sketches:
+        for prompt, output, name, length, *_ in sketches:
             prefix = prefixes.setdefault(name, [])
             if len(prefix) < length:
                 prefix += rng.integers(low, high, size=length - len(prefix)).tolist()
@@ -203,7 +223,8 @@ class Named(Workload):
         """Every request, without its tokens: the same for the same seed."""
         rng = np.random.default_rng(seed)
         if self.kind in DRAWN:
-            return list(_drawn(rng, *DRAWN[self.kind], self.requests))
+            drawn = list(_drawn(rng, *DRAWN[self.kind], self.requests))
+            return _pictured(drawn, PICTURED[self.kind], seed) if self.kind in PICTURED else drawn
         if self.kind == "range":
             prompts, outputs = (around(mean, self.ratio) for mean in self.numbers)
             return list(_drawn(rng, prompts, outputs, self.requests))
@@ -236,6 +257,15 @@ def around(mean: int, ratio: float) -> Uniform:
 def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int) -> Iterator[Sketch]:
     prompts, outputs = (kind.clip(kind.draw(rng, count)).tolist() for kind in (prompt, output))
     return map(Sketch, prompts, outputs)
+
+
+def _pictured(sketches: list[Sketch], tokens: int, seed: int) -> list[Sketch]:
+    """Each with a picture. The wider ones are spread evenly."""
+    sizes = [WIDE if int((i + 1) * WIDER) > int(i * WIDER) else SQUARE for i in range(len(sketches))]
+    return [
+        one._replace(pictures=(Sketched(f"picture {i}, seed {seed}", *size, tokens),))
+        for i, (one, size) in enumerate(zip(sketches, sizes))
+    ]
 
 
 def _chat(rng: np.random.Generator, count: int) -> list[Sketch]:

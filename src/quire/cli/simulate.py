@@ -18,6 +18,7 @@ from quire.bench.calibrate import shape_of
 from quire.bench.document import document, short, table, write
 from quire.bench.endless import Endless
 from quire.bench.latency import Trace, latencies, totals
+from quire.bench.pictured import Eyes
 from quire.bench.traces import Traced, counter, load_trace
 from quire.bench.workloads import EXPECTED, Workload, parse, poisson
 from quire.budget import activation_bytes
@@ -53,7 +54,8 @@ LEAST_RATE, MOST_RATE = 1e-6, 1e5
 
 
 class Plant(NamedTuple):
-    """A model on a device with so much memory for KV: `kv_bytes`, or as `kv_tokens` tokens in every layer need."""
+    """A model on a device with so much memory for KV: `kv_bytes`, or as `kv_tokens` tokens in every layer need. `eyes`
+    are a seeing model's."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -61,6 +63,7 @@ class Plant(NamedTuple):
     calibration: Calibration
     kv_tokens: int
     kv_bytes: int = 0
+    eyes: Eyes | None = None
 
     @property
     def max_len(self) -> int:
@@ -179,8 +182,9 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
     return Plant(
-        config, source.spec, Cost(shape_of(source, itemsize, saved), found.coefficients), found, tokens, kv_bytes
-    )
+        config, source.spec, Cost(shape_of(source, itemsize, saved), found.coefficients), found, tokens, kv_bytes,
+        Eyes.of(source.config, source.spec),
+    )  # fmt: skip
 
 
 def _saved(config: EngineConfig, source: Source, itemsize: int, found: Calibration) -> int:
@@ -199,7 +203,8 @@ def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, f
     if found.kv_bytes is not None and name == found.model:
         return found.kv_bytes + saved
     room = found.memory_bytes * config.gpu_memory_utilization + saved
-    return int(room - spec.parameters * itemsize - activation_bytes(config, spec, itemsize))
+    eyes = spec.vision.parameters if spec.vision is not None else 0
+    return int(room - (spec.parameters + eyes) * itemsize - activation_bytes(config, spec, itemsize))
 
 
 Traces = Callable[[float | None], list[Arriving]]
@@ -243,8 +248,11 @@ def _stretched(trace: Traced, plant: Plant, rate: float | None) -> list[Arriving
 
 
 def _arriving(workload: Workload, times: Sequence[float], plant: Plant) -> list[Arriving]:
-    found, most = [], plant.max_len
-    for time, job in zip(times, workload.jobs(plant.spec.vocab_size, plant.config.seed)):
+    found, most, seed = list[Arriving](), plant.max_len, plant.config.seed
+    jobs, sketches = workload.jobs(plant.spec.vocab_size, seed), workload.sketches(seed)
+    if plant.eyes is not None and any(sketch.pictures for sketch in sketches):
+        jobs = plant.eyes.jobs(sketches, jobs, pixels=False)
+    for time, job in zip(times, jobs):
         if len(job.prompt) + job.output > most:
             raise StartupError(
                 f"a request of {workload.name[:60]} has {len(job.prompt) + job.output} tokens, but sequences may have "
@@ -252,7 +260,7 @@ def _arriving(workload: Workload, times: Sequence[float], plant: Plant) -> list[
                 "Use a shorter workload, another model or a larger --kv-gib",
             )
         params = SamplingParams(temperature=0.0, max_tokens=job.output, ignore_eos=True, detokenize=False)
-        found.append(Arriving(time, job.prompt, params))
+        found.append(Arriving(time, job.prompt, params, job.media))
     return found
 
 

@@ -1,6 +1,7 @@
 """What a step costs: its work, counted from the plan, times a device's coefficients, read from a calibration.
 
     matrices  = weights read once + operations of every token      PagedAttention §2.3: a batch shares the weights
+                + those of an encoder and operations of every part of a picture that it encodes
     attention = keys and values read by rows that decode + operations of prompts + states read and written by all rows
     copies    = pages copied (copy on write) + pages moved to or from the host
     host      = planning: a step and a row; it overlaps the device's work where steps overlap
@@ -13,12 +14,15 @@ another shape's step is an extrapolation.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.control.costs import Costs
 from quire.errors import StartupError
+from quire.sim.sight import Sight, seen_by
+from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import Copy, In, Out, StepPlan
 from quire.vocabulary.specs import ModelSpec
 
@@ -60,7 +64,8 @@ class Attention(NamedTuple):
 class Shape(NamedTuple):
     """A model as its steps' costs see it. `body` weights are applied to each token, `head` ones to those that a token
     is drawn after; both are read once a step. The embedding table is looked up, not read. Of `mixed` weights, those of
-    experts, a token takes the part `active`. `state_bytes` are a sequence's running states."""
+    experts, a token takes the part `active`. `state_bytes` are a sequence's running states. `sight` is a seeing
+    model's, whose weights aren't among the others."""
 
     body: int
     head: int
@@ -70,10 +75,11 @@ class Shape(NamedTuple):
     active: float = 0.0
     state_bytes: int = 0
     saved: int = 0  # bytes of the weights, by FP8
+    sight: Sight | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights but the embedding table's."""
+        """Bytes of all weights but the embedding table's and those for pictures."""
         return (self.body + self.head + self.mixed) * self.itemsize - self.saved
 
     @property
@@ -94,23 +100,27 @@ class Shape(NamedTuple):
         `saved`: so many bytes less are read, as weights are in FP8."""
         head = spec.vocab_size * spec.hidden
         parts = []
-        for sees in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in spec.layers):
-            layers = [
-                layer for layer in spec.layers if (layer.window, layer.chunk, layer.budget) == sees and not layer.state
-            ]
+        attending = [layer for layer in spec.layers if not layer.state and not layer.cross]
+        for sees in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in attending):
+            layers = [layer for layer in attending if (layer.window, layer.chunk, layer.budget) == sees]
             pair = sum(4 * (layer.heads or spec.heads) * layer.head_dim for layer in layers)
             read = sum(replace(layer, shares=None).token_bytes(itemsize) for layer in layers)
             window, chunk, budget = sees
             parts.append(Attention(window, read, pair, chunk, budget))
         mixed, active = spec.expert_parameters, spec.active_experts / spec.experts if spec.experts else 0.0
         body = spec.parameters - (head if tied else 2 * head) - mixed
-        return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes, saved)
+        sight = Sight.of(spec, itemsize, saved / (body + mixed))
+        if sight is not None:  # of what FP8 saves they have their part
+            others = sight.crossing + sight.projecting
+            saved, body = round(saved * (1 - others / (body + mixed))), body - others
+        return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes, saved, sight)
 
 
 class Work(NamedTuple):
     """What one step does. `operations` are those of matrix products; `kv_bytes` are read by rows of one token, and
     states read and written by all (what prompts leave at borders isn't counted); `attention` is operations of longer
-    rows; `copied` and `swapped` are bytes of pages."""
+    rows; `copied` and `swapped` are bytes of pages; `pictures` are bytes of weights that only pictures are read for,
+    and `encoded` the parts of them."""
 
     rows: int
     tokens: int
@@ -119,10 +129,14 @@ class Work(NamedTuple):
     attention: float
     copied: int
     swapped: int
+    pictures: float = 0.0
+    encoded: int = 0
 
 
-def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
-    """Count a plan's work. `page_bytes` has the size of a page of each group."""
+def work_of(
+    plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...], media: Mapping[int, tuple[Medium, ...]] | None = None
+) -> Work:
+    """Count a plan's work. `page_bytes` has the size of a page of each group, `media` the pictures of each slot."""
     tokens = drawn = 0
     contexts: list[int] = []
     chunks: list[tuple[int, int]] = []
@@ -147,7 +161,14 @@ def work_of(plan: StepPlan, shape: Shape, page_bytes: tuple[int, ...]) -> Work:
             swapped += page_bytes[entry.group]
     read += 2 * shape.state_bytes * len(plan.rows)
     operations = 2.0 * (shape.applied * tokens + shape.head * drawn)
-    return Work(len(plan.rows), tokens, operations, read, attention, copied, swapped)
+    work = Work(len(plan.rows), tokens, operations, read, attention, copied, swapped)
+    if shape.sight is None or not media:
+        return work
+    seen = seen_by(plan, shape.sight, media)
+    return work._replace(
+        operations=operations + seen.operations, kv_bytes=read + seen.kv_bytes, attention=attention + seen.attention,
+        pictures=seen.weights, encoded=seen.encoded,
+    )  # fmt: skip
 
 
 def padded(work: Work, shape: Shape, prompt: int, rows: int) -> Work:
@@ -193,9 +214,10 @@ class Cost(NamedTuple):
         """Seconds that the device takes for a step."""
         c = self.coefficients
         copies = work.copied * c.copied_byte + work.swapped * c.swapped_byte
-        if not work.tokens:
+        if not work.tokens and not work.encoded:
             return copies
-        reading, computing = self.shape.read(work.tokens) * c.weight_byte, work.operations * c.operation
+        weights = work.pictures + (self.shape.read(work.tokens) if work.tokens else 0.0)
+        reading, computing = weights * c.weight_byte, work.operations * c.operation
         matrices = reading + computing
         if c.overlap != 1:
             longer = max(reading, computing) or 1.0  # powers of shares don't overflow
@@ -203,7 +225,7 @@ class Cost(NamedTuple):
             matrices = longer * shares ** (1 / c.overlap)
         attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
         seconds = matrices + attention + c.step + work.rows * c.row
-        is_prompt = work.attention or work.tokens > work.rows
+        is_prompt = work.attention or work.encoded or work.tokens > work.rows
         return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
     def host(self, work: Work) -> float:

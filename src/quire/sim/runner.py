@@ -13,7 +13,7 @@ from typing import NamedTuple
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost, Work, padded, work_of
 from quire.sim.padding import Padded
-from quire.vocabulary.media import Pixels
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import MAX_N
 from quire.vocabulary.plan import Birth, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
@@ -53,12 +53,15 @@ class SimRunner:
         self.busy = 0.0  # seconds that it computed
         self.page_bytes: tuple[int, ...] = ()
         self.births: dict[int, Birth] = {}  # by slot; only where `draw` asks for them
+        self.sees = False
+        self.media: dict[int, tuple[Medium, ...]] = {}  # by slot; only where there are pictures among the prompts
         self.tokens = tuple(t for t in range(TOKEN, TOKEN + MAX_N + len(avoid)) if t not in avoid)
         self._one, self._none = Sampled(self.tokens[:1]), Sampled(())
 
     def bind(self, geometry: Geometry) -> None:
         """Nothing is allocated; pages have sizes."""
         self.page_bytes = tuple(group.page_bytes for group in geometry.groups)
+        self.sees = geometry.sees
 
     def see(self, pixels: Pixels) -> None:
         """Nothing looks at it."""
@@ -69,7 +72,10 @@ class SimRunner:
     def submit(self, plan: StepPlan) -> int:
         """The host takes its time to plan, then the device begins as soon as it is free."""
         assert len(self.flight) < self.depth, f"more than {self.depth} steps are in flight"
-        work = work_of(plan, self.cost.shape, self.page_bytes)
+        if self.sees:
+            for birth in plan.births:
+                self.media[birth.slot] = birth.media
+        work = work_of(plan, self.cost.shape, self.page_bytes, self.media)
         if self.padding is not None:
             work = padded(work, self.cost.shape, *self.padding(plan))
         self.clock.pass_by(self.cost.host(work))

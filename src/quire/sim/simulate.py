@@ -22,6 +22,7 @@ from quire.sim.clock import VirtualClock
 from quire.sim.cost import Cost
 from quire.sim.padding import Padding
 from quire.sim.runner import Draw, SimRunner
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
@@ -34,11 +35,14 @@ STEEPEST = 2.0**14  # how far from its start the search for a rate goes
 
 
 class Arriving(NamedTuple):
-    """A request of a trace: it comes at `at` seconds. Its parameters give its output length, end tokens aside."""
+    """A request of a trace: it comes at `at` seconds. Its parameters give its output length, end tokens aside. `media`
+    are its pictures; `pixels`, what a runner with eyes gets of them."""
 
     at: float
     prompt: list[int]
     params: SamplingParams
+    media: tuple[Medium, ...] = ()
+    pixels: tuple[Pixels, ...] = ()
 
 
 class Served:
@@ -224,10 +228,10 @@ class Simulation:
         look = LOOKS
         while len(served) < len(trace) or engine.unfinished:
             while len(served) < len(trace) and trace[len(served)].at <= clock.now:
-                at, prompt, params = trace[len(served)]
+                at, prompt, params, media, _ = trace[len(served)]
                 assert params.max_tokens is not None, "a request of a trace has a length"
                 name = str(len(served))
-                engine.add(name, prompt, params)
+                engine.add(name, prompt, params, media=media)
                 going[name] = one = Served(at, len(prompt), params.max_tokens)
                 served.append(one)
             if not engine.unfinished:

@@ -1,0 +1,77 @@
+"""Pictures of workloads, as a model that sees takes them: each has the rows that the model makes of one of its size,
+and stands behind its prompt's first token. Pixels are drawn by lot, and prepared as a user's are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quire.bench.workloads import EDGE, Job, Sketch, Sketched
+from quire.data.models.seeing_settings import PREPARATION
+from quire.data.models.vision.settings import VisionSettings
+from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.pictures import Tiling
+from quire.vocabulary.specs import ModelSpec
+
+PLACE = EDGE  # the token that a picture's rows stand in the place of; nobody reads it
+
+
+class Eyes(NamedTuple):
+    """How a model of this config.json takes pictures: in tiles, and by rows `in_places` of tokens, or else by a token
+    each."""
+
+    config: dict[str, Any]
+    tiling: Tiling
+    in_places: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any], spec: ModelSpec) -> Eyes | None:
+        """A model's; None, if it sees none."""
+        if spec.vision is None:
+            return None
+        settings = VisionSettings.read(config, config.get(PREPARATION))
+        return cls(config, settings.tiling, spec.takes_places)
+
+    def placed(self, sketch: Sketch) -> tuple[int, tuple[Medium, ...]]:
+        """The length of a request's prompt, and where its pictures stand."""
+        at, media = 1, list[Medium]()
+        for one in sketch.pictures:
+            grid = self.tiling.grid(one.height, one.width, alone=len(sketch.pictures) == 1)
+            rows = self.tiling.rows(grid)
+            media.append(Medium(_key(one), at, rows if self.in_places else 1, rows, self.tiling.parts(grid)))
+            at = media[-1].end
+        return sketch.prompt_len - sum(one.tokens for one in sketch.pictures) + at - 1, tuple(media)
+
+    def jobs(self, sketches: Sequence[Sketch], jobs: Sequence[Job], pixels: bool = True) -> list[Job]:
+        """The same requests with their pictures, which were tokens in `jobs`; without `pixels` none are drawn."""
+        found = []
+        for sketch, job in zip(sketches, jobs, strict=True):
+            _, media = self.placed(sketch)
+            text = job.prompt[sum(one.tokens for one in sketch.pictures) :]
+            prompt = [*text[:1], *[PLACE] * sum(medium.tokens for medium in media), *text[1:]]
+            found.append(Job(prompt, job.output, media, self.pixels(sketch) if pixels else ()))
+        return found
+
+    def pixels(self, sketch: Sketch) -> tuple[Pixels, ...]:
+        """What an encoder gets of a request's pictures: the same of pictures of one name."""
+        from PIL import Image
+
+        from quire.text.pictures import read_preparation
+
+        said = self.config.get(PREPARATION) or {}
+        how = read_preparation(said, self.tiling, VisionSettings.read(self.config, said).normal.mean)
+        found = []
+        for one in sketch.pictures:
+            rng = np.random.default_rng(list(_key(one)))
+            image = Image.fromarray(rng.integers(0, 256, (one.height, one.width, 3), dtype=np.uint8))
+            made, grid = how.prepare(image, alone=len(sketch.pictures) == 1)
+            found.append(Pixels(_key(one), made.shape, made.tobytes(), grid))
+        return tuple(found)
+
+
+def _key(one: Sketched) -> bytes:
+    return hashlib.sha256(repr(one).encode()).digest()
