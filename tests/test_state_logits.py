@@ -120,9 +120,15 @@ def check(model: Saved, prompts: Sequence[list[int]], branches: int, within: flo
     engine.close()
 
 
-@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 64), (16, 3), (16, 20)])
-@pytest.mark.parametrize("case", CASES)
+CUTS = [(1, 7), (16, 3), (4, 64), (16, 20)]
+"""Tokens of a page, and most of a step."""
+SOME = [
+    (case, *CUTS[(i + j) % len(CUTS)], preemption)
+    for i, case in enumerate(CASES) for j, preemption in enumerate((None, "swap", "recompute", "recompute"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "page_size", "chunk", "preemption"), SOME)
 def test_logits_of_branches(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
     how = {} if preemption is None else {"preemption": preemption}
     check(saved(case), SHORT, 2, page_size=page_size, max_num_batched_tokens=chunk, **how)
