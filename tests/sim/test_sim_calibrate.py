@@ -211,6 +211,27 @@ def test_overlapping_steps_are_told_apart_by_the_device_s_events(monkeypatch: py
     assert found == pytest.approx(TRUE, rel=1e-3)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunks_of_a_long_prompt_are_sampled(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model="tiny", enable_prefix_caching=False, max_num_seqs=64, max_num_batched_tokens=100)
+    source = read_source(config)
+    cost = Cost(shape_of(source, 4), TRUE)
+    simulation = Simulation(config, source.spec, cost, 950, depth=depth)
+    simulation.runner.device = SimpleNamespace(type="cuda")  # type: ignore[attr-defined]
+    monkeypatch.setattr(steps, "mark", lambda runner: Mark(simulation))
+    timed = Timed(simulation.engine, cost.shape)
+    timed.clock = simulation.clock
+    found = steps.long_prompt(timed)
+    budget = 100 - (depth > 1)
+    longest = min(950, simulation.engine.limits.max_len - 1)
+    assert 3 < len(found) <= longest // budget - 1, "all chunks but the first"
+    assert {sample.work.tokens for sample in found} == {100}
+    seen = [sample.work.attention for sample in found]
+    assert seen[1] > seen[0]
+    assert seen == pytest.approx([seen[0] + i * (seen[1] - seen[0]) for i in range(len(seen))])
+    assert not timed.engine.unfinished
+
+
 def test_steps_are_made_and_timed_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

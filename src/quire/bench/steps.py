@@ -20,6 +20,7 @@ CONTEXTS = (16, 64, 256, 512, 1024, 1900, 4096)
 PROMPTS = (1, 2, 8, 32)
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192)
 DECODERS = (4, 16, 32)  # rows beside a prompt
+CHUNKS = 16  # of a long prompt, that are sampled
 STEPS, WARM, REPEATS = 9, 2, 3
 SWAPS = (64, 256, 1024, 4096)
 COPIED = 64  # pages
@@ -107,7 +108,7 @@ def grid(timed: Timed) -> list[Sample]:
             if rows + length <= timed.engine.scheduler.budget and _room(timed, rows + 1, length):
                 samples.append(prompt_step(timed, 1, length, rows))
         print(f"{len(samples)} steps", file=sys.stderr)
-    return samples
+    return samples + long_prompt(timed)
 
 
 def _room(timed: Timed, count: int, length: int) -> bool:
@@ -143,6 +144,29 @@ def prompt_step(timed: Timed, count: int, length: int, rows: int = 0) -> Sample:
         steps.append(sample._replace(host=0.0) if beside else sample)
     _end(timed)
     return _fastest(steps)
+
+
+def long_prompt(timed: Timed) -> list[Sample]:
+    """Steps of whole chunks, of the longest prompt that the engine takes: their attention is mostly to what chunks
+    before them have left. None if that has no two chunks."""
+    engine, beside = timed.engine, _beside(timed)
+    budget, most = engine.scheduler.budget - beside, engine.limits.max_len - 1
+    others = [DECODED + 4 * (STEPS + WARM)] * beside
+    fits = engine.scheduler.memory.fits
+    chunks = next((n for n in range(most // budget, 1, -1) if fits([n * budget + 1, *others])), 0)
+    if not chunks:
+        return []
+    timed.what = "chunks of a long prompt"
+    if beside:
+        _start(timed, beside, DECODED)
+    engine.add("prompt", [TOKEN] * (chunks * budget), _params(1))
+    found: list[Sample] = []
+    while len(found) < chunks and engine.unfinished:
+        sample = timed.step()
+        if sample.work.attention:
+            found.append(sample._replace(host=0.0) if beside else sample)
+    _end(timed)
+    return found[1 :: max(chunks // CHUNKS, 1)]
 
 
 def _beside(timed: Timed) -> int:

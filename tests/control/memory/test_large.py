@@ -338,3 +338,21 @@ def test_more_of_one_group_is_not_made_up_for_by_less_of_another_in_part() -> No
     assert not pages.within([6, 0], [2, 2])
     assert pages.within([6, 0], [2, 4])
     assert pages.within([2, 2], [2, 2])
+
+
+def test_a_content_that_is_computed_again_is_found_in_the_page_that_stays() -> None:
+    """Whoever can't use what is cached, its window being gone, computes it again. Its pages are found, not the old
+    ones, which would be evicted first; what somebody uses keeps its name."""
+    pages = LargePages([2], 4)
+    old = take(pages, 0, 2)
+    cached(pages, 0, old, b"ab")
+    new = take(pages, 0, 2)
+    for page, key in zip(new, (b"a", b"b")):
+        pages.publish(0, page, key)
+    assert [pages.index[0][key] for key in (b"a", b"b")] == new
+    assert pages.cached_pages == [0]
+    pages.check([dict.fromkeys(new, 1)])
+    third = take(pages, 0, 1)
+    pages.publish(0, third[0], b"a")
+    assert pages.index[0][b"a"] == new[0]
+    assert pages.keys[0][third[0]] is None

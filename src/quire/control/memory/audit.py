@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from quire.control.memory.answers import LargeCounts
 from quire.control.memory.pages import Space
 
 if TYPE_CHECKING:
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
 
 EMPTY, CACHED = 0, -1
 """References of small pages that aren't used."""
+
+
+def counts_of(pages: LargePages) -> LargeCounts:
+    """For an allocator's statistics."""
+    return LargeCounts(
+        len(pages.free), list(pages.active), list(pages.idle), pages.evicted_large, pages.evicted_small, pages.rebound
+    )
 
 
 def space_of(pages: LargePages, sizes: Sequence[int]) -> Space:

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from quire.control.memory.answers import LargeCounts
-from quire.control.memory.audit import CACHED, EMPTY, audit, space_of
+from quire.control.memory.audit import CACHED, EMPTY, audit, counts_of, space_of
 from quire.control.memory.pages import NONE_RESTING, SCRATCH, WATERMARK, Resting
 from quire.control.memory.partial import Partial
 
@@ -339,10 +338,15 @@ class LargePages:
             partial.leave(owner)
 
     def publish(self, group: int, page: int, key: bytes) -> None:
-        """The page's content is complete and may be found by `key`. A second page of the same content stays private."""
-        if self.keys[group][page] is None and key not in self.index[group]:
-            self.keys[group][page] = key
-            self.index[group][key] = page
+        """The page's content is complete and may be found by `key`. A second page of the same content stays private,
+        unless nobody uses the first one: that would be evicted first, and take the name with it."""
+        known = self.index[group].get(key)
+        if self.keys[group][page] is not None or (known is not None and self.refs[group][known] > 0):
+            return
+        if known is not None:
+            self.evict(group, known)
+        self.keys[group][page] = key
+        self.index[group][key] = page
 
     def evict(self, group: int, page: int) -> None:
         """Empty a cached page."""
@@ -383,16 +387,11 @@ class LargePages:
         """As in Ledger."""
         return list(map(len, self.cached))
 
-    def counts(self) -> LargeCounts:
-        """For an allocator's statistics."""
-        return LargeCounts(
-            len(self.free), list(self.active), list(self.idle), self.evicted_large, self.evicted_small, self.rebound
-        )
-
     def coldest(self) -> Iterator[tuple[int, int]]:
         """The large pages that could leave the device, the one used longest ago first, and their groups (§8: one size
         to offload, and an order)."""
         return ((home, self.kind[home]) for home in self.reclaimable)
 
     space = space_of
+    counts = counts_of
     check = audit
