@@ -269,7 +269,10 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, entri
     entries.sort(key=lambda entry: entry.arrival or 0.0)
     path = tmp_path_factory.getbasetemp() / "written.jsonl"
     fields = (entry._asdict() for entry in entries)
-    lines = [{key: value for key, value in line.items() if line["prefix_id"] or "prefix" not in key} for line in fields]
+    lines = [
+        {key: value for key, value in line.items() if key != "pictures" and (line["prefix_id"] or "prefix" not in key)}
+        for line in fields
+    ]
     assert load_trace(write(path, *lines), max_len=10_000) == entries
 
 

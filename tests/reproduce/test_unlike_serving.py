@@ -115,8 +115,8 @@ def test_timelines_are_judged() -> None:
 
 def speeds(ratio: float, llama: float) -> list[Speed]:
     found = []
-    for model in unlike_throughput.CASES:
-        for device in ("H100", "L4"):
+    for model, cases in unlike_throughput.CASES.items():
+        for device in (case.device.name for case in cases):
             for rule in ("uniform", "jenga"):
                 times = 1.0 if rule == "uniform" else llama if model == "Llama" else ratio
                 found.append(Speed(model, device, rule, f"{model}, {device}", 3.0, 2 * times, 4.0, 0.5, 0, 40, 1))
@@ -126,12 +126,23 @@ def speeds(ratio: float, llama: float) -> list[Speed]:
 def test_throughputs_are_judged() -> None:
     paper = unlike_throughput.judged(speeds(1.9, 1.01))
     assert {one.verdict for one in paper if one.verdict != MEASURED} == {HOLDS}
-    assert [one.ours for one in paper if one.paper is None] == [1.9] * 8
+    assert [one.ours for one in paper if one.paper is None] == [1.9] * 11
     slower = unlike_throughput.judged(speeds(0.9, 1.1))
     assert {one.verdict for one in slower if one.verdict != MEASURED} == {DIFFERS}
     found = speeds(1.9, 1.0)
     assert len(unlike_throughput.draw([one._asdict() for one in found]).axes) == 2
     assert "calibrated" in unlike_throughput.text(found, "calibrated")
+
+
+@pytest.mark.parametrize("rule", ["uniform", "jenga"])
+def test_pictures_and_states_are_served(rule: str) -> None:
+    seeing = Case("llama-3.2-11b-vision", H100, "mmmu-pro@8", kv_gib=3.0)
+    run = simulated(seeing, rule)
+    assert (run.encoder_runs, run.encoder_parts) == (8, 8)
+    assert 30 < (run.tokens - run.output) / 8 < 60, "a picture takes one token's place"
+    assert run.batch < 4 if rule == "uniform" else run.batch > 4
+    states = Case("jamba-52b", H100, "mmlu-pro@8", halved=True, kv_gib=2.0, seqs=16)
+    assert simulated(states, rule).requests == 8
 
 
 def test_a_case_runs_and_drops_what_uniform_pages_cannot_hold() -> None:
@@ -169,7 +180,7 @@ def test_articles_that_fit_are_found_again() -> None:
 
 
 def ran(seconds: float, batch: float, hits: float) -> Ran:
-    return Ran(seconds, 10, 1000, 100, 50, batch, hits, 0, 0.1, [], [])
+    return Ran(seconds, 10, 1000, 100, 50, batch, hits, 0, 0.1, 0, 0, [], [])
 
 
 def test_real_runs_are_judged_beside_their_simulation() -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.bench.pictured import Eyes
 from quire.bench.workloads import Sketch, parse
 from quire.cli.simulate import Plant, plant_of
 from quire.config import EngineConfig
@@ -23,6 +24,7 @@ from quire.data.models.configs import named_config
 from quire.errors import QuireError
 from quire.sim.cost import load, names
 from quire.sim.simulate import Arriving
+from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.specs import Group, LayerSpec, ModelSpec
@@ -68,7 +70,7 @@ L4 = Device("L4", 24 * GB, 0.3e12, 121e12)
 class Case(NamedTuple):
     """A model on a device with so many requests of a workload, all at once. `halved`: weights take one byte (FP8 in the
     paper's Table 1). `kv_gib` instead of what the device has left over; `longest` instead of the model's context, and
-    `chunk` tokens a step instead of the default.
+    `chunk` tokens and `seqs` sequences a step instead of the defaults.
     `changes` are to its config.json."""
 
     model: str
@@ -79,6 +81,7 @@ class Case(NamedTuple):
     caching: bool = False
     longest: int | None = None
     chunk: int | None = None
+    seqs: int | None = None
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -92,11 +95,17 @@ class Case(NamedTuple):
 
     @property
     def budget(self) -> float:
-        """GiB for KV: SHARE of the device less the weights and BESIDE."""
+        """GiB for KV: SHARE of the device less the weights (those of eyes have two bytes) and BESIDE."""
         if self.kv_gib is not None:
             return self.kv_gib
-        weights = self.spec.parameters * (1 if self.halved else 2)
+        eyes = self.spec.vision.parameters if self.spec.vision is not None else 0
+        weights = self.spec.parameters * (1 if self.halved else 2) + 2 * eyes
         return (SHARE * self.device.memory - weights - BESIDE) / 2**30
+
+    @property
+    def eyes(self) -> Eyes | None:
+        """How it takes pictures, if it sees any."""
+        return Eyes.of(self.shape, self.spec)
 
     @property
     def label(self) -> str:
@@ -107,7 +116,7 @@ class Case(NamedTuple):
         return EngineConfig(**{
             "model_config": self.model, "kv_gib": self.budget, "max_model_len": self.longest, "swap_gib": 0.0,
             "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED,
-            "max_num_batched_tokens": self.chunk, **RULES[rule], **more,
+            "max_num_batched_tokens": self.chunk, "max_num_seqs": self.seqs, **RULES[rule], **more,
         })  # fmt: skip
 
     def plant(self, rule: str, **more: Any) -> Plant:
@@ -149,9 +158,17 @@ def exactly(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def burst(sketches: Sequence[Sketch]) -> list[Arriving]:
-    """All requests at once."""
-    return [Arriving(0.0, prompt, exactly(one.output_len)) for prompt, one in zip(prompts(sketches), sketches)]
+def burst(sketches: Sequence[Sketch], eyes: Eyes | None = None, pixels: bool = False) -> list[Arriving]:
+    """All requests at once. `eyes` see pictures where other models have tokens; with `pixels` for a real runner."""
+    found = []
+    for prompt, one in zip(prompts(sketches), sketches):
+        asked = Arriving(0.0, prompt, exactly(one.output_len))
+        if eyes is not None and one.pictures:
+            length, media = eyes.placed(one)
+            seen = eyes.pixels(one) if pixels else ()
+            asked = asked._replace(prompt=[*prompt[:1], *[OWN] * (length - 1)], media=media, pixels=seen)
+        found.append(asked)
+    return found
 
 
 class Step(NamedTuple):
@@ -177,6 +194,12 @@ class Counted:
     def collect(self, ticket: Any) -> StepResult:
         return self.runner.collect(ticket)
 
+    def see(self, pixels: Pixels) -> None:
+        self.runner.see(pixels)
+
+    def forget(self, key: bytes) -> None:
+        self.runner.forget(key)
+
     def close(self) -> None:
         self.runner.close()
 
@@ -199,8 +222,8 @@ class Memory(NamedTuple):
 
 class Ran(NamedTuple):
     """A run: `decode_steps` are those with a row that decodes, `batch` is how many rows these have on average, and
-    `hit_rate` is of prompts' tokens; `normalised` is the mean of latency / output length, in seconds a token. `steps`
-    and `memory` are what was seen."""
+    `hit_rate` is of prompts' tokens; `normalised` is the mean of latency / output length, in seconds a token;
+    `encoder_runs` are pictures as wholes, of `encoder_parts`. `steps` and `memory` are what was seen."""
 
     seconds: float
     requests: int
@@ -211,6 +234,8 @@ class Ran(NamedTuple):
     hit_rate: float
     preemptions: int
     normalised: float
+    encoder_runs: int
+    encoder_parts: int
     steps: list[Step]
     memory: list[Memory]
 
@@ -230,7 +255,7 @@ class Ran(NamedTuple):
 
 def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory:
     """The memory now. What a layer needs of a sequence is what its tokens in flight and to come read, whatever the
-    memory keeps; each sequence counts alone."""
+    memory keeps; each sequence counts alone. Rows of pictures aren't counted as needed."""
     scheduler: Any = engine.scheduler
     full = window = 0
     kinds = by_reach(spec, itemsize)
@@ -253,7 +278,7 @@ def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
     """For each kind of layers its policy, in pages of a token, and the bytes of a token in all of them."""
     found: dict[tuple[int | None, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
-        if layer.shares is None and not layer.state:
+        if layer.shares is None and not layer.state and not layer.cross:
             found.setdefault((layer.window, layer.chunk), []).append(layer)
     kinds = []
     for (window, _), layers in found.items():
@@ -265,10 +290,10 @@ def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
 
 def serve(
     engine: Engine, trace: Sequence[Arriving], spec: ModelSpec, sampled: float | None = None, itemsize: int = 2,
-    concurrency: int | None = None,
+    concurrency: int | None = None, each: Callable[[Engine], None] = lambda engine: None,
 ) -> Ran:  # fmt: skip
     """All requests of a trace, which have come, as fast as the engine can; at most `concurrency` at a time. Its clock
-    says how long that took. The memory is looked at every `sampled` seconds of it."""
+    says how long that took. The memory is looked at every `sampled` seconds of it; `each` is called after each step."""
     counted, clock = Counted(engine), engine.clock
     before = _counts(engine)
     began, look = clock(), clock()
@@ -277,7 +302,8 @@ def serve(
     latencies: list[float] = []  # of those that ended, divided by their output lengths
     while len(latencies) < len(trace):
         while len(came) < len(trace) and (concurrency is None or len(came) - len(latencies) < concurrency):
-            engine.add(str(len(came)), trace[len(came)].prompt, trace[len(came)].params)
+            one = trace[len(came)]
+            engine.add(str(len(came)), one.prompt, one.params, media=one.media, pixels=one.pixels)
             came.append(clock())
         for output in engine.step():
             if output.finish_reason == "error":
@@ -285,6 +311,7 @@ def serve(
             if output.done:
                 i = int(output.request)
                 latencies.append((clock() - came[i]) / (trace[i].params.max_tokens or 1))
+        each(engine)
         if sampled is not None and clock() >= look:
             memory.append(needed(engine, spec, itemsize, clock() - began))
             look = clock() + sampled
@@ -296,7 +323,8 @@ def serve(
 
 def _counts(engine: Engine) -> list[int]:
     sharing = engine.scheduler.memory.account().sharing
-    return [sharing.hits, sharing.queries, engine.scheduler.preemptions]
+    encoded = sharing.encoder_runs, sharing.encoder_parts
+    return [sharing.hits, sharing.queries, engine.scheduler.preemptions, *encoded]
 
 
 def _ran(
@@ -307,20 +335,20 @@ def _ran(
     steps: list[Step],
     memory: list[Memory],
 ) -> Ran:
-    hits, queries, preemptions = counts
+    hits, queries, preemptions, *encoded = counts
     output = sum(one.params.max_tokens or 0 for one in trace)
     decoding = [step.decoding for step in steps if step.decoding]
     return Ran(
         seconds, len(trace), output + sum(len(one.prompt) for one in trace), output, len(decoding),
         sum(decoding) / max(len(decoding), 1), hits / queries if queries else 0.0, preemptions,
-        sum(latencies) / max(len(latencies), 1), steps, memory,
+        sum(latencies) / max(len(latencies), 1), *encoded, steps, memory,
     )  # fmt: skip
 
 
 def simulated(case: Case, rule: str, sampled: float | None = None, **more: Any) -> Ran:
     """A case's requests, all at once, by a rule."""
     made = case.plant(rule, **more).simulation()
-    return serve(made.engine, burst(case.sketches()), case.spec, sampled)
+    return serve(made.engine, burst(case.sketches(), case.eyes), case.spec, sampled)
 
 
 def assumed() -> str:
