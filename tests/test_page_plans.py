@@ -17,6 +17,7 @@ from quire.data.models import read_spec
 from quire.data.models.configs import CONFIGS, named_config
 from quire.data.runner.views import check_geometry
 from quire.errors import StartupError
+from quire.vocabulary.media import Medium
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 MINISTRAL = read_spec(named_config("ministral-8b"))
@@ -162,3 +163,35 @@ def test_every_named_shape_has_a_plan(name: str, page_size: int, monkeypatch: py
     memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
     assert memory.fits([plan.max_len])
     assert plan.kv_bytes <= memory.geometry.bytes <= plan.kv_bytes + max(16 * 2**20, 40 * GIB // 512)
+
+
+SEEING = [name for name in CONFIGS if read_spec(named_config(name)).vision is not None]
+
+
+def test_the_gallery_has_every_kind() -> None:
+    """Jenga's Figures 1 and 2: what layers of the named shapes keep, and their encoders' embeddings."""
+    specs = [read_spec(named_config(name)) for name in CONFIGS]
+    kinds = {layer.kind for spec in specs for layer in spec.layers} | {"vision" for s in specs if s.takes_places}
+    assert kinds == {"full", "window", "budget", "state", "cross", "vision"}
+    assert any(layer.shares is not None for spec in specs for layer in spec.layers)
+    assert len(SEEING) == 5
+
+
+@pytest.mark.parametrize("mode", ["pages", "inside", "off"])
+@pytest.mark.parametrize("name", SEEING)
+def test_every_named_shape_that_sees_has_a_plan(name: str, mode: str) -> None:
+    """With its eyes' weights in it, and room for pictures, wherever their embeddings lie; in FP8 with more of it."""
+    spec = read_spec(named_config(name))
+    assert spec.vision is not None
+    config = settings(vision_cache=mode, max_num_seqs=64)
+    plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
+    assert plan.weights == 2 * (spec.parameters + spec.vision.parameters)
+    less = plan_memory(config, spec, name, "bfloat16", 2, "cuda", saved=spec.parameters)
+    assert less.weights == plan.weights - spec.parameters
+    memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    kinds = {group.kind for group in memory.geometry.groups}
+    assert ("vision" in kinds) == (mode == "pages" and spec.takes_places)
+    assert memory.geometry.sight == (mode if spec.takes_places else "")
+    rows = spec.vision.most_rows
+    media = (Medium(bytes(32), 1, rows if spec.takes_places else 1, rows),)
+    assert memory.fits([min(rows + 300, plan.max_len)], rows + 50, media)

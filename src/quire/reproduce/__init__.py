@@ -181,6 +181,10 @@ ENTRIES = {
     "jenga-fig9": Entry("layer_interface:figure_9", "Jenga Figure 9: the interface for layer types, and its window"),
     "jenga-fig10": Entry("layer_interface:figure_10", "Jenga Figure 10: last access after two requests"),
     "jenga-fig11": Entry("layer_interface:figure_11", "Jenga Figure 11: prefixes that are valid for a layer type"),
+    "jenga-fig12": Entry(
+        "picture_steps:timelines", "Jenga Figure 12: memory of a prompt with a picture, step by step",
+        draw="picture_steps:draw",
+    ),
     "jenga-fig13": Entry(
         "unlike_throughput:figure_13", "Jenga Figure 13: throughput of models of unlike layers, on two devices"
     ),
@@ -203,6 +207,10 @@ ENTRIES = {
         "unlike_gpu:articles", "Jenga Figure 17 on a GPU: 20 questions about 5 articles", gpu=True, timed=True,
         draw="unlike_gpu:draw",
     ),
+    "jenga-table1": Entry(
+        "model_matrix:table_1", "Jenga Table 1: models, data sets and devices, planned", draw="model_matrix:draw"
+    ),
+    "jenga-x3": Entry("code_taken:code_taken", "Jenga §7: lines of code that it took"),
     "jenga-x5": Entry("decode_batches:longest_request", "Jenga §7.2: the longest request on an L4"),
     "jenga-x1": Entry("planned_pages:planner_table", "Jenga §4.4: compatible pages of the paper's models"),
     "jenga-x2": Entry("unlike_layers:kv_of_llama", "Jenga §2: KV of 10,000 tokens of Llama 3.1 8B"),

@@ -140,11 +140,11 @@ def text(found: Sequence[Speed], note: str) -> str:
         f"* weights of one byte. Gemma-2 and Ministral: {ARTICLES}, cut to the context; Llama Vision: {PICTURES}; "
         f"others: {QUESTIONS}; all at once\n{table(head, rows)}\n"
         "KV GiB: 0.95 of the device less weights and 1.5 GB, for --kv-gib. Left out: requests that uniform pages\n"
-        "can't hold, which the paper's vLLM could not serve either. The paper's means are of 7 and 6 models, and which\n"
-        "bar is whose can't be read from its text. Long prompts are arithmetic, whatever the batch: there a larger\n"
-        "batch saves little, and what is found of prompts decides. Uniform pages hold states apart from them, one for\n"
-        "each sequence that may run, as vLLM 0.6.3 did; with --max-num-seqs 256 both rules serve Jamba alike.\n"
-        "Uniform pages of character.ai's model know which layers share; those of a system that doesn't are beside.\n"
+        "can't hold, which the paper's vLLM could not serve either. The paper's means are of 7 and 6 models, and\n"
+        "which bar is whose can't be read from its text. Long prompts are arithmetic, whatever the batch: there a\n"
+        "larger batch saves little, and what is found of prompts decides. Uniform pages hold states apart from them,\n"
+        "one for each sequence that may run, as vLLM 0.6.3 did; with --max-num-seqs 256 both rules serve Jamba alike.\n"
+        "Those of character.ai's model know which layers share; those of a system that doesn't are beside.\n"
         f"{note}"
     )
 

@@ -1,0 +1,80 @@
+"""Jenga §7: its size, "about 4000 lines of Python code on top of vLLM", no CUDA kernel changed; and what it took here:
+the lines of those files that are there because layers keep unlike things.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.bench.document import table
+from quire.reproduce.code_size import ROOT, Size, code_lines
+from quire.reproduce.result import MEASURED, Reproduction, Result, equal
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAPER = 4000
+PARTS = {  # files below the package, by what they are there for
+    "large pages, and pages in them": tuple(
+        f"control/memory/{name}.py" for name in ("large", "partial", "audit", "sizes", "layout")
+    ),
+    "layer types and what they keep": tuple(
+        f"control/memory/{name}.py" for name in ("policies", "demands", "retention", "gathering", "followers")
+    ),
+    "pictures": ("control/memory/gallery.py", "control/sight.py"),
+    "several models in one pool": ("control/memory/part.py", "pool.py"),
+    "the paper's own interface": ("jenga.py",),
+    "the runner's side": tuple(f"data/runner/{name}.py" for name in ("views", "prompts", "pictures", "crossing")),
+}
+CUDA = {".cu", ".cuh", ".cpp", ".cc", ".c", ".h", ".hpp"}
+
+
+def sizes(root: Path = ROOT) -> list[Size]:
+    """Each part's files that are there."""
+    found = []
+    for part, names in PARTS.items():
+        files = [root / name for name in names if (root / name).exists()]
+        lines = sum(len(path.read_text().splitlines()) for path in files)
+        found.append(Size(part, len(files), lines, sum(map(code_lines, files))))
+    return found
+
+
+def foreign(root: Path = ROOT) -> int:
+    """Lines of CUDA or C++ in the package."""
+    files = (path for path in root.rglob("*") if path.suffix in CUDA)
+    return sum(len(path.read_text(errors="replace").splitlines()) for path in files)
+
+
+def code_taken() -> Reproduction:
+    """Lines that hold code, by the counter of x4. How many they are is no claim; that none are CUDA's is."""
+    counted = sizes()
+    total = sum(size.code for size in counted)
+    results = [
+        Result(
+            "J-X3", "lines of Python for layers that keep unlike things", f"about {PAPER}", total, "lines", MEASURED
+        ),
+        equal("J-X3", "lines of CUDA for them, and in the package", 0, foreign(), "lines"),
+        *(Result("J-X3", size.part, None, size.code, "lines", MEASURED) for size in counted),
+    ]
+    whole = Size("all", sum(s.files for s in counted), sum(s.lines for s in counted), total)
+    note = (
+        "Files that would not be there, or hardly, if all layers kept the same of every token; those of models, of\n"
+        "their kernels (Triton) and of vision encoders are not among them, nor were they among the paper's."
+    )
+    text = f"{table(('part', 'files', 'lines', 'of code'), [*counted, whole])}\n{note}"
+    return Reproduction(results, text, lambda: _draw(counted))
+
+
+def _draw(counted: list[Size]) -> Figure:
+    from quire.reproduce.plots import COLOURS, figure
+
+    fig = figure(8, 3)
+    axes = fig.add_subplot()
+    bars = axes.barh([size.part for size in counted], [size.code for size in counted], color=COLOURS[0])
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"lines of code (the paper's: about {PAPER:,})")
+    axes.spines[["top", "right"]].set_visible(False)
+    fig.suptitle("Jenga: what it took, in lines of Python")
+    return fig

@@ -1,0 +1,110 @@
+"""Jenga Figure 12: what a request [t0 i0 i1 i2 i3 t1] holds after each of its steps, in chunks of 3 tokens: where the
+embeddings of its picture have pages of their own (a), and where they lie in those of keys and values to come (b).
+Counted over the real scheduler and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.document import table
+from quire.reproduce.result import Reproduction, Result, at_most, equal, measured
+from quire.sim.embeddings import Held, figure_12
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEXT, PICTURE, CHUNK = (1, 1), 4, 3
+WAYS = {"pages": "(a) embeddings in pages of their own", "inside": "(b) in pages of keys and values to come",
+        "off": "kept nowhere"}  # fmt: skip
+# What the paper's timelines show, a step each: tokens computed, those with keys and values behind it, places for more
+# of these, embeddings while it runs and behind it. (a) is §6.2's list, steps (1) and (2) in one; of (b) it says that
+# all places are allocated at the first chunk, and that embeddings take none beside these.
+PAPER = {
+    "pages": [(3, 3, 0, 4, 2), (3, 6, 0, 2, 0), (1, 7, 0, 0, 0)],
+    "inside": [(3, 3, 3, 0, 0), (3, 6, 0, 0, 0), (1, 7, 0, 0, 0)],
+}
+RUNS = {"pages": 1, "inside": 1, "off": 2}  # of the encoder; off: one for each chunk that needs it
+
+
+def seen(step: Held) -> tuple[int, int, int, int, int]:
+    """As PAPER has it."""
+    return step.tokens, step.kv, step.places, step.embeddings, step.left
+
+
+def peak(steps: Sequence[Held]) -> int:
+    """The most that is held behind a step: keys and values and embeddings, each of a token."""
+    return max(step.kv + step.places + step.left for step in steps)
+
+
+def timelines() -> Reproduction:
+    """Both of the figure's, and the same without a cache."""
+    found = {way: figure_12(way, TEXT, PICTURE, CHUNK) for way in WAYS}
+    data: Any = {way: [step._asdict() for step in steps] for way, steps in found.items()}
+    return Reproduction(judged(found), text(found), lambda: draw(data), data)
+
+
+def judged(found: Mapping[str, Sequence[Held]]) -> list[Result]:
+    """Each step beside the paper's, the encoder's runs, and the peaks: no more than a chunk above all tokens."""
+    results = []
+    for way, steps in PAPER.items():
+        for i, step in enumerate(steps):
+            mine = seen(found[way][i]) if i < len(found[way]) else ()
+            what = f"{WAYS[way]}, step {i + 1}: tokens, KV, places, embeddings in it and behind it"
+            results.append(equal("J-F12", what, " ".join(map(str, step)), " ".join(map(str, mine))))
+    for way, count in RUNS.items():
+        runs = sum(step.encodes for step in found[way])
+        results.append(equal("J-F12", f"{WAYS[way]}: encoder runs", count, runs, "runs"))
+    tokens = sum(TEXT) + PICTURE
+    results.append(at_most("J-F12", f"{WAYS['pages']}: peak behind a step, of {tokens} prompt tokens",
+                           tokens + 1 + CHUNK, peak(found["pages"]), "tokens"))  # fmt: skip
+    inside, off = peak(found["inside"]), peak(found["off"])
+    results.append(equal("J-F12", f"{WAYS['inside']}: peak, of what it is without embeddings", off, inside, "tokens"))
+    results.append(measured("J-F12", f"{WAYS['pages']}: peak in a step",
+                            max(step.kv + step.embeddings for step in found["pages"]), "tokens"))  # fmt: skip
+    return results
+
+
+def text(found: Mapping[str, Sequence[Held]]) -> str:
+    head = ("embeddings", "step", "computes", "encodes", "KV", "places", "embeddings in it", "behind it")
+    rows = [
+        (
+            WAYS[way],
+            i + 1,
+            step.tokens,
+            "yes" if step.encodes else "-",
+            step.kv,
+            step.places,
+            step.embeddings,
+            step.left,
+        )
+        for way, steps in found.items()
+        for i, step in enumerate(steps)
+    ]
+    return f"[t0 i0 i1 i2 i3 t1], chunks of {CHUNK} tokens, pages of one token, then a decode\n{table(head, rows)}"
+
+
+def draw(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """A panel a way; a bar a step, and beside it what is left of embeddings."""
+    from quire.reproduce.plots import COLOURS, figure
+
+    fig = figure(4 * len(data), 3.4)
+    for axes, (way, steps) in zip(fig.subplots(1, len(data), squeeze=False, sharey=True).flat, data.items()):
+        places, below = range(1, len(steps) + 1), [0] * len(steps)
+        parts = {"keys and values": "kv", "places for more": "places", "embeddings": "embeddings"}
+        for (label, name), colour in zip(parts.items(), COLOURS):
+            heights = [step[name] for step in steps]
+            axes.bar(places, heights, 0.5, bottom=below, color=colour, label=label)
+            below = [low + height for low, height in zip(below, heights)]
+        for i, step in zip(places, steps):
+            if step["encodes"]:
+                axes.annotate("encodes", (i, below[i - 1]), ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(places)
+        axes.set_ylim(0, 9)
+        axes.set_xlabel("step")
+        axes.set_title(WAYS[way], fontsize=9)
+    fig.axes[0].set_ylabel("tokens")
+    fig.axes[0].legend(fontsize=7, loc="lower right")
+    fig.suptitle("Jenga Figure 12: keys and values, and a picture's embeddings")
+    return fig
