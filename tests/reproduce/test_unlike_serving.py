@@ -180,7 +180,7 @@ def test_articles_that_fit_are_found_again() -> None:
 
 
 def ran(seconds: float, batch: float, hits: float) -> Ran:
-    return Ran(seconds, 10, 1000, 100, 50, batch, hits, 0, 0.1, 0, 0, [], [])
+    return Ran(seconds, 10, 1000, 100, 50, batch, hits, 0, 0.1, 1.0, 0, 0, [], [])
 
 
 def test_real_runs_are_judged_beside_their_simulation() -> None:

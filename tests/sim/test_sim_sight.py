@@ -43,6 +43,8 @@ def test_encoding_reads_its_weights_once_and_computes_every_part() -> None:
     assert (work.kv_bytes, work.attention, work.encoded) == (text.kv_bytes, text.attention, 2)
     reading = Cost(shape, NOTHING._replace(weight_byte=1.0))
     assert reading.device(work) - reading.device(text) == 2 * EYES.parameters
+    computing = Cost(shape, NOTHING._replace(operation=1.0, encoder=3.0))
+    assert computing.device(work) - computing.device(text) == 3 * (work.operations - text.operations)
     alone = work_of(StepPlan((), journal[:1], ()), shape, (), {2: (PICTURE,)})
     assert reading.device(alone) == 2 * EYES.parameters, "no text is read for it"
 

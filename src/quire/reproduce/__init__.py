@@ -54,6 +54,10 @@ UNLIKE = {
     "ministral": "Ministral 8B in an H100's KV memory", "ministral-l4": "Ministral 8B in an L4's",
     "gemma-27b": "Gemma-2 27B in an H100's", "gemma-9b": "Gemma-2 9B in an L4's",
     "character": "character.ai 8B in an L4's", "pyramid": "PyramidKV 8B in an L4's", "llama": "Llama 8B in an L4's",
+    "mllama": "Llama 3.2 11B Vision in an H100's", "jamba": "Jamba 52B in FP8 in an H100's",
+}  # fmt: skip
+PICTURED = {
+    "llava": "LLaVA-OneVision 7B", "internvl": "InternVL2 8B", "phi3": "Phi-3-Vision 4B", "paligemma": "PaliGemma2 10B",
 }  # fmt: skip
 ENTRIES = {
     "fig1": Entry("waste:figure_1", "PagedAttention Figure 1: memory of a 13B model, and its growth"),
@@ -188,6 +192,14 @@ ENTRIES = {
     "jenga-fig13": Entry(
         "unlike_throughput:figure_13", "Jenga Figure 13: throughput of models of unlike layers, on two devices"
     ),
+    "jenga-fig14": Entry(
+        "picture_latency:figure_14", "Jenga Figure 14: latency of Llama 3.2 Vision by request rate",
+        draw="picture_latency:draw",
+    ),
+    "jenga-fig14-gpu": Entry(
+        "picture_latency:figure_14_gpu", "Jenga Figure 14 on a GPU: a rate within capacity, and one beyond it",
+        gpu=True, timed=True, draw="picture_latency:draw",
+    ),
     "jenga-fig15": Entry(
         "decode_batches:figure_15", "Jenga Figure 15: requests that decode at once, by every allocation rule"
     ),
@@ -207,6 +219,14 @@ ENTRIES = {
         "unlike_gpu:articles", "Jenga Figure 17 on a GPU: 20 questions about 5 articles", gpu=True, timed=True,
         draw="unlike_gpu:draw",
     ),
+    "jenga-fig18": Entry(
+        "vision_cache:figure_18", "Jenga Figure 18: prompts with pictures in chunks, embeddings kept and encoded again",
+        draw="vision_cache:draw",
+    ),
+    **{f"jenga-fig18-{name}-gpu": Entry(
+        f"unlike_gpu:pictures_{name}", f"Jenga Figure 18 on a GPU: {about}", gpu=True, timed=True,
+        draw="unlike_gpu:draw",
+    ) for name, about in PICTURED.items()},
     "jenga-table1": Entry(
         "model_matrix:table_1", "Jenga Table 1: models, data sets and devices, planned", draw="model_matrix:draw"
     ),

@@ -144,9 +144,9 @@ def serve(
     usages: list[Usage] = []
     while (now := clock() - began) < span.until and (len(served) < len(trace) or engine.unfinished):
         while len(served) < len(trace) and trace[len(served)].at <= now:
-            at, prompt, params = trace[len(served)]
+            at, prompt, params, media, pixels = trace[len(served)]
             assert params.max_tokens is not None, "a request of a trace has a length"
-            engine.add(str(len(served)), prompt, params)
+            engine.add(str(len(served)), prompt, params, media=media, pixels=pixels)
             served.append(Served(at, len(prompt), params.max_tokens))
         if engine.unfinished:
             steps.append(_step(engine, served, began))

@@ -1,5 +1,6 @@
-"""Jenga Figures 13, 15 and 17 for real: engines with dummy weights of the models' shapes on one GPU, over two-level and
-uniform pages, in the KV memory that the paper's devices would have left over; beside the simulation of the same.
+"""Jenga Figures 13, 15, 17 and 18 for real: engines with dummy weights of the models' shapes on one GPU, over two-level
+and uniform pages, in the KV memory that the paper's devices would have left over, or with and without a cache of
+pictures' embeddings; beside the simulation of the same.
 
 What a token is has no say in what a step costs. Loads are shorter than the simulated entries', so that a run takes a
 minute; each rule has an engine of its own, warmed up before its requests come.
@@ -16,12 +17,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
+from quire.bench.workloads import parse
 from quire.build import Built
 from quire.reproduce.articles import HITS, SPEED
 from quire.reproduce.decode_batches import RATIO
-from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, measured
-from quire.reproduce.unlike_serving import H200, OWN, Case, Ran, assumed, burst, exactly, serve
+from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, at_most, equal, measured
+from quire.reproduce.unlike_serving import H200, OWN, SEED, Case, Ran, assumed, burst, exactly, serve
 from quire.reproduce.unlike_throughput import CASES
+from quire.reproduce.vision_cache import LATENCY, THROUGHPUT, chunked
 from quire.sim.simulate import Arriving
 
 if TYPE_CHECKING:
@@ -33,15 +36,24 @@ MOST_OFF = 0.15  # the simulation's error, as a share
 WARM = (64, 700, 2100, 64)  # tokens of prompts that warm up
 
 
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{rule: (rule, {}) for rule in RULES}, **{mode: ("jenga", {"vision_cache": mode}) for mode in ("off", "pages")},
+}  # fmt: skip
+LABELS = {"jenga": "LCM pages"}  # of ways; others are called by their names
+
+
 class Load(NamedTuple):
-    """A case and how its requests come: all at once, or at most `concurrency` at a time."""
+    """A case and how its requests come: all at once, or at most `concurrency` at a time. `ways`, of WAYS, are compared:
+    the second with the first one. Weights of one byte have two here, or one with `fp8`."""
 
     case: Case
     concurrency: int | None = None
+    ways: tuple[str, str] = RULES
+    fp8: bool = False
 
     def here(self) -> Case:
-        """The same KV memory on this device, whose weights have two bytes."""
-        return self.case._replace(device=H200, kv_gib=self.case.budget, halved=False)
+        """The same KV memory on this device."""
+        return self.case._replace(device=H200, kv_gib=self.case.budget, halved=self.fp8)
 
 
 def _like(model: str, device: int, workload: str) -> Load:
@@ -56,45 +68,62 @@ LOADS = {
     "character": _like("character.ai", 1, "mmlu-pro@150"),
     "pyramid": _like("PyramidKV", 1, "mmlu-pro@150"),
     "llama": _like("Llama", 1, "mmlu-pro@150"),
+    "mllama": _like("Llama Vision", 0, "mmmu-pro@200"),
+    "jamba": _like("Jamba", 0, "mmlu-pro@200")._replace(fp8=True),
+}
+PICTURES = {
+    "llava": Load(chunked("LLaVA-OneVision 7B", 48), ways=("off", "pages")),
+    "internvl": Load(chunked("InternVL2 8B", 96), ways=("off", "pages")),
+    "phi3": Load(chunked("Phi-3-Vision 4B", 96), ways=("off", "pages")),
+    "paligemma": Load(chunked("PaliGemma2 10B", 200), ways=("off", "pages")),
 }
 BATCHES = Load(Case("ministral-8b", H200, "longdoc@10", kv_gib=30.0))
 ARTICLES = Load(Case("ministral-8b", H200, "docqa:5:64000@20", kv_gib=32.0, caching=True), concurrency=1)
 
 
 class Both(NamedTuple):
-    """A rule's run: real, and simulated."""
+    """A way's run: real, and simulated."""
 
     rule: str
     real: Ran
     simulated: Ran
 
 
-def built(case: Case, rule: str) -> AbstractContextManager[Built]:
-    """An engine with dummy weights, warmed up at its start."""
+def built(case: Case, rule: str, **more: Any) -> AbstractContextManager[Built]:
+    """An engine with dummy weights, warmed up at its start; in FP8, if they are halved."""
     from quire.bench import shapes
 
-    config = replace(case.config(rule), dummy_weights=True, skip_tokenizer_init=True, device=ON)
+    config = case.config(rule, dummy_weights=True, skip_tokenizer_init=True, device=ON, **more)
+    config = replace(config, quantization="fp8") if case.halved else config
     if case.changes:
         return shapes.built(replace(config, model_config=None), case.shape)
     return shapes.built(config)
 
 
+def warm(made: Built, case: Case) -> None:
+    """Prompts of several lengths, and a picture if the model sees any: not those that will be measured."""
+    asked = [Arriving(0.0, [OWN] * length, exactly(8)) for length in WARM]
+    pictured = [one for one in parse(case.workload).sketches(SEED + 1) if one.pictures][:1]
+    serve(made.engine, [*asked, *burst(pictured, case.eyes, pixels=True)], made.spec)
+
+
 def run(load: Load) -> list[Both]:
-    """Every rule for real, one after another, and simulated."""
+    """Both ways for real, one after another, and simulated."""
     from quire.reproduce.dummy_engines import release
 
     here, found = load.here(), list[Both]()
-    most = min(here.plant(rule).max_len for rule in RULES)
-    kept = [one for one in here.sketches() if one.prompt_len + one.output_len <= most]
-    trace = burst(kept)
-    for rule in RULES:
-        with built(here, rule) as made:
-            serve(made.engine, [Arriving(0.0, [OWN] * length, exactly(8)) for length in WARM], made.spec)
+    ways = {way: WAYS[way] for way in load.ways}
+    most = min(here.plant(rule, **more).max_len for rule, more in ways.values())
+    trace = burst(here.sketches(), here.eyes, pixels=True)
+    trace = [one for one in trace if len(one.prompt) + (one.params.max_tokens or 0) <= most]
+    for way, (rule, more) in ways.items():
+        with built(here, rule, **more) as made:
+            warm(made, here)
             real = serve(made.engine, trace, made.spec, concurrency=load.concurrency)
         release()
-        print(json.dumps({"rule": rule, **real.facts()}), file=sys.stderr, flush=True)
-        engine = here.plant(rule).simulation().engine
-        found.append(Both(rule, real, serve(engine, trace, here.spec, concurrency=load.concurrency)))
+        print(json.dumps({"rule": way, **real.facts()}), file=sys.stderr, flush=True)
+        engine = here.plant(rule, **more).simulation().engine
+        found.append(Both(way, real, serve(engine, trace, here.spec, concurrency=load.concurrency)))
     return found
 
 
@@ -110,17 +139,18 @@ What = Callable[[Ran], float]
 
 
 def compared(row: str, what: str, unit: str, of: What, found: Sequence[Both], paper: str | None) -> list[Result]:
-    """A number by either rule, its ratio, for real and simulated; more is better."""
+    """A number by either way, its ratio, for real and simulated; more is better."""
     by = {both.rule: both for both in found}
+    less, more = (LABELS.get(way, way) for way in by)
     results = [
         measured(row, f"{rule}: {what}", round(of(ran), 3), unit, kind)
         for rule, both in by.items()
         for kind, ran in (("real", both.real), ("simulated", both.simulated))
     ]
-    ratios = [_ratio(of, [getattr(by[rule], kind) for rule in RULES]) for kind in ("real", "simulated")]
-    results.append(measured(row, f"{what}: LCM pages / uniform", ratios[1], "times", "simulated"))
+    ratios = [_ratio(of, [getattr(both, kind) for both in found]) for kind in ("real", "simulated")]
+    results.append(measured(row, f"{what}: {more} / {less}", ratios[1], "times", "simulated"))
     verdict = HOLDS if ratios[0] > 1 else DIFFERS
-    results.append(Result(row, f"{what}: LCM pages / uniform (above 1)", paper, ratios[0], "times", verdict))
+    results.append(Result(row, f"{what}: {more} / {less} (above 1)", paper, ratios[0], "times", verdict))
     return results
 
 
@@ -163,6 +193,29 @@ def judged_articles(found: Sequence[Both]) -> list[Result]:
     return [*results, *speed, *off("J-F17", found)]
 
 
+def judged_pictures(found: Sequence[Both], alike: bool = False) -> list[Result]:
+    """Figure 18. `alike`: of a model whose prompts are computed in one step; then both take as long, within 3 %."""
+    results = []
+    for what, unit, of, paper in (
+        ("throughput", "requests/s", lambda ran: ran.requests_per_s, THROUGHPUT),
+        ("1 / mean latency", "1/s", lambda ran: 1 / ran.latency, LATENCY),
+    ):
+        results += compared("J-F18", what, unit, of, found, f"{paper}, mean of four models")
+        if alike:
+            ratio = results.pop().ours
+            verdict = HOLDS if abs(ratio - 1) <= 0.03 else DIFFERS
+            results.append(Result("J-F18", f"{what}: pages / off (within 3%)", None, ratio, "times", verdict))
+    for both in found:
+        runs, wanted = both.real.encoder_runs, both.simulated.encoder_runs
+        if both.rule == "off":
+            results.append(measured("J-F18", f"off: encoder runs (simulated: {wanted})", runs, "runs"))
+        else:
+            results.append(
+                equal("J-F18", f"{both.rule}: encoder runs, one a request", both.real.requests, runs, "runs")
+            )
+    return [*results, *off("J-F18", found)]
+
+
 # Entries
 
 
@@ -186,6 +239,19 @@ def _throughput(name: str) -> Reproduction:
 ministral, ministral_l4 = partial(_throughput, "ministral"), partial(_throughput, "ministral-l4")
 gemma_27b, gemma_9b = partial(_throughput, "gemma-27b"), partial(_throughput, "gemma-9b")
 character, pyramid, llama = (partial(_throughput, name) for name in ("character", "pyramid", "llama"))
+
+
+mllama, jamba = partial(_throughput, "mllama"), partial(_throughput, "jamba")
+
+
+def _pictures(name: str) -> Reproduction:
+    load = PICTURES[name]
+    judge = partial(judged_pictures, alike=name == "paligemma")
+    return _entry(f"jenga-fig18-{name}-gpu", load, judge, f"Jenga Figure 18: {load.case.model}")
+
+
+pictures_llava, pictures_internvl = partial(_pictures, "llava"), partial(_pictures, "internvl")
+pictures_phi3, pictures_paligemma = partial(_pictures, "phi3"), partial(_pictures, "paligemma")
 
 
 def decode_batches() -> Reproduction:
@@ -224,11 +290,11 @@ def draw(data: Mapping[str, Any]) -> Figure:
     for axes, (label, of) in zip(fig.subplots(1, len(names)), names.items()):
         for i, kind in enumerate(("real", "simulated")):
             mine = {one["rule"]: one for one in data["runs"] if one["by"] == kind}
-            values = [of(mine[rule]) if callable(of) else mine[rule][of] for rule in RULES]
-            places = [k + 0.4 * (i - 0.5) for k in range(len(RULES))]
+            values = [of(mine[rule]) if callable(of) else mine[rule][of] for rule in mine]
+            places = [k + 0.4 * (i - 0.5) for k in range(len(mine))]
             bars = axes.bar(places, values, 0.38, color=COLOURS[i], label=kind)
             axes.bar_label(bars, fmt="%.3g", fontsize=8)
-        axes.set_xticks(range(len(RULES)), RULES)
+            axes.set_xticks(range(len(mine)), list(mine))
         axes.set_ylabel(label)
     fig.axes[0].legend(fontsize=8)
     fig.suptitle(data["title"])

@@ -134,10 +134,11 @@ class Case(NamedTuple):
 
     def sketches(self) -> list[Sketch]:
         """The requests, cut to the model's context: of a prompt that is too long its document's end is left out."""
-        most = min(self.spec.max_len, self.longest or self.spec.max_len)
+        most, eyes = min(self.spec.max_len, self.longest or self.spec.max_len), self.eyes
         found = []
         for one in parse(self.workload).sketches(SEED):
-            over = max(one.prompt_len + one.output_len - most, 0)
+            length = one.prompt_len if eyes is None else eyes.placed(one)[0]
+            over = max(length + one.output_len - most, 0)
             kept = max(one.prefix_len - over, 0)
             found.append(one._replace(prompt_len=one.prompt_len - over, prefix_len=kept))
         return found
@@ -222,8 +223,9 @@ class Memory(NamedTuple):
 
 class Ran(NamedTuple):
     """A run: `decode_steps` are those with a row that decodes, `batch` is how many rows these have on average, and
-    `hit_rate` is of prompts' tokens; `normalised` is the mean of latency / output length, in seconds a token;
-    `encoder_runs` are pictures as wholes, of `encoder_parts`. `steps` and `memory` are what was seen."""
+    `hit_rate` is of prompts' tokens; `normalised` is the mean of latency / output length, in seconds a token, and
+    `latency` that of latencies; `encoder_runs` are pictures as wholes, of `encoder_parts`. `steps` and `memory` are
+    what was seen."""
 
     seconds: float
     requests: int
@@ -234,6 +236,7 @@ class Ran(NamedTuple):
     hit_rate: float
     preemptions: int
     normalised: float
+    latency: float
     encoder_runs: int
     encoder_parts: int
     steps: list[Step]
@@ -299,7 +302,7 @@ def serve(
     began, look = clock(), clock()
     memory: list[Memory] = []
     came: list[float] = []
-    latencies: list[float] = []  # of those that ended, divided by their output lengths
+    latencies: list[tuple[float, int]] = []  # of those that ended, and their output lengths
     while len(latencies) < len(trace):
         while len(came) < len(trace) and (concurrency is None or len(came) - len(latencies) < concurrency):
             one = trace[len(came)]
@@ -310,7 +313,7 @@ def serve(
                 raise QuireError(f"request {output.request} failed: {output.stop_reason}")
             if output.done:
                 i = int(output.request)
-                latencies.append((clock() - came[i]) / (trace[i].params.max_tokens or 1))
+                latencies.append((clock() - came[i], trace[i].params.max_tokens or 1))
         each(engine)
         if sampled is not None and clock() >= look:
             memory.append(needed(engine, spec, itemsize, clock() - began))
@@ -331,7 +334,7 @@ def _ran(
     trace: Sequence[Arriving],
     seconds: float,
     counts: Sequence[int],
-    latencies: Sequence[float],
+    latencies: Sequence[tuple[float, int]],
     steps: list[Step],
     memory: list[Memory],
 ) -> Ran:
@@ -341,7 +344,8 @@ def _ran(
     return Ran(
         seconds, len(trace), output + sum(len(one.prompt) for one in trace), output, len(decoding),
         sum(decoding) / max(len(decoding), 1), hits / queries if queries else 0.0, preemptions,
-        sum(latencies) / max(len(latencies), 1), *encoded, steps, memory,
+        sum(one / length for one, length in latencies) / max(len(latencies), 1),
+        sum(one for one, _ in latencies) / max(len(latencies), 1), *encoded, steps, memory,
     )  # fmt: skip
 
 

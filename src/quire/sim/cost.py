@@ -187,7 +187,8 @@ class Coefficients(NamedTuple):
     """Seconds for one of each; none is negative. A `step` and a `row` are what no other coefficient explains.
 
     Matrices take (reading^overlap + computing^overlap)^(1/overlap): their sum where `overlap` is 1, nearly the longer
-    of both where it is large. `launch` is the least time of a step with a row of several tokens.
+    of both where it is large. `launch` is the least time of a step with a row of several tokens. An operation of an
+    encoder of pictures takes `encoder` times as long as another.
     """
 
     weight_byte: float
@@ -202,6 +203,7 @@ class Coefficients(NamedTuple):
     host_row: float
     overlap: float = 1.0
     launch: float = 0.0
+    encoder: float = 1.0
 
 
 class Cost(NamedTuple):
@@ -217,7 +219,10 @@ class Cost(NamedTuple):
         if not work.tokens and not work.encoded:
             return copies
         weights = work.pictures + (self.shape.read(work.tokens) if work.tokens else 0.0)
-        reading, computing = weights * c.weight_byte, work.operations * c.operation
+        operations = work.operations
+        if work.encoded and self.shape.sight is not None:
+            operations += (c.encoder - 1) * self.shape.sight.part * work.encoded
+        reading, computing = weights * c.weight_byte, operations * c.operation
         matrices = reading + computing
         if c.overlap != 1:
             longer = max(reading, computing) or 1.0  # powers of shares don't overflow
@@ -298,7 +303,7 @@ def read(name: str, content: object) -> Calibration:
             raise ValueError(f'"{key}" is {str(size)[:40]}, and must be from 1 to {most:,}')
     if not 1 <= numbers.get("overlap", 1) <= 16:
         raise ValueError(f"the coefficient overlap is {numbers['overlap']}, and must be between 1 and 16")
-    if not any(numbers[key] for key in numbers if not key.startswith(("copied", "swapped", "overlap"))):
+    if not any(numbers[key] for key in numbers if not key.startswith(("copied", "swapped", "overlap", "encoder"))):
         raise ValueError("every step would take no time")
     return Calibration(
         name, device, kind, _field(content, "model", str), _field(content, "dtype", str), depth, memory, kv,
