@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.bench import main as bench
 from quire.bench.pictured import PLACE, Eyes
 from quire.bench.workloads import Sketch, Sketched, parse
 from quire.cli.simulate import main, plant_of
@@ -63,6 +64,43 @@ def test_pictures_of_one_name_are_the_same() -> None:
     length, media = seeing.placed(Sketch(20, 1, pictures=(one, other, one)))
     assert length == 20 - 3 * 5 + 3 * 256
     assert [medium.start for medium in media] == [1, 257, 513]
+
+
+TINY = {
+    "architectures": ["LlavaOnevisionForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 1024,
+        "use_sliding_window": False, "eos_token_id": 2,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "patch_size": 14, "image_size": 56, "vision_use_head": False,
+    },
+    "image_token_index": 500,
+    "image_grid_pinpoints": [[56, 112], [112, 112]],
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_an_engine_in_this_process_is_sent_pictures(tmp_path: Path) -> None:
+    """`quire bench throughput`: as many tokens as the model makes of pictures, not the 6,193 of others."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    out = tmp_path / "out.json"
+    args = ["throughput", str(tmp_path), "--dummy-weights", "--skip-tokenizer-init", "--device", "cpu", "--kv-gib",
+            "0.01", "--workload", "mmmu-pro@3", "--repeat", "1", "--warmup", "0", "--out", str(out)]  # fmt: skip
+    assert bench(args) == 0
+    [result] = json.loads(out.read_text())["results"]
+    prompts, rows = result["median"]["prompt_tokens"], []
+    seeing = Eyes.of(TINY, read_spec(TINY))
+    assert seeing is not None
+    for sketch in parse("mmmu-pro@3").sketches():
+        length, (medium,) = seeing.placed(sketch)
+        rows.append(medium.rows)
+        prompts -= length
+    assert prompts == 0
+    assert result["median"]["encoder_runs"] == 3
+    assert min(rows) > 16
 
 
 def test_a_model_that_sees_is_simulated_with_pictures(tmp_path: Path) -> None:

@@ -99,6 +99,9 @@ class Watch:
             "copied_pages": sharing.copies,
             "prefix_hit_tokens": sharing.hits,
             "prefix_query_tokens": sharing.queries,
+            "encoder_runs": sharing.encoder_runs,
+            "encoder_parts": sharing.encoder_parts,
+            "picture_hits": sharing.picture_hits,
         }
 
     def step(self, outputs: Sequence[Output]) -> None:

@@ -141,6 +141,7 @@ def draw(data: Sequence[dict[str, Any]]) -> Figure:
         axes.annotate(PLANS if one["fits"] else OOM, (max(sizes[i], 0) + max(one["left"], 0) / GB + 0.5, i),
                       va="center", fontsize=8)  # fmt: skip
     axes.invert_yaxis()
+    axes.set_xlim(right=1.1 * max(sizes))
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel("GB (of 80 and of 24)")
     axes.legend(fontsize=8)

@@ -105,6 +105,6 @@ def draw(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         axes.set_xlabel("step")
         axes.set_title(WAYS[way], fontsize=9)
     fig.axes[0].set_ylabel("tokens")
-    fig.axes[0].legend(fontsize=7, loc="lower right")
+    fig.axes[-1].legend(handles=fig.axes[0].containers, fontsize=7, loc="upper left")
     fig.suptitle("Jenga Figure 12: keys and values, and a picture's embeddings")
     return fig

@@ -163,7 +163,8 @@ def draw(data: Sequence[Mapping[str, Any]]) -> Figure:
             of = {one.model: getattr(one, name) / size for one in found if one.mode == mode}
             places = [k + 0.27 * (i - 1) for k in range(len(models))]
             axes.bar(places, [of[model] for model in models], 0.25, color=COLOURS[i], label=mode)
-        axes.set_xticks(range(len(models)), [model.replace(" ", "\n") for model in models], fontsize=7)
+        axes.set_xticks(range(len(models)), [model.replace(" ", "\n").replace("-O", "-\nO") for model in models],
+                        fontsize=7)  # fmt: skip
         axes.set_ylabel(label)
     fig.axes[0].legend(fontsize=8)
     fig.suptitle("Jenga Figure 18: embeddings of pictures, kept and encoded again for each chunk")
