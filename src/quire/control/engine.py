@@ -154,7 +154,7 @@ class Engine:
                 self.runner.see(picture)
 
     def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
-        tokens = self.limits.tokens(prompt)
+        tokens = self.limits.tokens(prompt, media)
         method = checked_method(params, self.limits.vocab_size, waits)
         width = params.width if method is None else method.width
         fits, max_seqs = self.scheduler.memory.fits, self.scheduler.max_seqs

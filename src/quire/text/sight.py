@@ -158,6 +158,29 @@ class Sight:
         )
 
 
+def joined(media: Sequence[Medium], pixels: Sequence[Pixels]) -> tuple[tuple[Medium, ...], tuple[Pixels, ...]]:
+    """Pictures that are neighbours in a prompt as one, for layers that attend to them: what follows sees all of these.
+    `pixels` are the pictures' own, in order. One's parts are its pictures, and its grid is theirs in a row."""
+    runs: list[list[int]] = []
+    for i, medium in enumerate(media):
+        if i and media[i - 1].end == medium.start:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    found: list[tuple[Medium, Pixels]] = []
+    for run in runs:
+        first, shown = media[run[0]], pixels[run[0]]
+        if len(run) > 1:
+            own = [pixels[i] for i in run]
+            key = hashlib.sha256(b"quire: neighbours" + b"".join(one.key for one in own)).digest()
+            shape = sum(one.shape[0] for one in own), *shown.shape[1:]
+            shown = Pixels(key, shape, b"".join(one.data for one in own), sum((one.grid for one in own), ()))
+            sizes = (sum(media[i][field] for i in run) for field in (2, 3, 4))
+            first = Medium(key, first.start, *sizes)
+        found.append((first, shown))
+    return tuple(medium for medium, _ in found), tuple(shown for _, shown in found)
+
+
 def key_of(image: Image, settings: str, salt: str) -> bytes:
     """What a picture is found again by: a digest of its size and pixels in RGB, of how it is prepared, and of the
     tenant's salt. Each part goes in after its length, so that no two of them can be mistaken for others."""

@@ -40,6 +40,8 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
         with torch.inference_mode():
             for size in reversed(runner.graphs.sizes):
                 runner.graphs.capture(size)
+                if runner.graphs.pictures is not None:
+                    runner.graphs.capture(size, True)
             firsts, seconds = runner.mixed.halves(tokens)
             for sizes in firsts:
                 runner.mixed.capture_first(*sizes)
