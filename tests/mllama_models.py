@@ -19,8 +19,7 @@ from transformers.models.mllama.processing_mllama import (
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.data.models import read_spec, resolve
-from quire.data.models.mllama_settings import MllamaSettings
+from quire.data.models import resolve
 from quire.data.weights.checkpoint import read_config
 from quire.text.sight import joined
 from quire.vocabulary.media import Medium, Pixels
@@ -42,7 +41,8 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 TOWER: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "attention_heads": 4, "num_global_layers": 1,
-    "image_size": SIDE, "patch_size": 7, "max_num_tiles": 4, "intermediate_layers_indices": [0], "vision_output_dim": 64,
+    "image_size": SIDE, "patch_size": 7, "max_num_tiles": 4, "intermediate_layers_indices": [0],
+    "vision_output_dim": 64,
 }  # fmt: skip
 GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (1, 2)]
 """Of the pictures that prompts may have, by their numbers."""
@@ -117,10 +117,17 @@ class Saved:
     def _blind(self, module: Any, inputs: Any, found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Tokens that see no picture get nothing of any, as the model's authors have it; transformers masks what the
         MLP makes of them alone, and gives them all pictures, also those behind them."""
-        return found[0] * self.seeing[None, :, None], found[1]
+        now = found[0].shape[1]
+        return found[0] * (self.seeing if now > 1 else self.seeing[-1:])[None, :, None], found[1]
 
-    def inputs(self, tokens: Sequence[int], pictures: Sequence[int]) -> dict[str, Any]:
+    def inputs(self, prompt: Mixed, more: Sequence[int] = ()) -> dict[str, Any]:
         """What transformers' processor would make of a prompt and what follows it."""
+        found = self._inputs(tokens_of(prompt) + list(more), pictures_in(prompt))
+        if "cross_attention_mask" in found:
+            self.seeing = (found["cross_attention_mask"][0].flatten(1) > 0).any(1).float()
+        return found
+
+    def _inputs(self, tokens: Sequence[int], pictures: Sequence[int]) -> dict[str, Any]:
         ids = torch.tensor([tokens])
         found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if not pictures:
@@ -141,16 +148,24 @@ class Saved:
         }  # fmt: skip
 
     @torch.inference_mode()
-    def logprobs(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
-        """[T, V]: of each of these tokens behind a prompt."""
+    def logits(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
+        """[T, V]: of what follows each token of a prompt, and of those behind it."""
         key = (*prompt, *tokens)
         if key not in self.said:
-            inputs = self.inputs(tokens_of(prompt) + list(tokens), pictures_in(prompt))
-            if "cross_attention_mask" in inputs:
-                self.seeing = (inputs["cross_attention_mask"][0].flatten(1) > 0).any(1).float()
-            logits = self.model(**inputs).logits[0]
-            self.said[key] = logits.log_softmax(-1)
-        return self.said[key][len(prompt) - 1 : -1]
+            self.said[key] = self.model(**self.inputs(prompt, tokens)).logits[0]
+        return self.said[key]
+
+    def logprobs(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
+        """[T, V]: of each of these tokens behind a prompt."""
+        return self.logits(prompt, tokens)[len(prompt) - 1 : -1].log_softmax(-1)
+
+    @torch.inference_mode()
+    def generate(self, prompt: Mixed, count: int, **options: Any) -> list[list[int]]:
+        """Greedy tokens, or beams."""
+        inputs = self.inputs(prompt)
+        found = self.model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None, **options)
+        rows: list[list[int]] = found[:, len(prompt) :].tolist()
+        return rows
 
 
 def engine_of(model: Saved, **settings: Any) -> Engine:
@@ -174,10 +189,3 @@ def run(
         engine.scheduler.memory.check()
     for (request, _), (tokens, tops) in found.items():
         yield prompts[int(request)], tokens, tops
-
-
-def settings_of(model: Saved) -> MllamaSettings:
-    return MllamaSettings.read(read_config(model.folder))
-
-
-__all__ = ["PROMPTS", "Mixed", "Saved", "engine_of", "read_spec", "run", "settings_of", "shown", "text"]
