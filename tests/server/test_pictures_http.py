@@ -12,6 +12,7 @@ import echo_service
 import httpx
 import pytest
 import seeing
+from openai import BadRequestError, OpenAI
 from picture_files import drawn, mutated, png_of, uri, written
 from PIL import Image
 from seeing import END, PICTURE, Noted
@@ -20,6 +21,7 @@ from quire.async_llm import AsyncLLM
 from quire.control.edge import Limits
 from quire.errors import InputError
 from quire.server.guards import MAX_BODY, BoundBody
+from quire.text import sight as sight_module
 from quire.vocabulary.media import Medium
 
 URL = uri(written(drawn(8, 8)))
@@ -212,7 +214,7 @@ def test_a_decoder_that_fails_ends_its_own_request(served: Served, monkeypatch: 
     """On its thread, in a way that nobody foresaw."""
     before = canary(served.http)
     with monkeypatch.context() as patched:
-        patched.setattr(sights, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
+        patched.setattr(sight_module, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
         answer = served.http.post(WHOLE, json=talk(part()))
     assert answer.status_code == 500
     assert "0x7f" not in answer.text
@@ -257,6 +259,28 @@ def test_the_bound_of_a_body_follows_from_the_pictures() -> None:
     assert plain.max_body == MAX_BODY
     whole = len(json.dumps(talk(part(uri(bytes(limits.bytes))))))
     assert MAX_BODY < whole < seen.max_body < MAX_BODY + 1.4 * limits.bytes
+
+
+def test_openai_s_client(served: Served) -> None:
+    with OpenAI(base_url=f"{served.running.url}/v1", api_key="unused", max_retries=0, timeout=20) as client:
+        asked: Any = talk(part())["messages"]
+        answer = client.chat.completions.create(model="echo", messages=asked, max_tokens=4, seed=1)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens > 5
+        whole = answer.choices[0].message.content
+        stream = client.chat.completions.create(model="echo", messages=asked, max_tokens=4, seed=1, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+        asked[0]["content"][1] = part("https://example.com/cat.png")
+        with pytest.raises(BadRequestError, match="nothing is ever fetched") as caught:
+            client.chat.completions.create(model="echo", messages=asked)
+        assert caught.value.param == "messages[0].content[1].image_url"
+
+
+def test_no_pictures_at_all() -> None:
+    model, _ = seeing.built(limits={"count": 0})
+    with echo_service.serving(model) as running:
+        answer = httpx.post(running.url + WHOLE, json=talk(part()))
+    assert "is one of 1 pictures; the limit is 0 (--max-images)" in answer.json()["error"]["message"]
 
 
 def test_python_s_callers() -> None:

@@ -173,6 +173,16 @@ def test_a_jpeg_may_not_be_drawn_over_and_over() -> None:
         decode(bomb, LIMITS, AT)
 
 
+def test_pictures_behind_the_first_are_not_looked_at() -> None:
+    """As telephones append them: a second view, a preview, a film."""
+    first, second = written(drawn(), "JPEG"), written(Image.new("RGB", (64, 64), BLUE), "JPEG")
+    several = written(drawn(), "MPO", save_all=True, append_images=[Image.new("RGB", (64, 64), BLUE)])
+    for data in (first + second, first + bytes(1000), several):
+        assert (pixels(data) == pixels(first)).all()
+    png = written(drawn())
+    assert (pixels(png + written(Image.new("RGB", (64, 64), BLUE))) == pixels(png)).all()
+
+
 def test_a_claim_must_be_true() -> None:
     data = written(drawn(), "JPEG")
     assert checked_header(data, LIMITS, AT, "JPEG").format == "JPEG"

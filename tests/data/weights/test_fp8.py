@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from dense_context import DenseContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from quire.budget import plan_memory
+from quire.build import build
 from quire.config import EngineConfig
 from quire.data.layers.linear import Linear
 from quire.data.models import read_spec
@@ -26,6 +26,7 @@ from quire.data.weights.checkpoint import read_config
 from quire.data.weights.dummy import fill_dummy
 from quire.data.weights.loader import load
 from quire.errors import StartupError
+from quire.vocabulary.params import SamplingParams
 
 CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
 LLAMA = {
@@ -143,11 +144,16 @@ def test_published_checkpoints(said: dict[str, Any], kind: str, tmp_path: Path) 
     assert torch.equal(plain.layers[1].attention.qkv.weight, qkv)
     theirs.load_state_dict(meant)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
-    expected = theirs(tokens[None]).logits[0]
-    plain.prepare()
-    positions = torch.arange(40)
-    context = DenseContext(plain.spec(read_config(tmp_path))).step(positions, torch.zeros_like(positions))
-    torch.testing.assert_close(plain.logits(plain.forward(tokens, context)), expected, rtol=1e-4, atol=1e-4)
+    expected = theirs(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    settings = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", skip_tokenizer_init=True, kv_tokens=64)
+    engine = build(settings).engine
+    engine.add("a", tokens.tolist(), SamplingParams(max_tokens=1, prompt_logprobs=0))
+    found = []
+    while engine.unfinished:
+        for output in engine.step():
+            found += [top.logprob for top in output.prompt_tops or ()]
+    engine.close()
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_as_transformers_reads_them(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,10 @@ class Linear(nn.Module):
     `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `parts`. A `weight` given
     is shared (a head tied to the embedding), not allocated.
     """
+
+    FP8: ClassVar[dict[str, str]] = {"weight": "scale"}
+    """Parameters [N, K] that may be in FP8, and the attributes with their scales, None where they are not (see
+    quire.data.weights.fp8); then `prepare` must find a GPU."""
 
     def __init__(
         self,
@@ -61,15 +66,6 @@ class Linear(nn.Module):
         if self.many is not None:
             return self.many(x, self.weight, self.bias, self.scale, pdl=self.pdl)
         return F.linear(x, self.weight, self.bias)
-
-    def to_fp8(self, groups: int, device: torch.device) -> None:
-        """Call at most once, before loading: the weight becomes one in FP8 (e4m3) on `device`, with `groups` scales a
-        row; both are uninitialised. `prepare` must find a GPU then."""
-        assert self.weight is not None, "a packed weight isn't converted"
-        rows, depth = self.weight.shape
-        weight = torch.empty(rows, depth, dtype=torch.float8_e4m3fn, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = torch.empty(groups, rows, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:

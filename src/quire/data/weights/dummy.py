@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.data.layers.linear import Linear
 from quire.data.layers.mamba import Mamba
 from quire.data.layers.norm import LayerNorm, RMSNorm
 from quire.data.models.quantization import FP8
-from quire.data.weights.fp8 import E4M3, LARGEST, covered
+from quire.data.weights.fp8 import E4M3, LARGEST, covered, scale_of
 
 if TYPE_CHECKING:
     from quire.data.models import Model
@@ -44,8 +43,8 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | None = None) -> None:
                 parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
             elif isinstance(module, Mamba) and name in STEADY:
                 parameter.copy_(STEADY[name](parameter))
-            elif isinstance(module, Linear) and module.scale is not None and name == "weight":
-                module.scale.fill_(scale)
+            elif (scales := scale_of(model, f"{path}.{name}")) is not None:
+                scales.fill_(scale)
                 at = _lay(parameter.view(-1), numbers, at)
             else:
                 rounded = all(fp8.get(f"{path}.{name}", (False,)))

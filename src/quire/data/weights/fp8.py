@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.data.layers.linear import Linear
 from quire.data.models import resolve
 from quire.data.models.quantization import BLOCK, FP8
 
@@ -34,29 +33,41 @@ def native(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def covered(model: Model, scheme: FP8) -> dict[str, tuple[bool, ...]]:
-    """Of each weight of a linear layer, which of the checkpoint's tensors in it are in FP8, or are to be rounded to it:
+    """Of each parameter that may be in FP8, which of the checkpoint's tensors in it are, or are to be rounded to it:
     those that `STAY` may be in FP8 only in the checkpoint."""
     found = {}
     for name, source in model.names().items():
         path, _, kind = name.rpartition(".")
-        if kind == "weight" and isinstance(model.get_submodule(path), Linear):
+        if kind in places(model.get_submodule(path)):
             modules = [tensor.removesuffix(".weight") for tensor in source.tensors]
             may = scheme.stored or STAY.search(path) is None
             found[name] = tuple(may and scheme.covers(module, model.prefixes) for module in modules)
     return found
 
 
-def layers(model: Model, scheme: FP8) -> Iterator[Linear]:
-    """The layers whose weights are in FP8 as a whole. Where a checkpoint has a part of a stacked weight in FP8 only,
-    the whole is in the model's dtype."""
+def places(module: nn.Module) -> dict[str, str]:
+    """The parameters of a layer that may be in FP8, and its attributes for their scales; empty for most layers."""
+    found: dict[str, str] = getattr(module, "FP8", {})
+    return found
+
+
+def scale_of(model: nn.Module, name: str) -> Tensor | None:
+    """The scales [G, N] of the parameter of that name; None for one that isn't in FP8."""
+    path, _, kind = name.rpartition(".")
+    module = model.get_submodule(path)
+    found: Tensor | None = getattr(module, places(module)[kind]) if kind in places(module) else None
+    return found
+
+
+def weights(model: Model, scheme: FP8) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The parameters that are in FP8 as a whole, each with its layer and its name there. Where a checkpoint has a part
+    of a stacked weight in FP8 only, the whole is in the model's dtype."""
     for name, parts in covered(model, scheme).items():
-        path = name.rpartition(".")[0]
+        path, _, kind = name.rpartition(".")
         if all(parts) and STAY.search(path) is None:
-            layer = model.get_submodule(path)
-            assert isinstance(layer, Linear), f"{name} is no product's weight"
-            assert layer.weight is not None, "ask before `prepare`"
-            if layer.weight.shape[1] % 16 == 0:  # what the kernels take
-                yield layer
+            weight = model.get_parameter(name)
+            if weight.shape[1] % 16 == 0:  # what the kernels take
+                yield model.get_submodule(path), kind, weight
 
 
 def made(config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8 | None) -> Model:
@@ -70,9 +81,11 @@ def made(config: dict[str, Any], dtype: torch.dtype, device: torch.device, schem
 def in_fp8(config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8) -> Model:
     """The same wherever `device` is."""
     model = resolve(config)(config, dtype, torch.device("meta"))
-    for layer in list(layers(model, scheme)):
-        assert layer.weight is not None, "as made"
-        layer.to_fp8(scheme.groups(layer.weight.shape[1]), device)
+    for layer, name, weight in list(weights(model, scheme)):
+        numbers = torch.empty(weight.shape, dtype=E4M3, device=device)
+        setattr(layer, name, nn.Parameter(numbers, requires_grad=False))
+        scale = torch.empty(scheme.groups(weight.shape[1]), len(weight), dtype=torch.float32, device=device)
+        setattr(layer, places(layer)[name], scale)
     moved: dict[Tensor, nn.Parameter] = {}  # a tied weight is one parameter of two modules
     for module in list(model.modules()):
         for name, old in list(module.named_parameters(recurse=False)):
@@ -88,9 +101,8 @@ def saved_bytes(config: dict[str, Any], scheme: FP8, itemsize: int) -> int:
     """Bytes that the weights of a config.json's model take less in FP8, with their scales, than `itemsize` each."""
     model = resolve(config)(config, torch.float32, torch.device("meta"))
     saved = 0
-    for layer in layers(model, scheme):
-        assert layer.weight is not None, "as made"
-        rows, depth = layer.weight.shape
+    for _, _, weight in weights(model, scheme):
+        rows, depth = weight.shape
         saved += rows * depth * (itemsize - 1) - rows * scheme.groups(depth) * 4
     return saved
 

@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.data.layers.linear import Linear
 from quire.data.models.quantization import FP8
 from quire.data.weights.checkpoint import tensor_files
-from quire.data.weights.fp8 import E4M3, by_rows, covered, rounded, scaled
+from quire.data.weights.fp8 import E4M3, by_rows, covered, rounded, scale_of, scaled
 from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
@@ -89,10 +88,10 @@ def _targets(model: Model, scheme: FP8 | None) -> dict[str, Target]:
     fp8 = {} if scheme is None else covered(model, scheme)
     for name, source in model.names().items():
         parts = parameters[name].data.split(source.rows)
-        layer, places = model.get_submodule(name.rpartition(".")[0]), [None] * len(parts)
-        if isinstance(layer, Linear) and layer.scale is not None and name.endswith(".weight"):
-            places = layer.scale.split(source.rows, 1)
-        for tensor, rows, yes, scale in zip(source.tensors, parts, fp8.get(name, [False] * len(parts)), places):
+        scale, scales = scale_of(model, name), [None] * len(parts)
+        if scale is not None:
+            scales = scale.split(source.rows, 1)
+        for tensor, rows, yes, scale in zip(source.tensors, parts, fp8.get(name, [False] * len(parts)), scales):
             targets[tensor] = Target(rows, source.transpose, yes, scale, source.grouped)
     return targets
 

@@ -69,7 +69,7 @@ def _launch(
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
     group = _check(x, weight, scale)
-    if group:
+    if group > 0:
         tile = grouped(tile, depth)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     early = min(tile.early, depth // tile.depth)
@@ -86,14 +86,14 @@ def _launch(
     return out
 
 
-def _check(x: Tensor, weight: Tensor, scale: Tensor | None) -> int | None:
-    """Numbers that have a scale in common: None for a weight that isn't in FP8, 0 for all of a row."""
+def _check(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
+    """Numbers that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
     assert weight.shape[1] == x.shape[1], f"x {tuple(x.shape)} does not fit the weight {tuple(weight.shape)}"
     assert weight.is_contiguous(), "the weight must be dense"
     assert x.stride(1) == 1, "rows must be dense"
     assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
     if scale is None:
-        return None
+        return -1
     fits = len(scale) in (1, cdiv(x.shape[1], GROUP)) and scale.shape[1] == len(weight)
     assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
     assert scale.is_contiguous(), "the scale must be dense"
@@ -118,11 +118,13 @@ def _scales(scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
     """acc [N, M] + w [N, K] v^T, v [M, K], of the numbers from `start` on."""
-    if GROUP is None or GROUP == 0:
-        return tl.dot(w.to(v.dtype), tl.trans(v), acc, input_precision="ieee")
-    part = tl.dot(w.to(v.dtype), tl.trans(v), input_precision="ieee")
-    by = tl.load(_scales(scale, start, size, GROUP, KIND))
-    return tl.fma(part, tl.broadcast_to(by[:, None], part.shape), acc)
+    if GROUP > 0:
+        part = tl.dot(w.to(v.dtype), tl.trans(v), input_precision="ieee")
+        by = tl.load(_scales(scale, start, size, GROUP, KIND))
+        acc = tl.fma(part, tl.broadcast_to(by[:, None], part.shape), acc)
+    else:
+        acc = tl.dot(w.to(v.dtype), tl.trans(v), acc, input_precision="ieee")
+    return acc
 
 
 @quick
@@ -195,17 +197,16 @@ def _one(
         inside = start + k < body
         w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
         v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
-        if GROUP is None or GROUP == 0:
-            sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
-        else:
+        if GROUP > 0:
             by = tl.load(_scales(scale, start, size, GROUP, KIND))
             sums += w.to(tl.float32) * v.to(tl.float32)[None, :] * by[:, None]
+        else:
+            sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
     for i in tl.static_range(EARLY):
         part = early[i].to(tl.float32) * tl.load(x + body + i * BLOCK_K + k).to(tl.float32)[None, :]
-        if GROUP is None or GROUP == 0:
-            sums += part
-        else:
-            sums += part * tl.load(_scales(scale, body + i * BLOCK_K, size, GROUP, KIND))[:, None]
+        if GROUP > 0:
+            part *= tl.load(_scales(scale, body + i * BLOCK_K, size, GROUP, KIND))[:, None]
+        sums += part
     acc = tl.sum(sums, axis=1)
     if GROUP == 0:
         acc *= tl.load(scale)
@@ -233,11 +234,11 @@ def invariant(
         tile = few_rows(max(rows, 2), size, depth, **_kind(scale))
         return _launch(x, weight, bias, scale, tile, None, pdl)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    bulk = group is None and _bulk_copies(x, weight, out) and rows > 64
+    bulk = group < 0 and _bulk_copies(x, weight, out) and rows > 64
     tile = any_rows(rows, size, x.dtype, bulk)
-    if group:
+    if group > 0:
         tile = grouped(tile, depth)._replace(stages=tile.stages)
-    if group is not None and shared_memory(x.device) < SHARED:
+    if group >= 0 and shared_memory(x.device) < SHARED:
         tile = tile._replace(stages=2)
     tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
@@ -308,12 +309,12 @@ def _tile(
         inside = (start + k < depth)[None, :]
         v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
         w = tl.load(weights + start) if EVEN else tl.load(weights + start, mask=inside, other=0.0)
-        if GROUP is None or GROUP == 0:
-            acc = tl.dot(v, tl.trans(w.to(v.dtype)), acc, input_precision="ieee")
-        else:
+        if GROUP > 0:
             part = tl.dot(v, tl.trans(w.to(v.dtype)), input_precision="ieee")
             by = tl.load(_scales(scale, start, size, GROUP, None))
             acc = tl.fma(part, tl.broadcast_to(by[None, :], part.shape), acc)
+        else:
+            acc = tl.dot(v, tl.trans(w.to(v.dtype)), acc, input_precision="ieee")
     if GROUP == 0:
         acc *= tl.load(scale)[None, :]
     if BIAS:

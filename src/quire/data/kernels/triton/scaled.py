@@ -62,9 +62,11 @@ def _rows_in_fp8(x, numbers, scales, depth, x_stride, BLOCK: tl.constexpr, PDL: 
         v = tl.abs(v.to(tl.float32))
         largest = tl.maximum(largest, v)
         wrong += tl.where(v < float("inf"), 0, 1)
-    scale = tl.max(largest, axis=0) / LARGEST
-    tl.store(scales + row, tl.where(tl.sum(wrong, axis=0) > 0, float("nan"), scale))
+    most = tl.max(largest, axis=0)
+    scale = tl.where(tl.sum(wrong, axis=0) > 0, float("nan"), tl.div_rn(most, 1.0 * LARGEST))
+    tl.store(scales + row, scale)
+    by = tl.div_rn(1.0 * LARGEST, most)
     for start in range(0, depth, BLOCK):
         v = tl.load(x + row * x_stride + start + k, mask=start + k < depth, other=0.0).to(tl.float32)
-        v = tl.minimum(tl.maximum(v / scale, -LARGEST), LARGEST)
+        v = tl.minimum(tl.maximum(v * by, -LARGEST), LARGEST)
         tl.store(numbers + row * depth + start + k, v.to(numbers.dtype.element_ty), mask=start + k < depth)
