@@ -31,6 +31,7 @@ from quire.link.process import ProcessLink
 from quire.sim.echo import EchoRunner
 from quire.text.chat import ChatTemplate
 from quire.text.prompts import Prompts
+from quire.text.sight import Sight
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.plan import StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
@@ -64,6 +65,7 @@ class EchoBuilt(NamedTuple):
     defaults: dict[str, Any]
     name: str
     recipe: dict[str, Any] | None = None  # what another process makes the same of, if it can
+    sight: Sight | None = None
 
 
 class Echo(EchoRunner):
@@ -134,7 +136,7 @@ def linked(model: EchoBuilt, stall_after: float = 60.0, apart: bool = APART) -> 
     link = ProcessLink(Child(1, ("-P", str(program), json.dumps(model.recipe))))
     link.hello(Hello(EngineConfig(), (), stall_after, False, logging.WARNING))
     link.wait()
-    return AsyncLLM.over(link, Prompts(model.tokenizer, model.chat, link.ready.limits, model.defaults))
+    return AsyncLLM.over(link, Prompts(model.tokenizer, model.chat, link.ready.limits, model.defaults, model.sight))
 
 
 def prompts() -> Prompts:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -206,7 +206,7 @@ class InternVLChat(InternVL):
     """InternVL on a Llama, as an InternVLChatModel on InternLM2 is published."""
 
     text = "llama"
-    VISION = {
+    VISION: ClassVar = {
         "model.vision_tower.": "vision_model.", "vision_tower.": "vision_model.", "cls_token": "class_embedding",
         "position_embeddings": "position_embedding", "patch_embeddings.projection": "patch_embedding",
         "encoder.layer.": "encoder.layers.", "attention.projection_layer": "attn.proj", "attention.": "attn.",
@@ -214,7 +214,7 @@ class InternVLChat(InternVL):
         "model.multi_modal_projector.": "multi_modal_projector.", "multi_modal_projector.layer_norm": "mlp1.0",
         "multi_modal_projector.linear_1": "mlp1.1", "multi_modal_projector.linear_2": "mlp1.3",
     }  # fmt: skip
-    LANGUAGE = {
+    LANGUAGE: ClassVar = {
         "model.language_model.": "", "language_model.": "", "model.": "", "embed_tokens": "tok_embeddings",
         "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
         "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",

@@ -13,11 +13,8 @@ from shutil import copytree, ignore_patterns
 
 ROOT = Path(__file__).parent.parent
 NAMES = {
-    "huggingface-hub": "huggingface_hub",
-    "prometheus-client": "prometheus_client",
-    "pyyaml": "yaml",
-    "pillow": "PIL",
-}
+    "huggingface-hub": "huggingface_hub", "pillow": "PIL", "prometheus-client": "prometheus_client", "pyyaml": "yaml",
+}  # fmt: skip
 OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton", "cuda"}
 
 

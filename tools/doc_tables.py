@@ -17,10 +17,11 @@ from pathlib import Path
 from quire.cli import parsers
 from quire.config import EngineConfig
 from quire.files import LIMITS
+from quire.link import gallery
 from quire.server import connections, descriptors, guards, run, sampling, size
 from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
-from quire.text import chat, library, prompts
-from quire.vocabulary import params
+from quire.text import image_headers, images, library, messages, sight as pictures, prompts
+from quire.vocabulary import columns, params
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "serving.md"
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
@@ -63,7 +64,16 @@ def limits() -> Iterator[str]:
          "`--max-model-len`, `--kv-tokens`, `--kv-gib`"),
         ("characters of a prompt", f"{prompts.CHARS_PER_TOKEN} for each token that fits", "400", ""),
         ("prompts of a request", f"{MAX_PROMPTS}", "400", ""),
-        ("messages, parts of one", f"{chat.MAX_MESSAGES:,}, {chat.MAX_PARTS:,}", "400", ""),
+        ("messages, parts of one", f"{messages.MAX_MESSAGES:,}, {messages.MAX_PARTS:,}", "400", ""),
+        ("pictures of a request, where the model sees", f"{config.max_images}", "400", "`--max-images`"),
+        ("pixels of a picture; of a side", f"{config.max_image_pixels:,}; {images.MAX_SIDE:,}", "400",
+         "`--max-image-pixels`"),
+        ("files of a request's pictures; the same prepared", f"{bytes_of(config.max_image_bytes)}; "
+         f"{bytes_of(columns.MOST_PIXELS)}", "400", "`--max-image-bytes`"),
+        ("scans of a JPEG; chunks of a PNG or WebP; blocks of a GIF", f"{image_headers.MAX_SCANS}; "
+         f"{image_headers.MAX_BLOCKS:,}; {image_headers.MAX_GIF_BLOCKS:,}", "400", ""),
+        ("requests whose pictures wait to be decoded", f"{pictures.MAX_WAITING}", "503", ""),
+        ("pictures of all requests under way, prepared", bytes_of(gallery.MOST_HELD), "503", ""),
         ("`n`, `best_of`; beams", f"{params.MAX_N}; {params.MAX_BEAM_WIDTH}", "400", "`--max-num-seqs`"),
         ("`logprobs`, `top_logprobs`, `prompt_logprobs`", f"{params.MAX_LOGPROBS}", "400", "`--max-logprobs`"),
         ("`logprob_token_ids`", f"{params.MAX_LOGPROB_IDS}", "400", ""),
@@ -78,7 +88,8 @@ def limits() -> Iterator[str]:
         ("bytes of all answers that wait for their clients", f"{size.MAX_HELD_BYTES:,}", "503", ""),
         ("conversations that wait for the chat template", f"{prompts.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{size.MAX_HELD:,}", "503", ""),
-        ("a request's body", f"{bytes_of(guards.MAX_BODY)}, within {guards.BODY_SECONDS:g} s", "413, 408", ""),
+        ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what pictures may take in base64, "
+         f"within {guards.BODY_SECONDS:g} s", "413, 408", ""),
         ("values of a body: commas; colons and opening brackets; backslashes", f"{guards.MAX_COMMAS:,}; "
          f"{guards.MAX_OPENED:,}; {guards.MAX_BACKSLASHES:,}; more for a model of more tokens", "413", ""),
         ("bodies of all requests under way", bytes_of(guards.MAX_BODIES), "503", ""),

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from quire.control.memory import Account
@@ -23,6 +24,8 @@ from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import Messages, Prompt, Prompts, characters, engine_config
 from quire.text.streams import Observer, Record, Stream, dead, named
+from quire.vocabulary.columns import MOST_PIXELS
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -84,10 +87,16 @@ class AsyncLLM(Front):
         *,
         salt: str = "",
         patient: bool = False,
+        media: tuple[Medium, ...] = (),
+        pixels: Sequence[Pixels] = (),
     ) -> Stream:
-        """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't."""
+        """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't. `media`
+        are the prompt's pictures, `pixels` what the encoder gets of them (see quire.text.prompts.Prompt)."""
         id = request_id or f"async-{next(self._ids)}"
-        [stream] = await self.submit_all([(id, prompt_ids)], params, salt=salt, patient=patient)
+        seen = [media] if media else ()
+        [stream] = await self.submit_all(
+            [(id, prompt_ids)], params, salt=salt, patient=patient, media=seen, pixels=pixels
+        )
         return stream
 
     async def submit_all(
@@ -97,8 +106,11 @@ class AsyncLLM(Front):
         *,
         salt: str = "",
         patient: bool = False,
+        media: Sequence[tuple[Medium, ...]] = (),
+        pixels: Sequence[Pixels] = (),
     ) -> list[Stream]:
-        """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none."""
+        """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none. `media`:
+        each prompt's, if any has some."""
         arrival = time.monotonic()
         for id, _ in prompts:
             if not 0 < len(id) <= MOST_ID:
@@ -107,15 +119,21 @@ class AsyncLLM(Front):
             raise InputError(f"there are {len(prompts)} prompts; at most {MOST_REQUESTS} are taken at once", "prompt")
         self._check_open(len(prompts))
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
-        checked = partial(self.prompts.checked, prompts, params, salt)
+        checked = partial(self.prompts.checked, prompts, params, salt, media)
         tokens, resolved = await self.prompts.apart(size, checked)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []
         for (id, _), ids in zip(prompts, tokens):
             record = Record(id, len(ids), resolved, arrival)
             streams.append(self._stream(answer, record, ids, patient))
-        asked = tuple(Asked(stream.number, stream.id, ids) for stream, ids in zip(streams, tokens))
-        await self._ask(answer, lambda key: Add(key, asked, resolved, salt), streams)
+        each = zip(streams, tokens, media or repeat(()))
+        asked = tuple(Asked(stream.number, stream.id, ids, seen) for stream, ids, seen in each)
+        shown = tuple({one.key: one for one in pixels}.values())
+        if (bytes := sum(len(one.data) for one in shown)) > MOST_PIXELS:
+            raise InputError(
+                f"the pictures have {bytes} bytes, prepared; {MOST_PIXELS} may be sent", "multi_modal_data"
+            )
+        await self._ask(answer, lambda key: Add(key, asked, resolved, salt, shown), streams)
         return streams
 
     def generate(
@@ -128,9 +146,7 @@ class AsyncLLM(Front):
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt (as LLM.generate takes it): all that there is of it, each time that there is more. Of what
         came while its reader was away only the last is seen. Leaving the iterator aborts the request."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        read = partial(self.prompts.apart, characters(text), partial(self.prompts.prompt, prompt))
-        return self._results(read, sampling_params, request_id, salt)
+        return self._results(partial(self.prompts.read_one, prompt, salt), sampling_params, request_id, salt)
 
     def chat(
         self,
@@ -148,7 +164,7 @@ class AsyncLLM(Front):
         """As `generate`, for the answer to a conversation. `kwargs` are variables of the chat template."""
         read = partial(
             self.prompts.converse, messages, add_generation_prompt, continue_final_message, documents=documents,
-            add_special_tokens=add_special_tokens, variables=kwargs,
+            add_special_tokens=add_special_tokens, variables=kwargs, salt=salt,
         )  # fmt: skip
         return self._results(read, sampling_params, request_id, salt)
 
@@ -157,7 +173,8 @@ class AsyncLLM(Front):
     ) -> AsyncIterator[RequestOutput]:
         prompt = await read()
         params = given if given is not None else self.prompts.params()
-        stream = await self.submit(prompt.ids, params, request_id, salt=salt)
+        _, ids, media, pixels = prompt
+        stream = await self.submit(ids, params, request_id, salt=salt, media=media, pixels=pixels)
         assembly = Assembly(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
         try:
             async for output in stream:
@@ -296,5 +313,5 @@ def _threaded(built: Built, stall_after: float) -> tuple[Link, Prompts]:
     from quire.link.thread import ThreadLink
 
     ready = described(built.engine, built.plan.lines(), built.notices)
-    prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults)
+    prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight)
     return ThreadLink(built.engine, ready, stall_after), prompts

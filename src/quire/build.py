@@ -28,7 +28,7 @@ from quire.data.weights.checkpoint import check_size
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.plan_log import Logged
-from quire.source import Source, eos_ids, read_source, read_text
+from quire.source import Source, eos_ids, read_sight, read_source, read_text
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from quire.pool import Member
     from quire.text.chat import ChatTemplate
+    from quire.text.sight import Sight
     from quire.text.tokenizer import Tokenizer
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -53,6 +54,7 @@ class Built(NamedTuple):
     notices: tuple[str, ...]
     defaults: dict[str, Any]
     name: str
+    sight: Sight | None = None
 
 
 def plan(config: EngineConfig) -> list[str]:
@@ -76,7 +78,8 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
     tokenizer, chat = read_text(config, source, renderer)
     named = tokenizer.eos_ids if tokenizer is not None else ()
     engine, plan, notices = build_engine(config, source, named, progress, member)
-    return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name)
+    sight = read_sight(config, source, tokenizer)
+    return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
 
 
 def build_engine(

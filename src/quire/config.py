@@ -53,9 +53,10 @@ class EngineConfig:
     "paper" has it, only those of one; whole large pages to one and the rest together ("bulk"); or any ("none").
     `max_num_batched_tokens` is the budget of tokens computed in one step, prompts in chunks included; it and
     `max_num_seqs` depend on the device where they are None (MOST, `sized`).
-    A request may have `max_images` pictures. Where their rows take the places of tokens `vision_cache` says where these
-    are until they are used, and whether they stay: in pages of their own ("pages"), among keys and values that aren't
-    written yet ("inside"), or nowhere: each chunk of a prompt encodes its pictures again ("off") (Jenga §6.2).
+    A request may have `max_images` pictures of `max_image_pixels` pixels, whose files have `max_image_bytes` together.
+    Where their rows take the places of tokens `vision_cache` says where these are until they are used, and whether they
+    stay: in pages of their own ("pages"), among keys and values that aren't written yet ("inside"), or nowhere: each
+    chunk of a prompt encodes its pictures again ("off") (Jenga §6.2).
     `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
     `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
     wrote) says is cheaper.
@@ -98,6 +99,8 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024
     max_images: int = 8
     vision_cache: str = "pages"
+    max_image_pixels: int = 2**24
+    max_image_bytes: int = 2**24
     enable_prefix_caching: bool = True
     preemption: str = "auto"
     swap_gib: float = 4.0
@@ -143,7 +146,9 @@ class EngineConfig:
             ("max_num_seqs", 1, MAX_SEQS),
             ("max_num_batched_tokens", 1, 2**20),
             ("max_num_queued_reqs", 1, 2**20),
-            ("max_images", 1, 64),
+            ("max_images", 0, 64),
+            ("max_image_pixels", 1, 2**28),
+            ("max_image_bytes", 1, 2**26),
             ("threads", 1, 4096),
             ("depth", 1, 64),
             ("prefix_tokens", 0, 2**40),

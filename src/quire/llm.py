@@ -94,7 +94,7 @@ class LLM:
 
     def _start(self, built: Built) -> None:
         self.built, self.engine = built, built.engine
-        self.prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults)
+        self.prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight)
         # Offline, the caller's list is the queue.
         self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
         self._ids = count()
@@ -113,7 +113,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue each prompt; results in the order of the prompts. `sampling_params`: one for all, or one for each,
-        or None for the model's own defaults. InputError for a bad prompt or parameter, before anything is computed."""
+        or None for the model's own defaults. InputError for a bad prompt or parameter, before anything is computed.
+
+        A prompt is a text, token ids, or {"prompt": text}, with which pictures may come: "multi_modal_data": {"image":
+        bytes of a file, a uint8 array, a PIL image, or a list of these}."""
         single = isinstance(prompts, str | Mapping) or (bool(prompts) and type(prompts[0]) is int)
         given = [prompts] if single else list(prompts)
         return self._run([self.prompts.prompt(item) for item in given], sampling_params, use_tqdm)
@@ -127,7 +130,8 @@ class LLM:
         use_tqdm: bool = True,
         **kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. `kwargs` are variables of the chat template."""
+        """Answer one conversation, or each of several. `kwargs` are variables of the chat template. Pictures are
+        image_url parts with data: URIs, as in requests."""
         single = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if single else messages
         rendered = [self.prompts.chat(item, add_generation_prompt, **kwargs) for item in conversations]  # type: ignore[arg-type]
@@ -238,7 +242,7 @@ class LLM:
     def _run(self, prompts: list[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
         jobs = self._queue(prompts, self._each(params, len(prompts)))
         decode = self.prompts.decode_token
-        found = {job.id: Assembly(job.id, *job.prompt, job.params, decode) for job in jobs}
+        found = {job.id: Assembly(job.id, job.prompt.text, job.prompt.ids, job.params, decode) for job in jobs}
         requests = {job.id: self.engine.requests[job.id] for job in jobs}
         try:
             with _progress(len(jobs), use_tqdm) as bar:
@@ -275,7 +279,8 @@ class LLM:
             for prompt, each in zip(prompts, params):
                 job = Job(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
-                self.engine.add(job.id, prompt.ids, job.params, waits=waits)
+                _, ids, media, pixels = prompt
+                self.engine.add(job.id, ids, job.params, waits=waits, media=media, pixels=pixels)
                 stop = partial(self.engine.stop, job.id)
                 self._transcripts[job.id] = Transcript(self.prompts.text, prompt.ids, job.params, stop)
         except BaseException:

@@ -66,6 +66,7 @@ from quire.link.messages import (
 )
 from quire.link.pulse import Health
 from quire.vocabulary.columns import MOST_BYTES, WireError
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.method import Method
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Mapped, Top
@@ -125,7 +126,14 @@ def test_steps(
     assert facts_equal(found.facts, facts)
 
 
+CAT, DOG = b"c" * 32, b"d" * 32
+SEEN = (Pixels(CAT, (1, 2, 2, 3), bytes(range(12)), (1, 1)), Pixels(DOG, (2, 1, 1, 3), b"pixels"))
+LOOKED = (
+    Asked(1, "a", (5, 6, 7, 8), (Medium(CAT, 1, 2, 2), Medium(DOG, 3, 1, 6, 2))), Asked(2, "b", (5,)),
+    Asked(3, "c", (5, 6), (Medium(CAT, 0, 2, 2),)),
+)  # fmt: skip
 MESSAGES = [
+    Add(8, LOOKED, SamplingParams(max_tokens=3), "salt", SEEN), Add(8, LOOKED, SamplingParams(), "", SEEN[:1]),
     Add(7, (Asked(1, "cmpl-1", (5, 6, 7)), Asked(2, "é\n", (1,))), SamplingParams(max_tokens=3), "salt"),
     Abort(None), Abort((1, 2, 2**32 - 1)), Abort(()), Stop(3, 0, "stop\ud800 here"),
     Register(1, 2, "rules", (1, 2, 3)), Release(4, "rules"), Prefixes(9),
@@ -137,6 +145,41 @@ def test_what_fronts_send(message: Any) -> None:
     kind, body = write_front(message)
     found: Any = read_front(Frame(kind, memoryview(body)))
     assert found == message
+
+
+@pytest.mark.parametrize(
+    ("media", "pixels", "why"),
+    [
+        ([Medium(CAT, 3, 2, 2)], SEEN[:1], "can't be in a prompt of 4 tokens"),
+        ([Medium(CAT, 2**31, 2, 2)], SEEN[:1], "can't be in a prompt"),
+        ([Medium(CAT, 1, 0, 2)], SEEN[:1], "can't be in a prompt"),
+        ([Medium(CAT, 1, 1, 2, 0)], SEEN[:1], "can't be in a prompt"),
+        ([Medium(CAT, 1, 2, 2), Medium(DOG, 2, 1, 1)], SEEN, "can't be in a prompt of 4 tokens, from 3 on"),
+        ([Medium(CAT, 1, 2, 2)], SEEN, "those of 2 pictures are announced, and there are 1"),
+        ([Medium(CAT, 1, 2, 2)], SEEN[1:], "some are of no picture"),
+        ([Medium(CAT, 0, 2, 2), Medium(DOG, 2, 1, 1)], SEEN[:1] * 2, "of one twice"),
+        ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 2, 3, 2))], "are no picture of the shape"),
+        ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 0, 2, 3), data=b"")], "are no picture of the shape"),
+        ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(grid=(1,) * 17)], "are no picture of the shape"),
+    ],
+)
+def test_pictures_that_no_front_sends(media: list[Medium], pixels: Sequence[Pixels], why: str) -> None:
+    message = Add(1, (Asked(1, "a", (5, 6, 7, 8), tuple(media)),), SamplingParams(), "", tuple(pixels))
+    kind, body = write_front(message)
+    with pytest.raises(WireError, match=why):
+        read_front(Frame(kind, memoryview(body)))
+
+
+def test_pixels_that_are_not_sent() -> None:
+    for bad in (SEEN[0]._replace(data=b"short"), SEEN[0]._replace(key=b"short"), SEEN[0]._replace(shape=(12,))):
+        with pytest.raises(WireError, match="pixels"):
+            write_front(Add(1, LOOKED, SamplingParams(), "", (bad,)))
+
+
+def test_texts_are_sent_as_ever() -> None:
+    """Without pictures there is nothing of them in a frame."""
+    plain = Add(7, (Asked(1, "a", (5, 6, 7)),), SamplingParams())
+    assert len(write_front(plain)[1]) < len(write_front(plain._replace(requests=(LOOKED[2],)))[1]) - 48
 
 
 PARAMS: list[dict[str, Any]] = [

@@ -10,9 +10,10 @@ import echo_service
 import pytest
 from echo_service import Echo
 
-from quire.errors import InputError
+from quire.errors import InputError, Overloaded
 from quire.link.host import Host, Left
 from quire.link.messages import Abort, Add, Answer, Asked, FromEngine, FromFront, Stepped, Stop
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
 
@@ -155,3 +156,73 @@ def test_ids_and_numbers_in_use_are_refused() -> None:
         assert "in use" in str(answer.error)
     told.turns()
     assert told.empty()
+
+
+class Shown:
+    """In an engine's place for what it is given with pictures: a stand-in for its `add_all`."""
+
+    def __init__(self, told: Told) -> None:
+        self._add, self.pixels = told.engine.add_all, list[Pixels]()
+        told.engine.add_all = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, prompts: Any, params: Any, *, media: Any = (), pixels: Any = (), **more: Any) -> None:
+        self._add(prompts, params, **more)
+        self.pixels += pixels
+
+
+def seeing(number: int, *keys: int) -> Asked:
+    media = tuple(Medium(bytes([key]) * 32, at, 1, 1) for at, key in enumerate(keys))
+    return Asked(number, f"r{number}", (5,) * 8, media)
+
+
+def pixels(*keys: int) -> tuple[Pixels, ...]:
+    return tuple(Pixels(bytes([key]) * 32, (1, 2, 2, 3), bytes(12)) for key in keys)
+
+
+def test_pictures_stay_as_long_as_their_requests() -> None:
+    told = Told()
+    shown = Shown(told)
+    first = Add(0, (seeing(1, 1, 2),), LONG, "", pixels(1, 2))
+    told.turns((0, first), (0, Add(1, (seeing(2, 2, 2),), LONG, "", pixels(2))), most=2)
+    assert told.host.gallery.bytes == 24
+    assert shown.pixels[2] is shown.pixels[[one.key for one in shown.pixels[:2]].index(shown.pixels[2].key)]
+    told.turns((0, Abort((1,))), most=3)
+    assert told.host.gallery.bytes == 12
+    told.turns()
+    assert told.done() == [1, 2]
+    assert told.empty()
+    assert (told.host.gallery.bytes, len(told.host.gallery)) == (0, 0)
+
+
+def test_refused_requests_leave_no_pictures() -> None:
+    told = Told(max_num_queued_reqs=1)
+    Shown(told)
+    bad = (
+        Add(0, (seeing(1, 1, 2),), LONG, "", pixels(1)),  # the other one's are missing
+        Add(1, (seeing(2, 1), seeing(3, 1)), LONG, "", pixels(1)),  # more than may wait
+        Add(2, (seeing(4, 1)._replace(prompt=(5, 10**6)),), LONG, "", pixels(1)),
+    )
+    told.turns(*[(0, message) for message in bad])
+    answers = [message for _, message in told.messages if isinstance(message, Answer)]
+    assert [str(answer.error)[:20] for answer in answers] == [
+        "the pixels of a pict",
+        "there are 2 prompts,",
+        "prompt token 1 is 10",
+    ]
+    assert told.host.gallery.bytes == len(told.host.gallery) == 0
+    told.host.gallery.most = 20
+    told.turns((0, Add(3, (seeing(5, 1, 2),), LONG, "", pixels(1, 2))))
+    [*_, last] = [message for _, message in told.messages if isinstance(message, Answer)]
+    assert isinstance(last.error, Overloaded)
+    assert told.empty()
+
+
+def test_a_number_in_use_keeps_its_own_pictures() -> None:
+    told = Told()
+    Shown(told)
+    told.turns(
+        (0, Add(0, (seeing(1, 1),), LONG, "", pixels(1))), (0, Add(1, (seeing(1, 2),), LONG, "", pixels(2))), most=2
+    )
+    assert told.host.gallery.bytes == 12
+    told.turns()
+    assert told.host.gallery.bytes == 0

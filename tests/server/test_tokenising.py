@@ -103,10 +103,10 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
     talk: list[dict[str, Any]] = [{"role": "user", "content": "once upon a time"}]
     go, threads = threading.Event(), []
 
-    def written(*args: Any, **kwargs: Any) -> str:
+    def written(*args: Any, **kwargs: Any) -> tuple[str, list[Any]]:
         threads.append(threading.current_thread().name)
         assert go.wait(20)
-        return "once"
+        return "once", []
 
     async def all_of_them() -> None:
         waiting = [asyncio.create_task(prompts.converse(talk, variables={})) for _ in range(3)]

@@ -236,7 +236,11 @@ def test_what_a_template_raises_is_shown_cut_short() -> None:
         ([{"role": "user", "content": 7}], "got int"),
         ([{"role": "user", "content": []}], "1 to 1024 parts, got 0"),
         ([{"role": "user", "content": ["a"]}], r"content\[0\] must be an object"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url'; only 'text'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "image_url is a picture, and this model reads",
+        ),
+        ([{"role": "user", "content": [{"type": "video_url"}]}], "'video_url'; only 'text' is supported"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "text must be a string, got int"),
         ([{"role": "user", "content": "a", "name": 5}], "name must be a string"),
         ([{"role": "user", "content": "a", "audio": {}}], "unsupported field 'audio'"),

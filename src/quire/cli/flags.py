@@ -91,6 +91,8 @@ ENGINE = (
     Flag("max_images", int, "most pictures of a request, where the model sees", metavar="N"),
     Flag("vision_cache", str, "where embeddings of pictures lie until they are used: in pages of their own, where they "
          "stay for others; in those of keys and values to come; or nowhere: each chunk encodes again", VISION_CACHES),
+    Flag("max_image_pixels", int, "most pixels of a picture, width times height", metavar="N"),
+    Flag("max_image_bytes", int, "most bytes of a request's pictures, as files", metavar="N"),
     Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
     Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
     Flag("prefix_tokens", int, "tokens of the KV memory kept for registered prefixes", metavar="N"),

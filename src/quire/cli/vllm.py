@@ -47,8 +47,10 @@ REASONS = (
     ("enable-auto-tool-choice tool- exclude-tools", "there are no tool calls; requests with tools are refused"),
     ("reasoning-parser enable-reasoning enable-in-reasoning", "outputs are returned as the model writes them"),
     ("guided-decoding structured-outputs", "there is no constrained decoding; such requests are refused"),
-    ("limit-mm mm- allowed-local-media allowed-media interleave-mm skip-mm disable-mm enable-mm media-io video- "
-     "language-model-only", "it runs models of text only"),
+    ("limit-mm", "see --max-images, --max-image-pixels and --max-image-bytes"),
+    ("allowed-local-media allowed-media media-io", "pictures come within requests: nothing is fetched"),
+    ("mm- interleave-mm skip-mm disable-mm enable-mm video- language-model-only",
+     "pictures are prepared as their model's folder says, and there are no other media"),
     ("trust-remote-code code-revision", "no code of a model's folder ever runs"),
     ("middleware logits-processors worker-extension logits-processor", "no code is loaded by name"),
     ("api-key", "keys never come from the command line: --api-key-file FILE, or QUIRE_API_KEY"),

@@ -14,6 +14,7 @@ from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import Geometry
 
 MAX_SALT = 1024
+MOST_ID = 2**31  # of a token
 
 Fits = Callable[[list[int], int], bool]
 """Whether branches that reach these lengths, with a common prompt of so many tokens, fit into an empty memory."""
@@ -45,11 +46,14 @@ class Limits(NamedTuple):
                 "prompt",
             )
 
-    def tokens(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many."""
+    def tokens(self, prompt: Sequence[int], media: Sequence[Medium] = ()) -> list[int]:
+        """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many. Where its
+        pictures stand, ids may lie beyond the vocabulary: no output has these."""
         self.check_length(len(prompt))
         for i, token in enumerate(prompt):
             if type(token) is not int or not 0 <= token < self.vocab_size:
+                if type(token) is int and 0 <= token < MOST_ID and any(one.start <= i < one.end for one in media):
+                    continue
                 shown, most = repr(token)[:40], self.vocab_size - 1
                 raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {most}", "prompt")
         return list(prompt)

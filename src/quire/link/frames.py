@@ -24,6 +24,7 @@ from quire.errors import (
     StartupError,
     UnknownPrefix,
 )
+from quire.link.media_frames import read_media, write_media
 from quire.link.messages import (
     MOST_ID,
     MOST_NUMBER,
@@ -155,13 +156,15 @@ def number(data: Mapping[str, Any], name: str) -> int:
 def write_front(message: FromFront) -> tuple[int, bytes]:
     """The kind and body of a front's message. InputError for parameters that can't be sent."""
     match message:
-        case Add(key, requests, params, salt):
+        case Add(key, requests, params, salt, pixels):
             head = write_json({
                 "key": key, "salt": salt, "numbers": [asked.number for asked in requests],
                 "ids": [asked.id for asked in requests], "params": sent_params(params),
             })  # fmt: skip
             prompts = write_runs([asked.prompt for asked in requests], "prompts")
-            return ADD, b"".join((COUNT.pack(len(head)), head, *prompts))
+            media = [asked.media for asked in requests]
+            pictures = write_media(media, pixels) if any(media) else ()
+            return ADD, b"".join((COUNT.pack(len(head)), head, *prompts, *pictures))
         case Abort(None):
             return ABORT, COUNT.pack(0xFFFFFFFF)
         case Abort(numbers):
@@ -205,9 +208,10 @@ def _read_add(body: memoryview) -> Add:
     if not all(type(one) is int and 0 <= one <= MOST_NUMBER for one in numbers):
         raise WireError("numbers", f"one is none from 0 to {MOST_NUMBER}")
     prompts = list(reader.runs(len(ids), "prompts"))
+    media, pixels = read_media(reader, prompts) if reader.at < reader.end else ([()] * len(ids), ())
     _at_end(reader)
-    asked = tuple(map(Asked, numbers, ids, prompts))
-    return Add(number(head, "key"), asked, read_params(field(head, "params", dict)), field(head, "salt", str))
+    asked = tuple(map(Asked, numbers, ids, prompts, media))
+    return Add(number(head, "key"), asked, read_params(field(head, "params", dict)), field(head, "salt", str), pixels)
 
 
 def add_key(frame: Frame) -> int:

@@ -11,13 +11,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.errors import EngineDead, InputError
+from quire.link.gallery import Gallery
 from quire.link.messages import (
     Abort,
     Add,
@@ -50,11 +51,12 @@ Tell = Callable[[int, FromEngine], None]
 class Owned:
     """A request of the engine, and whose it is."""
 
-    __slots__ = ("front", "id", "number", "request", "told")
+    __slots__ = ("front", "id", "number", "request", "seen", "told")
 
     def __init__(self, front: int, number: int, id: str, request: Request) -> None:
         self.front, self.number, self.id, self.request = front, number, id, request
         self.told = False  # anything of it
+        self.seen: Iterable[bytes] = ()  # the keys of its pictures
 
     def progress(self) -> Progress:
         """How far it has come."""
@@ -87,6 +89,7 @@ class Host:
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
         self._computed = 0
+        self.gallery = Gallery()
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
@@ -214,9 +217,27 @@ class Host:
             if len({asked.number for asked in message.requests}) < len(message.requests):
                 raise InputError("request numbers must be distinct")
             prompts = [(asked.id, asked.prompt) for asked in message.requests]
-            self.engine.add_all(prompts, message.params, salt=message.salt)
+            if message.pixels:
+                self._add_seeing(prompts, message, seen)
+            else:
+                self.engine.add_all(prompts, message.params, salt=message.salt)
 
-        self._answer(front, message.key, add, {asked.number: asked.id for asked in message.requests})
+        seen = {asked.number: {medium.key for medium in asked.media} for asked in message.requests if asked.media}
+        self._answer(front, message.key, add, {asked.number: asked.id for asked in message.requests}, seen)
+
+    def _add_seeing(self, prompts: list[tuple[str, Sequence[int]]], message: Add, seen: dict[int, set[bytes]]) -> None:
+        """Requests with pictures, by the keys that each has `seen`; each is a user of these."""
+        shown = {one.key: one for one in message.pixels}
+        used = [key for keys in seen.values() for key in keys]
+        if not shown.keys() >= set(used):
+            raise InputError("the pixels of a picture are missing")
+        pixels = self.gallery.hang([shown[key] for key in used])
+        try:
+            media = [asked.media for asked in message.requests]
+            self.engine.add_all(prompts, message.params, salt=message.salt, media=media, pixels=pixels)
+        except BaseException:
+            self.gallery.drop(used)
+            raise
 
     def _register(self, front: int, message: Register) -> None:
         def register() -> None:
@@ -224,8 +245,10 @@ class Host:
 
         self._answer(front, message.key, register, {message.number: f"prefix:{message.name}"})
 
-    def _answer(self, front: int, key: int, add: Callable[[], None], ids: dict[int, str]) -> None:
-        """`add` requests of these numbers and ids, and say whether that went well."""
+    def _answer(
+        self, front: int, key: int, add: Callable[[], None], ids: dict[int, str], seen: Mapping[int, set[bytes]] = {}
+    ) -> None:
+        """`add` requests of these numbers and ids, and say whether that went well. `seen` are keys of pictures."""
         try:
             for number in ids:
                 if (front, number) in self._numbered:
@@ -237,6 +260,7 @@ class Host:
         for number, id in ids.items():
             owned = Owned(front, number, id, self.engine.requests[id])
             self._owned[id] = self._numbered[front, number] = owned
+            owned.seen = seen.get(number, ())
         self._tell(front, Answer(key))
 
     def _abort(self, front: int, message: Abort) -> None:
@@ -273,5 +297,6 @@ class Host:
             self.close()
 
     def _forget(self, owned: Owned) -> None:
+        self.gallery.drop(owned.seen)
         del self._owned[owned.id]
         del self._numbered[owned.front, owned.number]

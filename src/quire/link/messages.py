@@ -14,6 +14,7 @@ from quire.control.engine import Engine
 from quire.control.memory import Account
 from quire.control.outcomes import Output, Stats
 from quire.link.cache import cache_facts
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Mapped
 
@@ -25,20 +26,23 @@ MOST_ID = 1024  # characters of a request's name
 
 
 class Asked(NamedTuple):
-    """A request: its number, its name among all, and its prompt."""
+    """A request: its number, its name among all, its prompt, and the pictures in that."""
 
     number: int
     id: str
     prompt: Sequence[int]
+    media: tuple[Medium, ...] = ()
 
 
 class Add(NamedTuple):
-    """Queue all of these, or none. Their parameters are resolved: words are token ids."""
+    """Queue all of these, or none. Their parameters are resolved: words are token ids. `pixels` are those of all their
+    pictures, each once."""
 
     key: int
     requests: tuple[Asked, ...]
     params: SamplingParams
     salt: str = ""
+    pixels: tuple[Pixels, ...] = ()
 
 
 class Abort(NamedTuple):

@@ -21,7 +21,7 @@ from quire.link.frames import FAILED, HELLO, PING, PONG, READY, Frame, Frames, r
 from quire.link.hello import Hello, failed, read_pulse, read_ready, write_hello
 from quire.link.messages import Died, Facts, FromEngine, FromFront, Queues, Ready, Stepped
 from quire.link.pulse import SILENT, Health
-from quire.source import Source, read_source, read_text
+from quire.source import Source, read_sight, read_source, read_text
 from quire.text.prompts import Prompts
 from quire.vocabulary.columns import WireError
 
@@ -270,6 +270,7 @@ def _read(
     try:
         source = read_source(config)
         tokenizer, chat = read_text(config, source, renderer)
+        sight = read_sight(config, source)
         begin(tokenizer.eos_ids if tokenizer is not None else ())
         link.wait()
     except BaseException:
@@ -277,4 +278,4 @@ def _read(
         if renderer is not None:
             renderer.close()
         raise
-    return link, Prompts(tokenizer, chat, link.ready.limits, source.defaults), source
+    return link, Prompts(tokenizer, chat, link.ready.limits, source.defaults, sight), source

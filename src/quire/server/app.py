@@ -72,7 +72,9 @@ def create_app(
     app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
     add_handlers(app, metrics)
-    app.add_middleware(BoundBody, max_body=max_body, max_len=llm.prompts.max_len, share=service.peers.count)
+    sight, share = llm.prompts.sight, service.peers.count
+    pictures = sight.limits.body if sight is not None else 0
+    app.add_middleware(BoundBody, max_body=max_body, max_len=llm.prompts.max_len, share=share, pictures=pictures)
     app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # around the other: added last
     return app
 

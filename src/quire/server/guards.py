@@ -20,6 +20,7 @@ MAX_BODIES = 256 << 20  # bytes, of all requests under way
 BODY_SECONDS = 60.0  # for a whole body to arrive
 MAX_COMMAS = 1 << 18  # in a body, or four for each token that fits
 MAX_OPENED = 1 << 16  # colons and opening brackets in a body, or one for each token that fits
+SLASHES = 32  # characters of base64, of which one may be a slash that some write as \/
 MAX_BACKSLASHES = 1 << 20  # in a body, or eight for each token that fits
 
 
@@ -80,17 +81,24 @@ class BoundBody:
 
     How long JSON holds the interpreter while it is parsed isn't a matter of its bytes but of its values: they are
     counted by what separates and opens them, and escapes in strings beside. Limits grow with `max_len`, the most tokens
-    of a prompt."""
+    of a prompt, and with `pictures`, the most characters of those that a body may have."""
 
     def __init__(
-        self, app: ASGIApp, max_body: int = MAX_BODY, max_len: int = 0, seconds: float = BODY_SECONDS, share: int = 1
+        self,
+        app: ASGIApp,
+        max_body: int = MAX_BODY,
+        max_len: int = 0,
+        seconds: float = BODY_SECONDS,
+        share: int = 1,
+        pictures: int = 0,
     ) -> None:
+        max_body += pictures + pictures // SLASHES
         self.app, self.max_body, self.seconds, self.share = app, max_body, seconds, share
         self.held = 0
         self.most = (
             Counted("commas", (b",",), max(MAX_COMMAS, 4 * max_len)),
             Counted("colons and opening brackets", (b":", b"[", b"{"), max(MAX_OPENED, max_len)),
-            Counted("backslashes", (b"\\",), max(MAX_BACKSLASHES, 8 * max_len)),
+            Counted("backslashes", (b"\\",), max(MAX_BACKSLASHES, 8 * max_len) + pictures // SLASHES),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -28,10 +28,29 @@ class First(FailFast):
 
 # What the OpenAPI document says of values that are checked elsewhere.
 TOKEN = {"type": "integer", "minimum": 0}
-PART = {
+TEXT_PART = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+DATA_URI = {"type": "string", "pattern": "^data:image/(png|jpeg|webp|gif);base64,"}
+PICTURE = {
+    "type": "object",
+    "required": ["url"],
+    "properties": {"url": DATA_URI, "detail": {"enum": [None, "auto", "low", "high"]}},
+}
+PICTURE_PART = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {"type": {"const": "image_url"}, "image_url": {"anyOf": [DATA_URI, PICTURE]}},
+}
+PART = {"anyOf": [TEXT_PART, PICTURE_PART]}
+PICTURES = {"anyOf": [DATA_URI, {"type": "array", "items": DATA_URI}]}
+MULTI_MODAL = {
+    "anyOf": [
+        {"type": "object", "properties": {"image": PICTURES}, "additionalProperties": False},
+        {"type": "null"},
+    ]
 }
 MESSAGE = {
     "type": "object",
@@ -160,9 +179,10 @@ class Sampling(Truncation):
 
 
 class CompletionRequest(Sampling):
-    """The body of /v1/completions."""
+    """The body of /v1/completions. `multi_modal_data` has the pictures of a single prompt."""
 
     prompt: PromptField
+    multi_modal_data: Annotated[dict[str, Any] | None, WithJsonSchema(MULTI_MODAL)] = None
     echo: bool | None = None
     logprobs: int | None = ranged(0, MAX_LOGPROBS)
     add_special_tokens: bool = True

@@ -22,6 +22,7 @@ def log_request(id: str, prompts: Sequence[Prompt], params: SamplingParams, scop
     the beginning is made."""
     values = [(field, getattr(params, field.name)) for field in fields(params) if field.repr]
     shown = ", ".join(f"{field.name}={short(value)}" for field, value in values if value != field.default)
-    tokens = sum(len(prompt.ids) for prompt in prompts)
-    text = "request %s (X-Request-Id %s): %d prompts, %d tokens; %s"
-    log.info(text, id, scope.get(REQUEST_ID, "-"), len(prompts), tokens, shown[:MOST] or "no parameters")
+    tokens, pictures = sum(len(prompt.ids) for prompt in prompts), sum(len(prompt.media) for prompt in prompts)
+    sizes = f"{len(prompts)} prompts, {tokens} tokens" + f", {pictures} pictures" * bool(pictures)
+    text = "request %s (X-Request-Id %s): %s; %s"
+    log.info(text, id, scope.get(REQUEST_ID, "-"), sizes, shown[:MOST] or "no parameters")

@@ -33,6 +33,7 @@ from quire.server.sampling import Terms, chat_params, check_known, completion_pa
 from quire.server.size import Held, Shown, bounded
 from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
 from quire.text.prompts import Cut, Prompt
+from quire.text.sight import pictured
 from quire.vocabulary.params import SamplingParams
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",
@@ -65,7 +66,9 @@ class Service:
         self._check_model(body.model)
         params = completion_params(body, self.terms)
         cut = self._cut(body, params.max_tokens)
-        prompts = await self.prompts.read(completion_prompts(body.prompt), body.add_special_tokens, cut)
+        _, pictures = pictured({"multi_modal_data": body.multi_modal_data})
+        given = completion_prompts(body.prompt)
+        prompts = await self.prompts.read(given, body.add_special_tokens, cut, pictures, body.cache_salt or "")
         scored = (body.logprobs or 0) + 1 if body.echo and params.top >= 0 else 0
         scored += 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         shown = Shown(params.n, bool(body.echo or body.return_token_ids), scored)
@@ -134,6 +137,7 @@ class Service:
             add_special_tokens=bool(body.add_special_tokens),
             cut=cut,
             variables=given,
+            salt=getattr(body, "cache_salt", None) or "",
         )
 
     def _unread(self, body: Sampling | TokenizeRequest) -> list[str]:

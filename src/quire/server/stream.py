@@ -69,8 +69,12 @@ class Call:
         """Queue all prompts, or none."""
         self._held.add(self._size)
         named = [(f"{self.id}-{at}", prompt.ids) for at, prompt in enumerate(prompts)]
+        pixels = [one for prompt in prompts for one in prompt.pixels]
+        media = [prompt.media for prompt in prompts] if pixels else ()
         try:
-            self.streams = await self.llm.submit_all(named, params, salt=salt, patient=patient)
+            self.streams = await self.llm.submit_all(
+                named, params, salt=salt, patient=patient, media=media, pixels=pixels
+            )
         except BaseException:
             self._held.drop(self._size)
             raise

@@ -9,25 +9,23 @@ from __future__ import annotations
 import copy
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.errors import InputError, StartupError, shown
 from quire.files import LIMITS, find, read_text
+from quire.text.eyes import Eyes
 from quire.text.folder import special_tokens, tokenizer_config
+from quire.text.messages import Conversation, Forms, marked, read_messages
 from quire.text.renderer import Renderer, RenderError
 
-MAX_MESSAGES = 1024
-MAX_PARTS = 1024
 MAX_DOCUMENTS = 1024
 MAX_ENTRIES = 64  # of a document
 MAX_VALUES = 4096
-FIELDS = ("role", "content", "name", "reasoning_content", "tool_call_id")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to go on with, as in transformers
-_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+PROBE = "quire tries out this template"
 
 
 class ChatTemplate:
@@ -54,6 +52,7 @@ class ChatTemplate:
         self.max_bytes = max_bytes
         self.max_seconds = max_seconds
         self._renderer = renderer or Renderer()
+        self._forms: Forms | None = None
         try:
             self._read = frozenset(self._renderer.compile(source))
         except RenderError as error:
@@ -83,26 +82,55 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, str]] | None = None,
         **kwargs: Any,
     ) -> str:
+        """The prompt of messages without pictures, as `write`."""
+        conversation = read_messages(messages)
+        return self.write(conversation, None, add_generation_prompt, continue_final_message, documents, **kwargs)
+
+    def write(
+        self,
+        conversation: Conversation,
+        eyes: Eyes | None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        **kwargs: Any,
+    ) -> str:
         """The prompt. `kwargs` may set the variables that the template itself reads (`variables`): plain JSON values.
 
-        Text parts of one message are joined by newlines. With `continue_final_message`, which excludes
+        With `continue_final_message`, which excludes
         `add_generation_prompt`, the prompt ends within the last message. InputError says what is wrong with the
         arguments, what the template raised, or which bound was met."""
-        checked = _messages(messages)
         if documents is not None:
             self._check_read("documents", "documents")
         for name in kwargs:
             self._check_read(name, "chat_template_kwargs")
         variables = {**self.special, **dict(zip(kwargs, _plain(list(kwargs.values()))))}
+        checked = conversation.messages
+        if eyes is not None:
+            checked = conversation.formed(self.forms(), eyes.marker)
         variables |= {"messages": checked, "tools": None, "documents": _documents(documents)}
         variables["add_generation_prompt"] = bool(add_generation_prompt)
         if not continue_final_message:
             return self._rendered(variables)
         if add_generation_prompt:
             raise InputError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
-        final = checked[-1]["content"]
-        checked[-1]["content"] = final + CONTINUE
+        final = marked(checked, CONTINUE)
         return _continued(self._rendered(variables) if "content" in self.source else "", final)
+
+    def forms(self) -> Forms:
+        """What contents the template takes, tried out once: some only list their parts, and drop a string."""
+        if self._forms is None:
+            parts = [{"type": "image"}, {"type": "text", "text": PROBE}]
+            self._forms = Forms(self._takes(PROBE), self._takes(parts))
+        return self._forms
+
+    def _takes(self, content: Any) -> bool:
+        variables = {**self.special, "messages": [{"role": "user", "content": content}], "tools": None}
+        try:
+            text = self._rendered({**variables, "documents": None, "add_generation_prompt": False})
+        except InputError:
+            return False
+        return PROBE in text and "'type'" not in text  # a list that was written out as Python's
 
     def _check_read(self, name: str, param: str) -> None:
         if name not in (self._read if param == "documents" else self.variables):
@@ -155,54 +183,6 @@ def _configured(value: Any) -> str | None:
     if not isinstance(source, str):
         raise StartupError("tokenizer_config.json has chat templates, but no default one", "Give one: --chat-template")
     return source
-
-
-def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    if not isinstance(messages, list | tuple):
-        raise InputError(f"messages must be a list, got {type(messages).__name__}", "messages")
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InputError(f"messages must have 1 to {MAX_MESSAGES} entries, got {len(messages)}", "messages")
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-
-
-def _message(at: str, message: Mapping[str, Any]) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise InputError(f"{at} must be an object, got {type(message).__name__}", "messages")
-    said = {name: value for name, value in message.items() if value is not None and value not in ([], ())}
-    if unknown := [str(name) for name in said if name not in FIELDS]:
-        raise InputError(f"{at} has an unsupported field {unknown[0][:60]!r}", "messages")
-    role = message.get("role")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise InputError(f"{at}.role must be a word of 1 to 64 letters, digits, - or _", "messages")
-    checked = {"role": role, "content": _content(f"{at}.content", message.get("content"))}
-    for name in FIELDS[2:]:
-        value = said.get(name)
-        if value is not None and not isinstance(value, str):
-            raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
-        if value is not None:
-            checked[name] = value
-    return checked
-
-
-def _content(at: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise InputError(f"{at} must be a string or a list of text parts, got {type(content).__name__}", "messages")
-    if not 1 <= len(content) <= MAX_PARTS:
-        raise InputError(f"{at} must have 1 to {MAX_PARTS} parts, got {len(content)}", "messages")
-    return "\n".join(_part(f"{at}[{i}]", part) for i, part in enumerate(content))
-
-
-def _part(at: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str):
-        raise InputError(f'{at} must be an object like {{"type": "text", "text": ...}}', "messages")
-    if kind != "text":
-        raise InputError(f"{at} has the type {kind[:60]!r}; only 'text' is supported", "messages")
-    if not isinstance(part.get("text"), str):
-        raise InputError(f"{at}.text must be a string, got {type(part.get('text')).__name__}", "messages")
-    return str(part["text"])
 
 
 def _documents(documents: Any) -> list[dict[str, str]] | None:

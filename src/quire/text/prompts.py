@@ -9,11 +9,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
 from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong
+from quire.text.messages import Given, read_messages
+from quire.text.sight import Sight, pictured
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,10 +39,12 @@ T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
-    """A prompt as text, when it was given so, and as token ids."""
+    """A prompt as text, when it was given so, and as token ids; its pictures, and what the encoder gets of each."""
 
     text: str | None
     ids: list[int]
+    media: tuple[Medium, ...] = ()
+    pixels: tuple[Pixels, ...] = ()
 
 
 class Cut(NamedTuple):
@@ -51,6 +57,8 @@ class Cut(NamedTuple):
         """The prompt, cut. One that loses tokens has no text any more."""
         if len(prompt.ids) <= self.tokens:
             return prompt
+        if prompt.media:
+            raise InputError("a prompt with pictures can't be cut", "truncate_prompt_tokens")
         return Prompt(None, prompt.ids[: self.tokens] if self.first else prompt.ids[-self.tokens :])
 
 
@@ -61,12 +69,17 @@ def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfi
 
 class Prompts:
     """Prompts and parameters for one model. `limits` are its engine's; `defaults` generation_config.json's sampling
-    parameters."""
+    parameters; `sight` is for pictures, where the model sees."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, chat: ChatTemplate | None, limits: Limits, defaults: Mapping[str, Any]
+        self,
+        tokenizer: Tokenizer | None,
+        chat: ChatTemplate | None,
+        limits: Limits,
+        defaults: Mapping[str, Any],
+        sight: Sight | None = None,
     ) -> None:
-        self.tokenizer, self.chat_template, self.limits = tokenizer, chat, limits
+        self.tokenizer, self.chat_template, self.limits, self.sight = tokenizer, chat, limits, sight
         self.text = _text_of(tokenizer)
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
@@ -92,21 +105,47 @@ class Prompts:
         pool = self._long if chars > LONG_CHARS else None
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    async def read(self, given: Sequence[Any], add_special_tokens: bool = True, cut: Cut | None = None) -> list[Prompt]:
-        """Several prompts, as `prompt` takes them, cut. One that is too long is found before others are tokenised: all
-        lengths are looked at first, and the longest text is the first to be tokenised."""
+    async def read(
+        self,
+        given: Sequence[str | Sequence[int]],
+        add_special_tokens: bool = True,
+        cut: Cut | None = None,
+        pictures: Sequence[Given] = (),
+        salt: str = "",
+    ) -> list[Prompt]:
+        """Several texts or lists of token ids as prompts, cut; or one, with its pictures. One that is too long is found
+        before others are tokenised: all lengths are looked at first, and the longest text is the first to be tokenised.
+        """
         for item in given:
             self._check_length(item, cut)
+        if pictures and len(given) > 1:
+            raise InputError(f"pictures go with one prompt, and there are {len(given)}", "multi_modal_data")
+        seen = await self._look(pictures, salt)
 
         def encode() -> list[Prompt]:
             found: dict[int, Prompt] = {}
             for at in sorted(range(len(given)), key=lambda at: -len(given[at])):
-                prompt = self.prompt(given[at], add_special_tokens)
+                prompt = self._tokenised(given[at], add_special_tokens, seen)
                 found[at] = prompt if cut is None else cut.of(prompt)
                 self._check_length(found[at].ids, None)
             return [found[at] for at in range(len(given))]
 
         return await self.apart(sum(map(characters, given)), encode)
+
+    async def read_one(self, given: Any, salt: str = "") -> Prompt:
+        """A prompt, as `prompt` takes it."""
+        content, pictures = pictured(given)
+        seen = await self._look(pictures, salt)
+        return await self.apart(characters(content), partial(self._tokenised, content, True, seen))
+
+    async def _look(self, pictures: Sequence[Given], salt: str) -> list[Pixels]:
+        """Pictures as the encoder gets them."""
+        return await self._sight(pictures).look(pictures, salt) if pictures else []
+
+    def _sight(self, pictures: Sequence[Given]) -> Sight:
+        if self.sight is None:
+            raise InputError(f"{pictures[0].at} is a picture, and this model reads only text", pictures[0].at)
+        return self.sight
 
     async def converse(
         self,
@@ -118,14 +157,16 @@ class Prompts:
         add_special_tokens: bool = False,
         cut: Cut | None = None,
         variables: Mapping[str, Any],
+        salt: str = "",
     ) -> Prompt:
         """A conversation, as `chat` takes it, cut. Templates are programs of unknown cost: always on another thread."""
         self._check_characters(spoken(messages))
         work = partial(
             self.written, messages, add_generation_prompt, continue_final_message, documents, **variables
         )  # fmt: skip
-        text = await self._alone(work)
-        prompt = await self.apart(len(text), lambda: Prompt(text, self.encode(text, add_special_tokens)))
+        text, pictures = await self._alone(work)
+        seen = await self._look(pictures, salt)
+        prompt = await self.apart(len(text), lambda: self._tokenised(text, add_special_tokens, seen))
         prompt = prompt if cut is None else cut.of(prompt)
         self._check_length(prompt.ids, None)
         return prompt
@@ -186,17 +227,30 @@ class Prompts:
         return "" if self.tokenizer is None else self.tokenizer.piece(token)
 
     def prompt(self, given: Any, add_special_tokens: bool = True) -> Prompt:
-        """A prompt given as a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
-        if isinstance(given, Mapping):
-            given = given.get("prompt_token_ids", given.get("prompt"))
+        """A prompt given as a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}; in both of the latter
+        "multi_modal_data": {"image": one or a list} may have its pictures, as data: URIs, bytes of files, arrays or PIL
+        images."""
+        content, pictures = pictured(given)
+        seen = self._sight(pictures).see(pictures, "") if pictures else []
+        return self._tokenised(content, add_special_tokens, seen)
+
+    def _tokenised(self, given: Any, add_special_tokens: bool, seen: Sequence[Pixels]) -> Prompt:
+        """A text or token ids as a prompt, with pictures in their places."""
         if isinstance(given, str):
-            return Prompt(given, self.encode(given, add_special_tokens))
+            text = given if self.sight is None else self.sight.eyes.spelled(given)
+            return self._placed(Prompt(given, self.encode(text, add_special_tokens)), seen)
         if not isinstance(given, Sequence) or isinstance(given, bytes):
             raise InputError(
                 f"a prompt is a string, a list of token ids or a dict with one of these, got {type(given).__name__}",
                 "prompt",
             )
-        return Prompt(None, list(given))
+        return self._placed(Prompt(None, list(given)), seen)
+
+    def _placed(self, prompt: Prompt, seen: Sequence[Pixels]) -> Prompt:
+        if self.sight is None:
+            return prompt
+        ids, media = self.sight.placed(prompt.ids, seen, self.limits)
+        return Prompt(prompt.text, ids, media, tuple(seen))
 
     def chat(
         self,
@@ -208,8 +262,9 @@ class Prompts:
         **kwargs: Any,
     ) -> Prompt:
         """A conversation, as `written`. The template adds the special tokens itself."""
-        text = self.written(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
-        return Prompt(text, self.encode(text, add_special_tokens))
+        text, pictures = self.written(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
+        seen = self._sight(pictures).see(pictures, "") if pictures else []
+        return self._tokenised(text, add_special_tokens, seen)
 
     def written(
         self,
@@ -218,11 +273,19 @@ class Prompts:
         continue_final_message: bool = False,
         documents: Messages | None = None,
         **kwargs: Any,
-    ) -> str:
-        """A conversation as the model's chat template writes it. `kwargs` are variables of the template."""
+    ) -> tuple[str, list[Given]]:
+        """A conversation as the model's chat template writes it, and its pictures. `kwargs` are variables of the
+        template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
-        return self.chat_template.render(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
+        eyes = self.sight.eyes if self.sight is not None else None
+        conversation = read_messages(messages, eyes)
+        if self.sight is not None:
+            self.sight.check_count(conversation.pictures)
+        text = self.chat_template.write(
+            conversation, eyes, add_generation_prompt, continue_final_message, documents, **kwargs
+        )
+        return text, conversation.pictures
 
     def prefix(self, name: str, given: Any) -> list[int]:
         """Token ids of a prefix to register as `name`: a string or token ids. InputError for a bad name too."""
@@ -230,7 +293,10 @@ class Prompts:
             raise InputError(
                 f"a prefix's name has 1 to 64 letters, digits, '.', '_' or '-', got {str(name)[:60]!r}", "name"
             )
-        return self.prompt(given).ids
+        prompt = self.prompt(given)
+        if prompt.media:
+            raise InputError("a registered prefix can't have pictures", "prefix")
+        return prompt.ids
 
     def close(self) -> None:
         """End the chat template's process."""
@@ -238,13 +304,19 @@ class Prompts:
             self.chat_template.close()
 
     def checked(
-        self, prompts: Sequence[tuple[str, Sequence[int]]], params: SamplingParams, salt: str
+        self,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        params: SamplingParams,
+        salt: str,
+        media: Sequence[Sequence[Medium]] = (),
     ) -> tuple[list[list[int]], SamplingParams]:
-        """Token ids of (id, prompt), and `params` resolved: all that can be refused without the engine's memory is
-        refused here, before anything reaches the engine. InputError names what is wrong."""
+        """Token ids of (id, prompt), with these pictures in them if there are any, and `params` resolved: all that can
+        be refused without the engine's memory is refused here, before anything reaches the engine. InputError names
+        what is wrong."""
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
-        return [self.limits.tokens(prompt) for _, prompt in prompts], self.resolve(params)
+        each = zip(prompts, media or repeat(()))
+        return [self.limits.tokens(prompt, seen) for (_, prompt), seen in each], self.resolve(params)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """`params` as the engine needs them: bad words as token ids, stop strings compiled. It costs what they are

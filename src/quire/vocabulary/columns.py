@@ -12,6 +12,7 @@ from typing import Any
 from quire.vocabulary.plan import Top
 
 MOST_BYTES, MOST_ROWS = 2**28, 2**16  # of a frame; of a step, more than a launch takes
+MOST_PIXELS = 2**27  # bytes that a request's pictures have, prepared
 COUNT = struct.Struct("<I")
 WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code before a column
 ZEROS, ONES = 0, 1  # codes in place of a column of counts

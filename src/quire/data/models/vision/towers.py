@@ -76,7 +76,7 @@ class TowerSettings:
 
     @property
     def tile_numbers(self) -> int:
-        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what was added to it last,
+        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what was added last,
         what is to be added next, its norm, the MLP's result and twice its inside (once on a GPU), or queries, keys and
         values with what attention finds; and its patches, cut."""
         block = max(5 * self.hidden + 2 * self.intermediate, 8 * self.hidden)

@@ -1,0 +1,67 @@
+"""How pictures stand in the frame of a request: where they are in its prompt, and what the encoder gets of each."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from quire.vocabulary.columns import COUNT, MOST_PIXELS, Reader, WireError, pack, split, write_ints
+from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.wire import KEY_BYTES, MEDIUM
+
+SEEN = struct.Struct("<32s4IIB")  # key, shape, bytes, numbers of the grid
+MOST_GRID = 16  # numbers
+
+Media = tuple[Medium, ...]
+
+
+def write_media(media: Sequence[Media], pixels: Sequence[Pixels]) -> Iterator[bytes]:
+    """The pictures of some requests, and all `pixels` of them. WireError for those that can't be sent."""
+    yield write_ints(list(map(len, media)), "numbers of pictures")
+    for medium in chain.from_iterable(media):
+        yield pack(MEDIUM, "picture", *medium)
+    yield COUNT.pack(len(pixels))
+    for key, shape, data, grid in pixels:
+        if len(key) != KEY_BYTES or len(shape) != 4 or len(data) != math.prod(shape) or len(data) > MOST_PIXELS:
+            raise WireError("pixels", f"{len(data)} bytes of shape {shape} under a key of {len(key)} bytes")
+        yield pack(SEEN, "pixels", key, *shape, len(data), len(grid))
+        yield write_ints(grid, "grid")
+        yield data
+
+
+def read_media(reader: Reader, prompts: Sequence[Sequence[int]]) -> tuple[list[Media], tuple[Pixels, ...]]:
+    """The same, read: of requests with these prompts. WireError for what no writer says: pictures that overlap or stand
+    outside of their prompt, pixels of no picture, or fewer or more bytes than their shape has."""
+    lengths = reader.lengths(len(prompts), "numbers of pictures")
+    if sum(lengths) * MEDIUM.size > reader.end - reader.at:
+        raise reader.error("pictures", f"{sum(lengths)} are announced, {reader.end - reader.at} bytes remain")
+    every = tuple([Medium(*reader.take(MEDIUM, "picture")) for _ in range(sum(lengths))])
+    media = split(every, lengths)
+    for prompt, some in zip(prompts, media):
+        end = 0
+        for one in some:
+            if one.start < end or not one.tokens or not one.parts or one.end > len(prompt):
+                raise reader.error("picture", f"{one[1:]} can't be in a prompt of {len(prompt)} tokens, from {end} on")
+            end = one.end
+    known = {one.key for one in every}
+    (count,) = reader.take(COUNT, "number of pixels")
+    if count > len(known):
+        raise reader.error("pixels", f"those of {count} pictures are announced, and there are {len(known)}")
+    pixels = tuple([_read_pixels(reader) for _ in range(count)])
+    if len({one.key for one in pixels} & known) < count:
+        raise reader.error("pixels", "some are of no picture, or of one twice")
+    return media, pixels
+
+
+def _read_pixels(reader: Reader) -> Pixels:
+    key, *sides, size, numbers = reader.take(SEEN, "pixels")
+    shape = tuple(sides)
+    if size != math.prod(shape) or not 0 < size <= MOST_PIXELS or shape[3] != 3 or numbers > MOST_GRID:
+        raise reader.error(
+            "pixels", f"{size} bytes are no picture of the shape {shape}; at most {MOST_PIXELS} are read"
+        )
+    grid = reader.ints(numbers, "grid")
+    at = reader.skip(size, "pixels")
+    return Pixels(key, shape, bytes(reader.frame[at : at + size]), grid)

@@ -1,0 +1,184 @@
+"""What a picture's file says of itself, read before anything is decoded: its format, its size, whether it moves, which
+way up it is. Metadata that no decoder needs (profiles, EXIF, texts, thumbnails) is left out of what one will be given.
+
+A file is a stranger's: each loop is bounded, each length is checked against what is there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+MAX_BLOCKS = 1 << 16  # chunks of a PNG or WebP, segments of a JPEG's head
+MAX_GIF_BLOCKS = 1 << 17  # of up to 255 bytes each
+MAX_SCANS = 32  # of a progressive JPEG: each may touch every pixel, and encoders write some ten
+PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+ADOBE, JFIF, COMMENT, SCAN = 0xEE, 0xE0, 0xFE, 0xDA
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+ALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
+ORIENTATION = 0x0112
+CUT = "it is cut short"
+
+
+class BadImage(ValueError):
+    """Why a picture can't be read, in words that say nothing of this machine."""
+
+
+class Header(NamedTuple):
+    """`data` is what is to be decoded. `turned` is EXIF's orientation, from 1 (upright) to 8."""
+
+    format: str
+    width: int
+    height: int
+    data: bytes
+    turned: int = 1
+    animated: bool = False
+
+
+def read_header(data: bytes) -> Header:
+    """The header of a PNG, JPEG, WebP or GIF, which its first bytes tell. BadImage for anything else."""
+    for start, read in STARTS:
+        if data.startswith(start):
+            try:
+                return read(data)
+            except (struct.error, IndexError) as error:
+                raise BadImage(CUT) from error
+    raise BadImage("it is no PNG, JPEG, WebP or GIF" if data else "it is empty")
+
+
+def _png(data: bytes) -> Header:
+    kept, at, turned, animated = [data[:8]], 8, 1, False
+    first, width, height = struct.unpack_from(">4sII", data, 12)
+    if first != b"IHDR":
+        raise BadImage("it does not begin with its size")
+    for _ in range(MAX_BLOCKS):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        end = at + 12 + length
+        if end > len(data):
+            raise BadImage(CUT)
+        if kind in PNG_KEPT:
+            kept.append(data[at:end])
+        elif kind == b"eXIf":
+            turned = orientation(data[at + 8 : end - 4])
+        animated |= kind == b"acTL"
+        at = end
+        if kind == b"IEND":
+            return Header("PNG", width, height, b"".join(kept), turned, animated)
+    raise BadImage(f"it has more than {MAX_BLOCKS} chunks")
+
+
+def _jpeg(data: bytes) -> Header:
+    kept, at, turned, size = [data[:2]], 2, 1, None
+    for _ in range(MAX_BLOCKS):
+        start = at
+        if data[at] != 0xFF:
+            raise BadImage("a segment of it is broken")
+        while data[at] == 0xFF:
+            at += 1
+        marker, at = data[at], at + 1
+        if marker in ALONE:
+            continue
+        (length,) = struct.unpack_from(">H", data, at)
+        end = at + length
+        if length < 2 or end > len(data):
+            raise BadImage(CUT)
+        if marker == SCAN:
+            kept.append(data[start:])
+            break
+        if marker in FRAMES:
+            if size is not None:
+                raise BadImage("it says its size twice")
+            height, width = struct.unpack_from(">HH", data, at + 3)
+            size = width, height
+        if marker == 0xE1 and data[at + 2 : at + 8] == b"Exif\0\0":
+            turned = orientation(data[at + 8 : end])
+        if not (0xE0 <= marker <= 0xEF or marker == COMMENT) or marker in (JFIF, ADOBE):
+            kept.append(data[start:end])
+        at = end
+    else:
+        raise BadImage(f"it has more than {MAX_BLOCKS} segments")
+    if size is None:
+        raise BadImage("it does not say its size")
+    if (scans := kept[-1].count(b"\xff\xda")) > MAX_SCANS:
+        raise BadImage(f"it has {scans} scans; at most {MAX_SCANS} are read")
+    return Header("JPEG", *size, b"".join(kept), turned)
+
+
+def _webp(data: bytes) -> Header:
+    (size,) = struct.unpack_from("<I", data, 4)
+    if data[8:12] != b"WEBP":
+        raise BadImage("it is no PNG, JPEG, WebP or GIF")
+    if size + 8 > len(data):
+        raise BadImage(CUT)
+    at, turned, animated, sizes = 12, 1, False, set[tuple[int, int]]()
+    for _ in range(MAX_BLOCKS):
+        if at + 8 > size + 8:
+            break
+        kind, length = struct.unpack_from("<4sI", data, at)
+        body = data[at + 8 : at + 8 + min(length, 64)]
+        if kind == b"VP8X":
+            animated |= bool(body[0] & 2)
+            sizes.add((1 + int.from_bytes(body[4:7], "little"), 1 + int.from_bytes(body[7:10], "little")))
+        elif kind == b"VP8 ":
+            width, height = struct.unpack_from("<HH", body, 6)
+            sizes.add((width & 0x3FFF, height & 0x3FFF))
+        elif kind == b"VP8L":
+            (bits,) = struct.unpack_from("<I", body, 1)
+            sizes.add((1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)))
+        elif kind == b"EXIF":
+            turned = orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
+        animated |= kind in (b"ANIM", b"ANMF")
+        at += 8 + length + length % 2
+    if not animated and len(sizes) != 1:
+        raise BadImage("it does not say its size" if not sizes else "it says two sizes")
+    return Header("WebP", *max(sizes, default=(1, 1)), data, turned, animated)
+
+
+def _gif(data: bytes) -> Header:
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    frames, inside = 0, False
+    for _ in range(MAX_GIF_BLOCKS):
+        block, at = data[at], at + 1
+        if inside:  # blocks of data, each after its length, up to one of none
+            at += block
+            inside = block > 0
+        elif block == 0x21:  # an extension
+            at, inside = at + 1, True
+        elif block == 0x2C:  # a picture
+            left, top, wide, high, flags = struct.unpack_from("<4HB", data, at)
+            if left + wide > width or top + high > height:
+                raise BadImage("its picture is larger than it says")
+            frames += 1
+            at += 10 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+            inside = True
+        elif block == 0x3B:  # the end
+            if not frames:
+                raise BadImage("there is no picture in it")
+            return Header("GIF", width, height, data, animated=frames > 1)
+        else:
+            raise BadImage("a block of it is broken")
+    raise BadImage(f"it has more than {MAX_GIF_BLOCKS} blocks")
+
+
+def orientation(exif: bytes) -> int:
+    """The orientation that an EXIF block says; 1 where it says none, or nothing that can be read."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    if order is None:
+        return 1
+    try:
+        (at,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, at)
+        for entry in range(at + 2, at + 2 + 12 * count, 12):
+            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", exif, entry)
+            if tag == ORIENTATION:
+                return value if kind == 3 and 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+STARTS: tuple[tuple[bytes, Callable[[bytes], Header]], ...] = (
+    (b"\x89PNG\r\n\x1a\n", _png), (b"\xff\xd8\xff", _jpeg), (b"RIFF", _webp), (b"GIF87a", _gif), (b"GIF89a", _gif),
+)  # fmt: skip

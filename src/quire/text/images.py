@@ -1,0 +1,177 @@
+"""A stranger's picture, as an RGB image: sizes are checked from its header before anything is decoded, and all that can
+be wrong with it is an InputError with its place. Nothing is ever fetched or opened; knows no models.
+
+Decoding takes long and much memory, so callers do it on threads of their own (pictures.py).
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from quire.errors import InputError, Overloaded
+from quire.text.image_headers import BadImage, Header, read_header
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_SIDE = 1 << 14  # pixels
+WHITE = (255, 255, 255)  # what stands behind transparent pixels
+SLICE = 1 << 20  # characters of base64 that are decoded in one go: each holds up other threads
+SHOWN = 40  # characters of a URL in an error
+FORMATS = {"png": "PNG", "jpeg": "JPEG", "jpg": "JPEG", "webp": "WebP", "gif": "GIF"}
+URI = re.compile(r"data:image/([a-z]{3,4});base64,", re.ASCII | re.IGNORECASE)
+TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+         8: "ROTATE_90"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Of a request's pictures: pixels of one, bytes of all their files, and how many there may be."""
+
+    pixels: int = 1 << 24
+    bytes: int = 1 << 24
+    count: int = 8
+
+    @property
+    def body(self) -> int:
+        """Characters that a request's pictures have at most, as data: URIs."""
+        return 4 * (self.bytes // 3 + self.count) + 1024 * self.count
+
+
+def from_uri(uri: str, limits: ImageLimits, at: str) -> tuple[bytes, str]:
+    """The file that a data: URI holds, and the format that it claims. InputError for any other URL."""
+    found = URI.match(uri[:SHOWN])
+    if found is None or found[1].lower() not in FORMATS:
+        some = ", ".join(f"image/{name}" for name in FORMATS if name != "jpg")
+        raise InputError(
+            f"{at} must be data:TYPE;base64,DATA with one of the types {some}; nothing is ever fetched: "
+            f"got {uri[:SHOWN]!r}",
+            at,
+        )
+    size = len(uri) - found.end()
+    if size > 4 * -(-limits.bytes // 3):
+        raise InputError(
+            f"{at} has {size} characters of base64; pictures may have {limits.bytes} bytes (--max-image-bytes)", at
+        )
+    return _base64(uri, found.end(), at), FORMATS[found[1].lower()]
+
+
+def _base64(uri: str, start: int, at: str) -> bytes:
+    try:
+        slices = [uri[place : place + SLICE] for place in range(start, len(uri), SLICE)]
+        data = b"".join([binascii.a2b_base64(one, strict_mode=True) for one in slices])
+        padding = len(uri[-2:]) - len(uri[-2:].rstrip("="))
+        if len(data) + padding != (len(uri) - start) * 3 / 4:  # padding in the middle, or too much of it
+            raise ValueError
+    except ValueError as error:  # binascii's too, and for letters beyond ASCII
+        raise InputError(f"{at} is no base64 (RFC 4648, padded, without line breaks)", at) from error
+    return data
+
+
+def checked_header(data: bytes, limits: ImageLimits, at: str, claimed: str | None = None) -> Header:
+    """The header of a picture that may be decoded. InputError for one of another format than was `claimed`, that moves,
+    or that is too large, and for what is no picture."""
+    if len(data) > limits.bytes:
+        raise InputError(f"{at} has {len(data)} bytes; the limit is {limits.bytes} (--max-image-bytes)", at)
+    with _refused(at):
+        header = read_header(data)
+        if claimed not in (None, header.format):
+            raise BadImage(f"it says that it is a {claimed}, and it is a {header.format}")
+        if header.animated:
+            raise BadImage("it moves; only still pictures are read")
+    check_size(header.width, header.height, limits, at)
+    return header
+
+
+def check_size(width: int, height: int, limits: ImageLimits, at: str) -> None:
+    """InputError for a picture of no pixels, or of too many."""
+    if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= limits.pixels):
+        raise InputError(
+            f"{at} is a picture of {width} x {height} pixels; it must have 1 to {limits.pixels} (--max-image-pixels), "
+            f"and at most {MAX_SIDE} a side",
+            at,
+        )
+
+
+def decoded(header: Header, at: str) -> Image:
+    """The picture upright, in RGB of 8 bits, on white where it is transparent. Profiles are ignored. InputError for
+    broken data."""
+    with _refused(at):
+        image = _opened(header)
+        if image.size != (header.width, header.height):
+            raise BadImage("it says two sizes")
+        image.load()
+        return turned(rgb(image), header.turned)
+
+
+def decode(data: bytes, limits: ImageLimits, at: str = "image", claimed: str | None = None) -> Image:
+    """`decoded`, of a file whose header is checked first."""
+    return decoded(checked_header(data, limits, at, claimed), at)
+
+
+def _opened(header: Header) -> Image:
+    """Pillow's image of the one format, read no further than its header."""
+    from PIL.GifImagePlugin import GifImageFile
+    from PIL.JpegImagePlugin import JpegImageFile
+    from PIL.PngImagePlugin import PngImageFile
+    from PIL.WebPImagePlugin import WebPImageFile
+
+    kinds: dict[str, Callable[[BytesIO], Image]] = {
+        "PNG": PngImageFile, "JPEG": JpegImageFile, "WebP": WebPImageFile, "GIF": GifImageFile,
+    }  # fmt: skip
+    return kinds[header.format](BytesIO(header.data))
+
+
+def rgb(image: Image) -> Image:
+    """A picture of any mode in RGB; ValueError for a mode that has no such form."""
+    from PIL import Image as images
+
+    if image.mode.startswith("I"):
+        return _of_16_bits(image)
+    if image.has_transparency_data:
+        seen = image.convert("RGBA")
+        found = images.new("RGB", image.size, WHITE)
+        found.paste(seen, mask=seen.getchannel("A"))
+    else:
+        found = image.convert("RGB")
+    found.info = {}
+    return found
+
+
+def _of_16_bits(image: Image) -> Image:
+    """Of each grey level the upper half. Pillow's own conversion would cut off what is above 255."""
+    import numpy as np
+    from PIL import Image as images
+
+    levels = np.asarray(image)
+    grey = np.clip(levels, 0, 0xFFFF).astype(np.uint16) >> 8
+    if isinstance(clear := image.info.get("transparency"), int):
+        grey[levels == clear] = 255
+    return images.fromarray(grey.astype(np.uint8)).convert("RGB")
+
+
+def turned(image: Image, orientation: int) -> Image:
+    """The picture as EXIF's orientation says that it is seen."""
+    from PIL.Image import Transpose
+
+    return image if orientation == 1 else image.transpose(Transpose[TURNS[orientation]])
+
+
+@contextmanager
+def _refused(at: str) -> Iterator[None]:
+    """Whatever a library raises over a stranger's bytes is an InputError. What it says isn't told: it may hold an
+    address of this process."""
+    try:
+        yield
+    except BadImage as error:
+        raise InputError(f"{at} can't be read: {error}", at) from error
+    except MemoryError as error:
+        raise Overloaded("there is no memory to decode a picture in now") from error
+    except Exception as error:
+        raise InputError(f"{at} can't be read: its data is broken or cut short", at) from error

@@ -1,0 +1,151 @@
+"""The messages of a conversation, checked: roles, texts and pictures, bounded and of plain types. Knows no template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from quire.errors import InputError, shown
+from quire.text.eyes import Eyes
+
+MAX_MESSAGES = 1024
+MAX_PARTS = 1024
+FIELDS = ("role", "content", "name", "reasoning_content", "tool_call_id")
+DETAILS = (None, "auto", "low", "high")
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Given(NamedTuple):
+    """A picture as it came, and its place in the request: a data: URI, or what Python's callers have."""
+
+    at: str
+    source: Any
+
+
+Content = str | list[str | Given]
+Message = dict[str, Any]
+
+
+class Forms(NamedTuple):
+    """What a template can write as a message's content: a string, or a list of parts."""
+
+    strings: bool = True
+    parts: bool = False
+
+
+class Conversation(NamedTuple):
+    """Messages whose contents are strings or, with pictures, lists. `pictures` are theirs, in order."""
+
+    messages: list[Message]
+    pictures: list[Given]
+
+    def formed(self, forms: Forms, marker: Callable[[int], str]) -> list[Message]:
+        """The messages as a template of these forms takes them. Where that is strings, `marker` names pictures by their
+        number from 1 on: those of a message come first, each on a line."""
+        found, number = [], 1
+        for message in self.messages:
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else content
+            texts = [part for part in parts if isinstance(part, str)]
+            count = len(parts) - len(texts)
+            if forms.parts and (count or not forms.strings):
+                formed: Any = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                               for part in parts]  # fmt: skip
+            else:
+                formed = "\n".join([*map(marker, range(number, number + count)), *texts])
+            number += count
+            found.append({**message, "content": formed})
+        return found
+
+
+def read_messages(messages: Any, eyes: Eyes | None = None) -> Conversation:
+    """A conversation of messages as requests have them. Text parts of one message are joined by newlines, unless there
+    are pictures among them, which only `eyes` can see. InputError says where it is none."""
+    if not isinstance(messages, list | tuple):
+        raise InputError(f"messages must be a list, got {type(messages).__name__}", "messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InputError(f"messages must have 1 to {MAX_MESSAGES} entries, got {len(messages)}", "messages")
+    checked = [_message(f"messages[{i}]", message, eyes) for i, message in enumerate(messages)]
+    contents = [message["content"] for message in checked if isinstance(message["content"], list)]
+    return Conversation(checked, [part for content in contents for part in content if isinstance(part, Given)])
+
+
+def _message(at: str, message: Mapping[str, Any], eyes: Eyes | None) -> Message:
+    if not isinstance(message, Mapping):
+        raise InputError(f"{at} must be an object, got {type(message).__name__}", "messages")
+    said = {name: value for name, value in message.items() if value is not None and value not in ([], ())}
+    if unknown := [str(name) for name in said if name not in FIELDS]:
+        raise InputError(f"{at} has an unsupported field {unknown[0][:60]!r}", "messages")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InputError(f"{at}.role must be a word of 1 to 64 letters, digits, - or _", "messages")
+    checked: Message = {"role": role, "content": _content(f"{at}.content", message.get("content"), role, eyes)}
+    for name in FIELDS[2:]:
+        value = said.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
+        if value is not None:
+            checked[name] = _text(f"{at}.{name}", value, eyes)
+    return checked
+
+
+def _content(at: str, content: Any, role: str, eyes: Eyes | None) -> Content:
+    if isinstance(content, str):
+        return _text(at, content, eyes)
+    if not isinstance(content, list | tuple):
+        raise InputError(f"{at} must be a string or a list of text parts, got {type(content).__name__}", "messages")
+    if not 1 <= len(content) <= MAX_PARTS:
+        raise InputError(f"{at} must have 1 to {MAX_PARTS} parts, got {len(content)}", "messages")
+    parts = [_part(f"{at}[{i}]", part, role, eyes) for i, part in enumerate(content)]
+    texts = [part for part in parts if isinstance(part, str)]
+    return parts if len(texts) < len(parts) else "\n".join(texts)
+
+
+def _part(at: str, part: Any, role: str, eyes: Eyes | None) -> str | Given:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise InputError(f'{at} must be an object like {{"type": "text", "text": ...}}', "messages")
+    if kind == "image_url":
+        return _picture(f"{at}.image_url", part.get("image_url"), role, eyes)
+    if kind != "text":
+        some = "only 'text' is" if eyes is None else "'text' and 'image_url' are"
+        raise InputError(f"{at} has the type {kind[:60]!r}; {some} supported", "messages")
+    if not isinstance(part.get("text"), str):
+        raise InputError(f"{at}.text must be a string, got {type(part.get('text')).__name__}", "messages")
+    return _text(f"{at}.text", part["text"], eyes)
+
+
+def _picture(at: str, given: Any, role: str, eyes: Eyes | None) -> Given:
+    if eyes is None:
+        raise InputError(f"{at} is a picture, and this model reads only text", at)
+    if role != "user":
+        raise InputError(f"{at} is in a message of the role {role!r}; only those of 'user' may have pictures", at)
+    if isinstance(given, Mapping):
+        if given.get("detail") not in DETAILS:
+            raise InputError(f"{at}.detail is {shown(given['detail'])}; it may be auto, low or high", at)
+        given = given.get("url")
+    if not isinstance(given, str):
+        raise InputError(f"{at} must be a data: URI, got {type(given).__name__}", at)
+    return Given(at, given)
+
+
+def _text(at: str, text: str, eyes: Eyes | None) -> str:
+    """A text in which nothing would be taken for a picture's place."""
+    if eyes is not None and (word := next((word for word in eyes.words if word in text), None)):
+        raise InputError(f"{at} has {word!r}, which stands for pictures; they are given as image_url parts", at)
+    return text
+
+
+def marked(messages: Sequence[Message], mark: str) -> str:
+    """Append `mark` to the last message, formed, and return the text that it now follows. InputError if that message
+    ends with a picture."""
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        messages[-1]["content"] = content + mark
+        return content
+    if "text" not in content[-1]:
+        raise InputError("the last message ends with a picture, so it can't be continued", "continue_final_message")
+    final = str(content[-1]["text"])
+    content[-1]["text"] = final + mark
+    return final

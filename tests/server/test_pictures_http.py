@@ -1,0 +1,310 @@
+"""Pictures over HTTP: what the engine is shown of them, what counts, and that a bad one is refused alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import echo_service
+import httpx
+import pytest
+import seeing
+from openai import BadRequestError, OpenAI
+from picture_files import drawn, mutated, png_of, uri, written
+from PIL import Image
+from seeing import END, PICTURE, Noted
+
+from quire.async_llm import AsyncLLM
+from quire.control.edge import Limits
+from quire.errors import InputError
+from quire.server.guards import MAX_BODY, BoundBody
+from quire.text import sight as pictures
+from quire.vocabulary.media import Medium
+
+URL = uri(written(drawn(8, 8)))
+ONE, WHOLE = "/v1/completions", "/v1/chat/completions"
+
+
+class Served(NamedTuple):
+    http: httpx.Client
+    noted: Noted
+    running: echo_service.Running
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    model, noted = seeing.built(limits={"count": 3})
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        yield Served(http, noted, running)
+
+
+def talk(*parts: Any, **more: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": "what is it"}, *parts]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "seed": 1, **more}
+
+
+def part(url: Any = URL) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def canary(http: httpx.Client) -> str:
+    """Tokens to a picture and to a text."""
+    bodies = (ONE, {"prompt": "once upon", "seed": 1, "max_tokens": 5}), (WHOLE, talk(part()))
+    answers = [http.post(path, json={**body, "return_token_ids": True}) for path, body in bodies]
+    assert all(answer.status_code == 200 for answer in answers), answers[1].text
+    return json.dumps([[answer.json()["choices"], answer.json()["usage"]["prompt_tokens"]] for answer in answers])
+
+
+def test_a_picture_in_a_chat(served: Served) -> None:
+    before = len(served.noted.media)
+    answer = served.http.post(WHOLE, json=talk(part(), return_token_ids=True, cache_salt="a")).json()
+    ids = answer["prompt_token_ids"]
+    assert answer["usage"]["prompt_tokens"] == len(ids), "pictures count"
+    at = ids.index(PICTURE)
+    assert ids[at : at + 5] == [PICTURE] * 4 + [END]
+    [[medium]] = served.noted.media[before:]
+    assert medium[1:] == (at, 5, 5, 4)
+    assert served.noted.pixels[-1].key == medium.key
+    served.http.post(WHOLE, json=talk(part(), cache_salt="b"))
+    assert served.noted.media[-1][0].key != medium.key
+    served.http.post(WHOLE, json=talk(part(), cache_salt="a"))
+    assert served.noted.media[-1][0].key == medium.key
+
+
+def test_a_picture_beside_a_prompt(served: Served) -> None:
+    for image in (URL, [URL]):
+        body = {"prompt": "see <image> here", "max_tokens": 3, "multi_modal_data": {"image": image}}
+        answer = served.http.post(ONE, json={**body, "return_token_ids": True}).json()
+        assert answer["choices"][0]["prompt_token_ids"].count(END) == 1
+        assert answer["usage"]["prompt_tokens"] == len(answer["choices"][0]["prompt_token_ids"])
+    two = {**body, "prompt": ["<image>", "<image>"]}
+    assert "pictures go with one prompt" in served.http.post(ONE, json=two).json()["error"]["message"]
+
+
+def test_a_picture_s_token_may_lie_beyond_the_vocabulary() -> None:
+    """As Llama 3.2's does: only where a picture stands."""
+    limits, media = Limits(100, 50, 1), [Medium(bytes(32), 1, 2, 4)]
+    assert limits.tokens([5, 100, 120, 6], media) == [5, 100, 120, 6]
+    for wrong in ([100, 5, 5, 5], [5, 5, 5, 100], [5, -1, 5, 5], [5, 2**31, 5, 5], [5, 100.0, 5, 5]):
+        with pytest.raises(InputError, match="token ids are integers from 0 to 99"):
+            limits.tokens(wrong, media)  # type: ignore[arg-type]
+    with pytest.raises(InputError):
+        limits.tokens([5, 100, 120, 6])
+
+
+def test_requests_are_logged_with_their_pictures(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = seeing.built()
+    with caplog.at_level("INFO", "quire.server"), echo_service.serving(model, log_requests=True) as running:
+        assert httpx.post(running.url + WHOLE, json=talk(part())).status_code == 200
+    assert any(", 1 pictures; " in record.getMessage() for record in caplog.records)
+    assert "base64" not in caplog.text
+
+
+def test_streams_and_branches(served: Served) -> None:
+    answer = served.http.post(WHOLE, json=talk(part(), n=2, stream=True, stream_options={"include_usage": True}))
+    assert answer.text.rstrip().endswith("data: [DONE]")
+    plain = served.http.post(WHOLE, json=talk(part(), n=2)).json()["usage"]
+    assert (
+        json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))["usage"]["total_tokens"]
+        == (plain["total_tokens"])
+    )
+
+
+def test_pictures_can_be_tokenised(served: Served) -> None:
+    found = served.http.post("/tokenize", json={"messages": talk(part())["messages"]}).json()
+    assert found["tokens"].count(END) == 1
+
+
+JPEG = uri(written(drawn(8, 8), "JPEG"))
+MOVING = uri(written(Image.new("L", (4, 4)), "GIF", save_all=True, append_images=[Image.new("L", (4, 4), 255)]), "gif")
+BAD: dict[str, tuple[Any, str]] = {
+    "http": (part("http://127.0.0.1:1/x.png"), "nothing is ever fetched"),
+    "https": (part("https://example.com/x.png"), "nothing is ever fetched"),
+    "a file": (part("file:///etc/passwd"), "nothing is ever fetched"),
+    "a path": (part("/etc/passwd"), "nothing is ever fetched"),
+    "no base64": (part("data:image/png;base64,!!!!"), "is no base64"),
+    "nothing": (part("data:image/png;base64,"), "it is empty"),
+    "cut short": (part(uri(written(drawn(8, 8))[:60])), "can't be read"),
+    "a lie": (part(JPEG), "it says that it is a PNG, and it is a JPEG"),
+    "moving": (part(MOVING), "it moves"),
+    "no pixels": (part(uri(png_of(0, 5))), "0 x 5 pixels"),
+    "a bomb": (part(uri(png_of(100_000, 100_000))), "100000 x 100000 pixels"),
+    "too small for the model": (part(uri(written(drawn(2, 2)))), "must have 4 pixels a side"),
+    "too many tokens": (part(uri(written(drawn(64, 64)))), "262 of them for 2 pictures, but the model holds 256"),
+    "a number": (part(5), "must be a data: URI, got int"),
+    "another kind": ({"type": "video_url", "video_url": {"url": "data:"}}, "'text' and 'image_url' are supported"),
+    "a marker": ({"type": "text", "text": "<image>"}, "stands for pictures"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_pictures_are_refused_with_their_place(served: Served, name: str) -> None:
+    """And nothing else changes."""
+    bad, says = BAD[name]
+    shown = len(served.noted.media)
+    answer = served.http.post(WHOLE, json=talk(part(), bad))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert says in error["message"]
+    assert "messages[0].content[2]" in error["message"] or error["param"] == "prompt"
+    assert len(answer.content) <= 4096
+    assert len(served.noted.media) == shown, "nothing was queued"
+
+
+def test_more_pictures_than_the_limit(served: Served) -> None:
+    error = served.http.post(WHOLE, json=talk(*[part()] * 4)).json()["error"]
+    assert error["message"] == "messages[0].content[4].image_url is one of 4 pictures; the limit is 3 (--max-images)"
+    assert error["param"] == "messages[0].content[4].image_url"
+
+
+@pytest.mark.parametrize("name", ["http", "cut short", "a lie", "a bomb", "a number"])
+def test_bad_pictures_beside_a_prompt(served: Served, name: str) -> None:
+    bad, says = BAD[name]
+    body = {"prompt": "<image>", "multi_modal_data": {"image": [bad["image_url"]["url"]]}, "max_tokens": 1}
+    answer = served.http.post(ONE, json=body)
+    assert answer.status_code == 400
+    assert says.partition(", got")[0] in answer.json()["error"]["message"]
+    assert "multi_modal_data.image[0]" in answer.json()["error"]["message"]
+
+
+def test_places_that_do_not_match(served: Served) -> None:
+    for body in (
+        {"prompt": "<image>"},
+        {"prompt": [PICTURE]},
+        {"prompt": [END]},
+        {"prompt": "none", "multi_modal_data": {"image": URL}},
+        {"prompt": [PICTURE, END], "multi_modal_data": {"image": URL}},
+        {"prompt": "<image><image>", "multi_modal_data": {"image": URL}},
+        {"prompt": "a", "multi_modal_data": {"audio": URL}},
+    ):
+        assert served.http.post(ONE, json={**body, "max_tokens": 1}).status_code == 400, body
+
+
+def test_mutated_pictures_leave_others_alone(served: Served) -> None:
+    """300 of them: served or refused, while a canary's tokens stay as they are."""
+    before, codes, met = canary(served.http), dict[int, int](), 0
+    stop, seen = threading.Event(), set()
+
+    def sing() -> None:
+        with httpx.Client(base_url=served.running.url, timeout=20) as http:
+            while not stop.is_set():
+                seen.add(canary(http))
+
+    thread = threading.Thread(target=sing)
+    thread.start()
+    try:
+        for data in mutated(17, 300):
+            kind = {b"\xff": "jpeg", b"R": "webp", b"G": "gif"}.get(data[:1], "png")
+            answer = served.http.post(WHOLE, json=talk(part(uri(data, kind)), max_tokens=1))
+            codes[answer.status_code] = codes.get(answer.status_code, 0) + 1
+            met += answer.status_code == 400 and "messages[0].content[1]" in answer.json()["error"]["message"]
+    finally:
+        stop.set()
+        thread.join()
+    assert set(codes) == {200, 400}
+    assert met == codes[400]
+    assert seen | {canary(served.http)} == {before}
+    assert served.running.idle()
+
+
+def test_a_decoder_that_fails_ends_its_own_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its thread, in a way that nobody foresaw."""
+    before = canary(served.http)
+    with monkeypatch.context() as patched:
+        patched.setattr(pictures, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
+        answer = served.http.post(WHOLE, json=talk(part()))
+    assert answer.status_code == 500
+    assert "0x7f" not in answer.text
+    with monkeypatch.context() as patched:
+        patched.setattr("quire.text.images._opened", lambda *_: (_ for _ in ()).throw(MemoryError))
+        answer = served.http.post(WHOLE, json=talk(part()))
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert canary(served.http) == before
+
+
+def test_a_model_that_reads_only_text(echo: echo_service.Running) -> None:
+    with httpx.Client(base_url=echo.url, timeout=20) as http:
+        for path, body in (
+            (WHOLE, talk(part())),
+            (ONE, {"prompt": "a", "multi_modal_data": {"image": URL}}),
+            ("/tokenize", {"messages": talk(part())["messages"]}),
+        ):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 400
+            assert "reads only text" in answer.json()["error"]["message"]
+        big = json.dumps(talk(part(uri(bytes(MAX_BODY)))))
+        assert http.post(WHOLE, content=big, headers={"Content-Type": "application/json"}).status_code == 413
+
+
+def test_bodies_may_hold_pictures(served: Served) -> None:
+    """As many bytes of them as the limits say, and texts as ever beside them; also where slashes are escaped."""
+    most = 1 << 24
+    for size, says in ((most, "it is no PNG"), (most + 3, "pictures may have 16777216 bytes")):
+        text = json.dumps(talk(part(uri((bytes(range(256)) * (1 << 17))[:size])))).replace(
+            "/", "\\/" if size == most else "/"
+        )
+        answer = served.http.post(WHOLE, content=text, headers={"Content-Type": "application/json"}, timeout=60)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+    answer = served.http.post(WHOLE, content=b" " * (2 * most), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_the_bound_of_a_body_follows_from_the_pictures() -> None:
+    limits = seeing.sight().limits
+    plain, seen = BoundBody(None), BoundBody(None, pictures=limits.body)  # type: ignore[arg-type]
+    assert plain.max_body == MAX_BODY
+    whole = len(json.dumps(talk(part(uri(bytes(limits.bytes))))))
+    assert MAX_BODY < whole < seen.max_body < MAX_BODY + 1.4 * limits.bytes
+
+
+def test_openai_s_client(served: Served) -> None:
+    with OpenAI(base_url=f"{served.running.url}/v1", api_key="unused", max_retries=0, timeout=20) as client:
+        asked: Any = talk(part())["messages"]
+        answer = client.chat.completions.create(model="echo", messages=asked, max_tokens=4, seed=1)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens > 5
+        whole = answer.choices[0].message.content
+        stream = client.chat.completions.create(model="echo", messages=asked, max_tokens=4, seed=1, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+        asked[0]["content"][1] = part("https://example.com/cat.png")
+        with pytest.raises(BadRequestError, match="nothing is ever fetched") as caught:
+            client.chat.completions.create(model="echo", messages=asked)
+        assert caught.value.param == "messages[0].content[1].image_url"
+
+
+def test_no_pictures_at_all() -> None:
+    model, _ = seeing.built(limits={"count": 0})
+    with echo_service.serving(model) as running:
+        answer = httpx.post(running.url + WHOLE, json=talk(part()))
+    assert "is one of 1 pictures; the limit is 0 (--max-images)" in answer.json()["error"]["message"]
+
+
+def test_python_s_callers() -> None:
+    """AsyncLLM, as the server: pictures in prompts and in chats, under the caller's salt."""
+
+    async def ask(llm: AsyncLLM) -> list[int]:
+        given = {"prompt": "<image>", "multi_modal_data": {"image": drawn(8, 8)}}
+        lengths = []
+        for asked in (
+            llm.generate(given, salt="a"),
+            llm.chat(talk(part())["messages"], salt="a"),
+            llm.generate([5, 6]),
+        ):
+            async for output in asked:
+                last = output
+            lengths.append(last.prompt_token_ids.count(END))
+        return lengths
+
+    model, noted = seeing.built()
+    llm = AsyncLLM.of(model)
+    try:
+        assert asyncio.run(ask(llm)) == [1, 1, 0]
+    finally:
+        llm.close()
+    assert [len(media) for media in noted.media] == [1, 1]
+    assert noted.media[0][0].key == noted.media[1][0].key
+    assert len(noted.pixels) == 2

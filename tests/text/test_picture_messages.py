@@ -1,0 +1,132 @@
+"""Pictures in conversations: which parts are taken, and how templates of both kinds are given them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import seeing
+from picture_files import drawn, uri, written
+from seeing import END, PARTS, PICTURE, Dots
+
+from quire.errors import InputError
+from quire.text.chat import ChatTemplate
+from quire.text.messages import Forms, Given, read_messages
+
+URL = uri(written(drawn(8, 8)))
+STRINGS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def image(url: Any = URL, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+TALK = [user(image(), text("what"), image(), text("else")), {"role": "assistant", "content": "no"}, user(image())]
+
+
+@pytest.mark.parametrize(
+    ("template", "forms", "written"),
+    [
+        (BOTH, Forms(True, True), "[user]<image>what<image>else[assistant]no[user]<image>"),
+        (STRINGS, Forms(True, False), "[user]<1>\n<2>\nwhat\nelse[assistant]no[user]<3>"),
+        ("{{ raise_exception('never') }}", Forms(False, False), None),
+    ],
+)
+def test_templates_are_given_what_they_take(template: str, forms: Forms, written: str | None) -> None:
+    class Numbered(Dots):
+        def marker(self, number: int) -> str:
+            return f"<{number}>"
+
+    chat = ChatTemplate(template, {})
+    assert chat.forms() == forms
+    if written is not None:
+        assert chat.write(read_messages(TALK, Numbered()), Numbered(), False) == written
+
+
+def test_a_template_of_parts_only_gets_no_strings() -> None:
+    """It would drop them: a template that selects parts by their type finds none in a string."""
+    parts = (
+        "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}"
+        "{% endfor %}{% endfor %}"
+    )
+    chat = ChatTemplate(parts, {})
+    assert chat.forms() == Forms(False, True)
+    said = [{"role": "system", "content": "Be kind. "}, user(text("a"), text("b"))]
+    assert chat.write(read_messages(said, Dots()), Dots(), False) == "Be kind. a\nb"
+    assert chat.render(said, False) == "", "as ever where there are no eyes"
+
+
+def test_messages_can_be_continued() -> None:
+    said = [user(image(), text("what is it")), {"role": "assistant", "content": "It is"}]
+    for template in (BOTH, STRINGS, PARTS):
+        chat = ChatTemplate(template, {})
+        found = chat.write(read_messages(said, Dots()), Dots(), False, True)
+        assert found.endswith("It is")
+        assert "what is it" in found
+    with pytest.raises(InputError, match="the last message ends with a picture"):
+        ChatTemplate(BOTH, {}).write(read_messages([user(image())], Dots()), Dots(), False, True)
+
+
+def test_a_conversation_becomes_a_prompt() -> None:
+    prompts = seeing.prompts()
+    found = prompts.chat(TALK)
+    assert len(found.media) == len(found.pixels) == 3
+    assert found.ids.count(END) == 3
+    assert found.ids.count(PICTURE) == 12
+    assert found == asyncio.run(prompts.converse(TALK, variables={}))
+    salted = asyncio.run(prompts.converse(TALK, variables={}, salt="x"))
+    assert salted.ids == found.ids
+    assert not {one.key for one in salted.media} & {one.key for one in found.media}
+
+
+def test_a_url_may_stand_alone() -> None:
+    """As vLLM takes it."""
+    part = {"type": "image_url", "image_url": URL}
+    assert read_messages([user(part)], Dots()).pictures == [Given("messages[0].content[0].image_url", URL)]
+    for detail in (None, "auto", "low", "high"):
+        assert read_messages([user(image(detail=detail))], Dots()).pictures[0].source == URL
+
+
+AT = r"messages\[0\]\.content\[1\]"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (user(text("a"), {"type": "image_url"}), AT + r"\.image_url must be a data: URI, got NoneType"),
+        (user(text("a"), image(5)), AT + r"\.image_url must be a data: URI, got int"),
+        (user(text("a"), image("https://example.com/cat.png")), AT + r".*nothing is ever fetched"),
+        (user(text("a"), image("data:image/png;base64,####")), AT + r"\.image_url is no base64"),
+        (user(text("a"), image(detail="huge")), AT + r"\.image_url\.detail is 'huge'"),
+        (user(text("a"), {"type": "input_audio"}), "'input_audio'; 'text' and 'image_url' are supported"),
+        (user(text("a"), {"type": "image"}), "'image'; 'text' and 'image_url' are supported"),
+        (user(text("a"), text("see <image>")), AT + r"\.text has '<image>', which stands for pictures"),
+        ({"role": "user", "content": "<end_of_image>"}, r"messages\[0\]\.content has '<end_of_image>'"),
+        ({"role": "user", "content": "a", "name": "<image>"}, r"messages\[0\]\.name has '<image>'"),
+        ({"role": "system", "content": [image()]}, "of the role 'system'; only those of 'user' may have pictures"),
+        ({"role": "assistant", "content": [image()]}, "of the role 'assistant'"),
+        (user(text("<ima"), text("ge>"), image()), "the prompt has 2 places for pictures"),
+        (user(*[image()] * 9), r"content\[8\]\.image_url is one of 9 pictures; the limit is 8"),
+    ],
+)
+def test_bad_parts_are_named(message: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        seeing.prompts().chat([message])
+
+
+def test_a_template_that_leaves_a_picture_out() -> None:
+    with pytest.raises(InputError, match=r"the prompt has 0 places for pictures .* and 1 pictures are given"):
+        seeing.prompts("{% for m in messages %}{{ m.role }}{% endfor %}").chat([user(image())])

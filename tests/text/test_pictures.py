@@ -1,0 +1,233 @@
+"""Pictures on their way into prompts: keys, places, limits, and what Python's callers may give."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import seeing
+from picture_files import drawn, png_of, uri, written
+from PIL import Image
+from seeing import END, PICTURE, Dots, sight
+
+from quire.errors import InputError, Overloaded, PromptTooLong
+from quire.text import sight as pictures
+from quire.text.messages import Given
+from quire.text.sight import key_of, pictured
+from quire.vocabulary.media import Pixels
+
+PNG = written(drawn(8, 8))
+WORDS = [5, 6, 7]
+
+
+def see(*sources: Any, salt: str = "", **limits: int) -> list[Pixels]:
+    return sight(**limits).see([Given(f"image[{i}]", one) for i, one in enumerate(sources)], salt)
+
+
+def test_a_picture_is_the_same_however_it_comes() -> None:
+    array = np.asarray(drawn(8, 8))
+    ways = [uri(PNG), PNG, bytearray(PNG), memoryview(PNG), array, Image.open(io.BytesIO(PNG)), drawn(8, 8),
+            written(drawn(8, 8), "WEBP", lossless=True)]  # fmt: skip
+    found = see(*ways)
+    assert len(set(found)) == 1
+    assert found[0].shape == (4, 4, 4, 3)
+    assert found[0].grid == (2, 2)
+    assert len(found[0].key) == 32
+    assert np.frombuffer(found[0].data, np.uint8).reshape(4, 4, 4, 3)[1].tolist() == array[:4, 4:].tolist()
+
+
+def test_what_a_key_is_made_of() -> None:
+    """Content, size, preparation and salt: each alone makes another key."""
+    one = Image.new("RGB", (8, 4), (1, 2, 3))
+    changed = one.copy()
+    changed.putpixel((7, 3), (1, 2, 4))
+    keys = [key_of(one, "a", ""), key_of(changed, "a", ""), key_of(Image.new("RGB", (4, 8), (1, 2, 3)), "a", ""),
+            key_of(one, "b", ""), key_of(one, "a", "b"), key_of(one, "", "a"), key_of(one, "ab", "")]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+    assert key_of(one.copy(), "a", "b") == keys[4]
+
+
+def test_salts_part_pictures() -> None:
+    [mine], [yours], [mine_again] = see(PNG, salt="mine"), see(PNG, salt="yours"), see(PNG, salt="mine")
+    assert mine == mine_again
+    assert mine.key != yours.key
+    assert mine.data == yours.data
+    with pytest.raises(InputError, match="cache_salt"):
+        see(PNG, salt="x" * 2000)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 8, 3), (8, 8, 4)])
+def test_arrays(shape: tuple[int, ...]) -> None:
+    assert see(np.full(shape, 255, np.uint8))[0].data == b"\xff" * 192
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (np.zeros((8, 8, 3)), "is an array of float64 of shape"),
+        (np.zeros((3, 8, 8), np.uint8), "must be uint8 of"),
+        (np.zeros(8, np.uint8), "must be uint8 of"),
+        (np.zeros((2, 8, 8, 3), np.uint8), "must be uint8 of"),
+        (np.zeros((0, 8, 3), np.uint8), "0 pixels"),
+        (np.zeros((1, 20_000, 3), np.uint8), "20000 x 1 pixels"),
+        (Image.new("RGB", (0, 5)), "0 x 5 pixels"),
+        (Image.new("L", (5000, 5000)), "5000 x 5000 pixels"),
+        (Image.new("La", (8, 8)), "can't be read as RGB"),
+        (Image.open(io.BytesIO(PNG[:60] + b"\0" * 20)), "can't be read as RGB"),
+        (5, "must be a data: URI, bytes, an array or a PIL image, got int"),
+        ([PNG], "got list"),
+        ({"url": uri(PNG)}, "got dict"),
+        (io.BytesIO(PNG), "got BytesIO"),
+        ("/etc/passwd", "nothing is ever fetched"),
+        (b"", "it is empty"),
+        (Image.new("RGB", (3, 8)), "must have 4 pixels a side"),
+    ],
+)
+def test_what_is_no_picture(source: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        see(PNG, source)
+    assert str(caught.value.param) == "image[1]"
+    assert "image[1]" in str(caught.value)
+
+
+def test_every_header_is_read_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "decoded", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(InputError, match=r"image\[1\] is a picture of 9000 x 9000"):
+        see(PNG, png_of(9000, 9000))
+
+
+def test_limits_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(see(*[PNG] * 3, count=3, bytes=3 * len(PNG))) == 3
+    with pytest.raises(InputError, match=r"image\[3\] is one of 4 pictures; the limit is 3 \(--max-images\)"):
+        see(*[PNG] * 4, count=3)
+    with pytest.raises(InputError, match=rf"image\[2\] the request's pictures have {3 * len(PNG)} bytes"):
+        see(*[PNG] * 3, bytes=3 * len(PNG) - 1)
+    monkeypatch.setattr(pictures, "MOST_PIXELS", 400)
+    with pytest.raises(InputError, match=r"with image\[2\] the request's pictures have 576 bytes, prepared"):
+        see(*[PNG] * 3)
+
+
+def test_pictures_wait_for_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop turns meanwhile; and more than a bounded number is refused."""
+    monkeypatch.setattr(pictures, "MAX_WAITING", 3)
+    eyes, go, names = sight(), threading.Event(), []
+
+    def decoded(*_: Any) -> Image.Image:
+        names.append(threading.current_thread().name)
+        assert go.wait(20)
+        return drawn(8, 8)
+
+    async def all_of_them() -> None:
+        waiting = [asyncio.create_task(eyes.look([Given("a", PNG)], "")) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded, match="the pictures of 3 requests wait"):
+            await eyes.look([Given("a", PNG)], "")
+        go.set()
+        await asyncio.gather(*waiting)
+        await eyes.look([Given("a", PNG)], "")
+
+    monkeypatch.setattr(pictures, "decoded", decoded)
+    asyncio.run(all_of_them())
+    assert len(names) == 4
+    assert all(name.startswith("quire-pictures") for name in names)
+
+
+# Places
+
+
+def test_pictures_take_their_places() -> None:
+    prompt = seeing.prompts().prompt({
+        "prompt_token_ids": [5, PICTURE, 6, PICTURE], "multi_modal_data": {"image": [drawn(8, 8), drawn(8, 4)]},
+    })  # fmt: skip
+    assert prompt.ids == [5, *[PICTURE] * 4, END, 6, *[PICTURE] * 2, END]
+    assert [medium[1:] for medium in prompt.media] == [(1, 5, 5, 4), (7, 3, 3, 2)]
+    assert [medium.key for medium in prompt.media] == [one.key for one in prompt.pixels]
+
+
+def test_texts_with_pictures() -> None:
+    prompts = seeing.prompts()
+    given = {"prompt": "once <image> upon", "multi_modal_data": {"image": PNG}}
+    assert prompts.prompt(given) == asyncio.run(prompts.read_one(given))
+    assert prompts.prompt(given).ids.count(END) == 1
+    assert prompts.prompt(given).text == "once <image> upon"
+    [read] = asyncio.run(prompts.read(["once <image> upon"], pictures=[Given("a", PNG)], salt="s"))
+    assert read.ids == prompts.prompt(given).ids
+    assert read.pixels[0].key != prompts.prompt(given).pixels[0].key
+
+
+@pytest.mark.parametrize(
+    ("ids", "number", "says"),
+    [
+        ([5], 1, "has 0 places for pictures .* and 1 pictures are given"),
+        ([PICTURE], 0, "has 1 places for pictures .* and 0 pictures are given"),
+        ([PICTURE] * 3, 2, "has 3 places for pictures"),
+        ([PICTURE, END], 1, f"prompt token {END} stands for a part of a picture"),
+        ([END], 0, f"prompt token {END} stands for a part of a picture"),
+        ([PICTURE, "a"], 1, "prompt token 1 is 'a'"),
+        ([PICTURE, []], 1, r"prompt token 1 is \[\]"),
+        ([PICTURE, float(PICTURE)], 2, "prompt token 1 is"),
+    ],
+)
+def test_places_must_match_pictures(ids: list[Any], number: int, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        seeing.prompts().prompt({"prompt_token_ids": ids, "multi_modal_data": {"image": [PNG] * number}})
+
+
+def test_more_picture_tokens_than_fit() -> None:
+    prompts = seeing.prompts()
+    with pytest.raises(PromptTooLong, match=r"has 258 tokens, 257 of them for 1 pictures, but the model holds 256"):
+        prompts.prompt({"prompt_token_ids": [5, PICTURE], "multi_modal_data": {"image": drawn(64, 64)}})
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ([PNG], "multi_modal_data must be an object, got list"),
+        ({"video": []}, "multi_modal_data has 'video'; only 'image' is supported"),
+        ({"image": None, 5: None}, "has 5"),
+    ],
+)
+def test_multi_modal_data_of_other_kinds(data: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        pictured({"prompt": "a", "multi_modal_data": data})
+
+
+def test_prompts_without_pictures() -> None:
+    for data in (None, {}, {"image": None}, {"image": []}):
+        assert pictured({"prompt": "a", "multi_modal_data": data}) == ("a", [])
+    assert seeing.prompts().prompt(WORDS) == (None, WORDS, (), ())
+
+
+def test_what_else_pictures_may_not_do() -> None:
+    prompts = seeing.prompts()
+    given = {"prompt": "<image>", "multi_modal_data": {"image": PNG}}
+    with pytest.raises(InputError, match="a registered prefix can't have pictures"):
+        prompts.prefix("name", given)
+    with pytest.raises(InputError, match="a prompt with pictures can't be cut"):
+        asyncio.run(prompts.read(["a <image>"], True, prompts.cut(3, False, 1), [Given("a", PNG)]))
+    with pytest.raises(InputError, match="pictures go with one prompt, and there are 2"):
+        asyncio.run(prompts.read(["<image>", "<image>"], True, None, [Given("a", PNG)]))
+
+
+def test_a_model_that_reads_only_text() -> None:
+    prompts = seeing.prompts()
+    prompts.sight = None
+    for bad in ({"prompt": "a", "multi_modal_data": {"image": PNG}},):
+        with pytest.raises(InputError, match=r"multi_modal_data.image is a picture, and this model reads only text"):
+            prompts.prompt(bad)
+        with pytest.raises(InputError, match="reads only text"):
+            asyncio.run(prompts.read_one(bad))
+    assert prompts.prompt([PICTURE]).ids == [PICTURE], "there it is a token like others"
+
+
+def test_a_defect_of_a_preparation_is_not_the_request_s() -> None:
+    class Broken(Dots):
+        def prepare(self, image: Image.Image, alone: bool = True) -> Pixels:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        pictures.Sight(Broken(), sight().limits).see([Given("a", PNG)], "")
