@@ -8,7 +8,7 @@ from quire.sim.embeddings import Held, figure_12
 
 
 def test_a_embeddings_are_freed_as_chunks_consume_them() -> None:
-    """[t0 i0 i1], then [i2 i3 t1], then a decode: the picture is encoded once, and two embeddings go with each chunk."""
+    """[t0 i0 i1], then [i2 i3 t1], then a decode: the picture is encoded once, two embeddings go with each chunk."""
     assert figure_12("pages") == [
         Held(tokens=3, encodes=True, kv=3, places=0, embeddings=4, left=2),
         Held(tokens=3, encodes=False, kv=6, places=0, embeddings=2, left=0),

@@ -22,8 +22,8 @@ VOCAB = 64
 
 
 class Held(NamedTuple):
-    """A step: the tokens that it computes, whether it encodes the picture, and what is held while it runs and once it is
-    done: tokens with keys and values, places for more of them, and embeddings of the picture."""
+    """A step: the tokens that it computes, whether it encodes the picture, and what is held while it runs: tokens with
+    keys and values, places for more of them, and embeddings of the picture, of which some are left behind it."""
 
     tokens: int
     encodes: bool

@@ -225,7 +225,7 @@ def test_where_tokens_attend_both_ways_a_prompt_is_computed_in_one_step() -> Non
         served.add(str(end), [*prompt(14), end])
         served.drain()
     assert served.memory.account().sharing.hits == 0
-    with pytest.raises(PromptTooLong, match="17 tokens, which attend to one another both ways.* 16 at most"):
+    with pytest.raises(PromptTooLong, match=r"17 tokens, which attend to one another both ways.* 16 at most"):
         served.add("long", prompt(17))
     with pytest.raises(InputError, match="prompt_logprobs"):
         served.add("scored", prompt(8), prompt_logprobs=1)

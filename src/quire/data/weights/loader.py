@@ -33,7 +33,7 @@ class Target(NamedTuple):
     """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products."""
+    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names."""
 
     rows: Tensor
     transpose: bool
