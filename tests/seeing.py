@@ -44,7 +44,7 @@ class Dots:
 
     token, reserved = PICTURE, frozenset({PICTURE, END})
     words = ("<image>", "<end_of_image>")
-    settings = "dots of 4"
+    settings, joins = "dots of 4", False
 
     def marker(self, number: int) -> str:
         return "<image>"

@@ -8,19 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from mllama_models import PROMPTS, VOCAB, Mixed, Saved, engine_of, picture, run, shown, text, tokens_of
+from mllama_models import PROMPTS, SIDE, VOCAB, Mixed, Saved, engine_of, picture, run, shown, text, tokens_of
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_unlike_logits import assert_said, preempting
 
 from quire import SamplingParams
+from quire.config import EngineConfig
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import named_config
 from quire.data.models.mllama import Mllama
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.loader import load
 from quire.errors import InputError, StartupError
+from quire.source import read_sight, read_source
+from quire.text.prompts import Prompts
 from quire.text.sight import joined
+from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.media import Medium
 
 NEW = 9
@@ -281,3 +287,33 @@ def test_neighbours_are_one() -> None:
     assert (list(alone), list(same)) == (media[1:3], own[1:3])
     swapped, _ = joined([media[0], media[1]._replace(key=own[2].key)], [own[0], own[2]])
     assert swapped[0].key not in {found[0].key, own[0].key, own[2].key}
+
+
+def test_prompts_of_users(model: Saved) -> None:
+    """From pictures and a text to tokens: what is between two pictures parts them, and what isn't makes them one."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)} | {"<|image|>": VOCAB})
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<|image|>"])
+    config = EngineConfig(model=str(model.folder))
+    words = Tokenizer(backend, {})
+    sight = read_sight(config, read_source(config), words)
+    assert sight is not None
+    engine = engine_of(model)
+    prompts = Prompts(words, None, engine.limits, {}, sight)
+    images = [Image.frombytes("RGB", (SIDE * 2, SIDE), bytes([i * 40] * SIDE * SIDE * 6)) for i in range(3)]
+    prompt = prompts.prompt({"prompt": "w1 <|image|><|image|> w2 <|image|> w3", "multi_modal_data": {"image": images}})
+    assert prompt.ids == [1, VOCAB, VOCAB, 2, VOCAB, 3]
+    assert [(one.start, one.tokens, one.rows, one.parts) for one in prompt.media] == [(1, 2, 68, 2), (4, 1, 34, 1)]
+    assert [one.key for one in prompt.pixels] == [one.key for one in prompt.media]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.add("0", prompt.ids, params, media=prompt.media, pixels=prompt.pixels)
+    tokens = []
+    while engine.unfinished:
+        tokens += [token for output in engine.step() for token in output.tokens]
+    assert len(tokens) == 3
+    assert engine.scheduler.memory.gallery.runs == 2
+    with pytest.raises(InputError, match="2 places for pictures"):
+        prompts.prompt({"prompt": "<|image|> w1 <|image|>", "multi_modal_data": {"image": images[0]}})
+    engine.close()

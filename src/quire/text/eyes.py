@@ -20,7 +20,8 @@ class Eyes(Protocol):
 
     `token` is the id that stands for a whole picture in a prompt before `place`; `reserved` are the ids that only
     `place` may write, `token` among them or not. `words` are the texts that the tokenizer, or `spelled`, takes for one
-    of these. `settings` says all that `prepare` depends on: it is part of what a picture's key is made of."""
+    of these. `settings` says all that `prepare` depends on: it is part of what a picture's key is made of. Where it
+    `joins` them, pictures that are neighbours in a prompt are seen as one: their rows stand nowhere in it."""
 
     @property
     def token(self) -> int: ...
@@ -30,6 +31,8 @@ class Eyes(Protocol):
     def words(self) -> tuple[str, ...]: ...
     @property
     def settings(self) -> str: ...
+    @property
+    def joins(self) -> bool: ...
 
     def marker(self, number: int) -> str:
         """The text of a prompt's picture `number`, from 1 on, as a template that takes only strings is given it."""

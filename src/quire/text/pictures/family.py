@@ -28,7 +28,7 @@ class FamilyEyes:
         self.token, self.reserved = placeholder.token, placeholder.reserved
         self.text = piece(placeholder.token)
         self.words = tuple(dict.fromkeys(map(piece, sorted(self.reserved)))) + tuple(self._marks())
-        self.settings = repr(how)
+        self.settings, self.joins = repr(how), placeholder.once
 
     def _marks(self) -> Iterator[str]:
         """What `spelled` takes for a picture, where that is more than the token's text."""
