@@ -169,8 +169,11 @@ class Saved:
 
 
 def engine_of(model: Saved, **settings: Any) -> Engine:
-    config = {"kv_tokens": 4096, "max_num_seqs": 8, "threads": 1, "debug": True, **settings}
-    return build(EngineConfig(model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **config)).engine
+    config = {
+        "kv_tokens": 4096, "max_num_seqs": 8, "threads": 1, "debug": True, "dtype": "float32", "device": "cpu",
+        **settings,
+    }  # fmt: skip
+    return build(EngineConfig(model=str(model.folder), skip_tokenizer_init=True, **config)).engine
 
 
 def run(
