@@ -119,13 +119,13 @@ class Scheduler:
         """Give each running sequence its next tokens, oldest request first; preempt the youngest when memory is short.
         Returns whether anybody was hurt; None when memory is short but steps are in flight, so that victims may be."""
         hurt, budget = False, self.budget
-        grow = self.memory.grow
+        grow, wanted, sight = self.memory.grow, self._wanted, self.sight
         for request in list(self.running):
             if request.status is not Status.RUNNING:
                 break  # preempted above, and so is everyone younger
             first = len(rows)
             for seq in request.live:
-                count = self._wanted(request, seq, budget)
+                count = wanted(request, seq, budget)
                 if count <= 0:
                     continue
                 while not grow(seq, seq.planned + count):
@@ -136,7 +136,7 @@ class Scheduler:
                     if request.status is not Status.RUNNING:
                         del rows[first:]
                         return hurt
-                if self.sight is not None and not (count := self.sight.clear(seq, count)):
+                if sight is not None and not (count := sight.clear(seq, count)):
                     continue
                 rows.append(self._row(request, seq, count))
                 budget -= count

@@ -302,12 +302,13 @@ class Geometry:
         return rest if count >= rest else max(min(count, rest - self.queries), 0)
 
     def in_large_pages(self, host: bool = False) -> int:
-        """Tokens that every group holds at once in large pages, on the device or on the host."""
-        ratios = [self.large_bytes // group.page_bytes for group in self.groups]
-        count = len(self.groups[0].host_ids if host else self.groups[0].ids) // ratios[0]
-        runs = sum(Fraction(group.run_pages, group.run_tokens * ratio) for group, ratio in zip(self.groups, ratios))
+        """Tokens that every group of tokens holds at once in large pages, on the device or on the host."""
+        groups = [group for group in self.groups if group.kind not in ("cross", "vision")]
+        ratios = [self.large_bytes // group.page_bytes for group in groups]
+        count = len(groups[0].host_ids if host else groups[0].ids) // ratios[0]
+        runs = sum(Fraction(group.run_pages, group.run_tokens * ratio) for group, ratio in zip(groups, ratios))
         tokens = int(count / runs)
-        while sum(-(-group.pages(tokens) // ratio) for group, ratio in zip(self.groups, ratios)) > count:
+        while sum(-(-group.pages(tokens) // ratio) for group, ratio in zip(groups, ratios)) > count:
             tokens -= 1
         return tokens
 

@@ -181,6 +181,7 @@ class Gallery:
     @staticmethod
     def _follow(resident: Resident, place: Place, coming: Encoding) -> None:
         resident.pictures[place] = coming
+        resident.drops_at = 0  # the next tokens that are computed are looked at
         coming.holders += 1
 
     def follow(self, child: Resident, parent: Resident) -> None:

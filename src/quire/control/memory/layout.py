@@ -362,5 +362,6 @@ def joint_geometries(models: Sequence[tuple[EngineConfig, ModelSpec, Size]], poo
     for one, (config, spec, size) in zip(cut, models):
         one, size = one._replace(large_bytes=large), size._replace(bytes=pool)
         geometry = _in_large_pages(_shares(one, config, size), one, config, spec, size)
-        made.append(replace(geometry, large_bytes=cut[0].large_bytes))
+        geometry = replace(geometry, large_bytes=cut[0].large_bytes)
+        made.append(geometry if spec.vision is None else _with_eyes(geometry, config, spec, spec.vision))
     return made

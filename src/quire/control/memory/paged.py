@@ -224,10 +224,12 @@ class PagedMemory(PageTables):
             resident.committed = end
         if seq.id in self.followers.behind:
             self.followers.passed(seq, computed)
-        if resident.pictures:
-            self.gallery.commit(seq, resident)
         if computed >= resident.drops_at:  # a window's border and a page's are passed at different tokens
+            if resident.pictures:
+                self.gallery.commit(seq, resident)
             self._drop(seq, resident)
+            if resident.pictures:
+                resident.drops_at = 0
 
     def free(self, seq: Sequence) -> None:
         if seq.id in self.swap.residents:

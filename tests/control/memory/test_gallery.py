@@ -1,0 +1,302 @@
+"""What is kept of pictures: found by their keys, encoded once, evicted as wholes, counted by `fits`."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.control.edge import Limits
+from quire.control.engine import Engine
+from quire.control.memory import Size, build_memory
+from quire.control.memory.paged import PagedMemory
+from quire.control.request import Sequence
+from quire.control.scheduler import Scheduler
+from quire.errors import InputError, PromptTooLong, StartupError
+from quire.sim.echo import EchoRunner
+from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Encode, StepPlan
+from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
+
+KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
+SELF, CROSS = LayerSpec(1, 8), LayerSpec(1, 8, cross=True)
+EYES = VisionSpec(16, 16, 1, part_tokens=4)
+
+
+def spec(*layers: LayerSpec, vision: VisionSpec = EYES) -> ModelSpec:
+    return ModelSpec("echo", layers or (SELF, SELF), 64, 256, 8, 1, 8, 1, vision=vision)
+
+
+def memory(model: ModelSpec | None = None, tokens: int = 128, budget: int = 16, **settings: Any) -> PagedMemory:
+    config = EngineConfig(
+        **{"page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": budget, "swap_gib": 0, **settings}
+    )
+    made = build_memory(config, model or spec(), Size(tokens, 128, 2))
+    assert isinstance(made, PagedMemory)
+    return made
+
+
+class Served:
+    """An engine over a memory, whose plans are looked at."""
+
+    def __init__(self, made: PagedMemory, budget: int = 16) -> None:
+        self.memory, self.plans = made, list[StepPlan]()
+        self.runner = EchoRunner(vocab_size=64)
+        self.runner.bind(made.geometry)
+        scheduler = Scheduler(made, budget=budget, max_seqs=4, max_len=128)
+        self.engine = Engine(scheduler, self.runner, Limits(64, 128, 16), clock=lambda: 0.0)
+
+    def add(self, id: str, prompt: list[int], *media: Medium, **params: Any) -> None:
+        pixels = [Pixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in media]
+        settings = SamplingParams(**{"max_tokens": 2, "ignore_eos": True, "seed": 1, **params})
+        self.engine.add(id, prompt, settings, media=media, pixels=pixels)
+
+    def step(self) -> list[Encode]:
+        plan = self.engine.scheduler.schedule()
+        assert plan is not None
+        self.plans.append(plan)
+        self.engine.flight.append((plan, self.runner.submit(plan)))
+        depth, self.engine.depth = self.engine.depth, 0
+        self.engine.step()
+        self.engine.depth = depth
+        self.memory.check()
+        return [entry for entry in plan.journal if isinstance(entry, Encode)]
+
+    def drain(self) -> list[list[Encode]]:
+        told = []
+        while self.engine.unfinished:
+            told.append(self.step())
+        return told
+
+
+def picture(number: int, start: int, tokens: int = 8, parts: int = 1, rows: int = 0) -> Medium:
+    return Medium(KEYS[number], start, tokens, rows or tokens, parts)
+
+
+def prompt(length: int = 24) -> list[int]:
+    return [1 + i % 40 for i in range(length)]
+
+
+@pytest.mark.parametrize(("mode", "runs"), [("pages", 1), ("inside", 1), ("off", 3)])
+def test_a_picture_is_encoded_once_a_request_or_once_a_chunk(mode: str, runs: int) -> None:
+    served = Served(memory(vision_cache=mode, max_num_batched_tokens=4), budget=4)
+    served.add("a", prompt(), picture(0, 2))  # chunks 0-3, 4-7, 8-11 touch it
+    assert sum(map(len, served.drain())) == runs
+    sharing = served.memory.account().sharing
+    assert (sharing.encoder_runs, sharing.encoder_parts, sharing.picture_hits) == (runs, runs, 0)
+
+
+def test_a_picture_that_is_still_there_is_not_encoded_whatever_the_text_around_it() -> None:
+    for model in (spec(), spec(SELF, CROSS)):
+        served = Served(memory(model))
+        for i, start in enumerate((3, 9)):
+            served.add(str(i), [i + 1] * 24, picture(0, start))
+            served.drain()
+        sharing = served.memory.account().sharing
+        assert (sharing.encoder_runs, sharing.picture_hits) == (1, 1)
+
+
+def test_two_that_need_the_same_picture_at_once_have_it_encoded_once() -> None:
+    served = Served(memory(), budget=48)
+    for i in range(3):
+        served.add(str(i), [i + 1] * 12, picture(0, 2, parts=3))
+    told = served.drain()
+    assert sum(entry.parts for step in told for entry in step) == 3
+    assert served.memory.account().sharing.encoder_runs == 1
+
+
+def test_encoding_is_cut_to_fit_while_neighbours_go_on() -> None:
+    """A part counts as 4 tokens: a step of 8 encodes two of five, and the row waits for the last one."""
+    served = Served(memory(max_num_batched_tokens=8), budget=8)
+    served.add("neighbour", [9] * 4, max_tokens=8)
+    served.step()
+    served.add("a", prompt(16), picture(0, 0, parts=5))
+    told = [served.step() for _ in range(3)]
+    assert [[(one.first, one.parts) for one in step] for step in told] == [[(0, 2)], [(2, 2)], [(4, 1)]]
+    rows = [[len(row.tokens) for row in plan.rows] for plan in served.plans[1:4]]
+    assert rows == [[1], [1], [1, 7]]
+    served.drain()
+
+
+def test_pictures_are_evicted_as_wholes_each_by_a_random_value() -> None:
+    """Three of two pages each left at once: who comes next takes a page of one, and all of it is gone."""
+    made = memory(page_sizes="own", vision_cache="pages", tokens=32)
+    [g] = made.gallery.policies
+    pages = len(made.groups[g].ids)
+    assert pages == 8
+    served = Served(made, budget=16)
+    served.add("a", prompt(28), *(picture(i, 8 * i) for i in range(3)), max_tokens=1)
+    served.drain()
+    assert made.pages.cached_pages[g] == 6
+    for page in made.pages.take_all(g, 3):  # two are empty
+        made.pages.release(g, [page])
+    made.gallery.tear()
+    assert made.pages.cached_pages[g] == 4
+    there = {number for number in range(3) if (g, KEYS[number]) in made.gallery.counts}
+    assert len(there) == 2
+    made.gallery.check()
+
+
+def test_which_one_goes_first_depends_on_the_seed_alone() -> None:
+    def left(seed: int) -> list[int]:
+        made = memory(page_sizes="own", tokens=32)
+        made.gallery.seed = seed.to_bytes(8, "little")
+        [g] = made.gallery.policies
+        served = Served(made)
+        served.add("a", prompt(28), *(picture(i, 8 * i, 4) for i in range(3)), max_tokens=1)
+        seq = served.engine.requests["a"].live[0]
+        assert isinstance(made.admit([seq], 28), list)  # it leaves with all of its pictures at once
+        for i in range(3):
+            made.pages.publish(g, made.place(seq).tables[g][i], KEYS[i] + bytes(4))
+            made.gallery.counts[g, KEYS[i]] = 1
+        made.free(seq)
+        queue = [pool.cached for pool in made.pages.pools if g in pool.groups]  # type: ignore[union-attr]
+        keys = [made.pages.of[g].keys[page][1][:-4] for page in queue[0]]  # type: ignore[union-attr, index]
+        return [KEYS.index(key) for key in keys]
+
+    orders = {tuple(left(seed)) for seed in range(8)}
+    assert left(3) == left(3)
+    assert len(orders) > 2
+
+
+def test_text_has_no_pages_of_pictures_and_text_before_a_picture_sees_none() -> None:
+    served = Served(memory(spec(SELF, CROSS)), budget=4)
+    served.add("text", prompt(12))
+    assert not any(served.drain())
+    served.add("late", prompt(12), picture(0, 6, 1, rows=8))
+    told = [served.step() for _ in range(2)]
+    assert [len(step) for step in told] == [0, 1]
+    served.drain()
+
+
+def test_behind_the_next_picture_the_earlier_one_is_dropped() -> None:
+    made = memory(spec(SELF, CROSS))
+    served = Served(made, budget=8)
+    served.add("a", prompt(24), picture(0, 2, 1, rows=8), picture(1, 12, 1, rows=4))
+    held = []
+    while served.engine.unfinished:
+        served.step()
+        held.append(made.pages.used[1])
+    assert held[:3] == [2, 1, 1]
+
+
+def test_prompts_of_like_tokens_and_other_pictures_share_only_what_lies_before_these() -> None:
+    for model in (spec(), spec(SELF, CROSS)):
+        served = Served(memory(model), budget=32)
+        tokens = 8 if model.takes_places else 1
+        hits = []
+        for number in (0, 1, 0):
+            before = served.memory.account().sharing.hits
+            served.add(str(len(hits)), prompt(24), picture(number, 9, tokens, rows=8))
+            served.drain()
+            hits.append(served.memory.account().sharing.hits - before)
+        assert hits == [0, 8, 20]
+
+
+def test_pixels_go_to_the_runner_once_and_are_forgotten_with_their_last_request() -> None:
+    served = Served(memory())
+    seen: list[bytes] = []
+    see = served.runner.see
+    served.runner.see = lambda pixels: (seen.append(pixels.key), see(pixels))[1]  # type: ignore[method-assign]
+    served.add("a", prompt(12), picture(0, 2))
+    served.add("b", prompt(16), picture(0, 2), picture(1, 10, 4))
+    assert seen == KEYS[:2]
+    served.engine.abort("b")
+    served.engine.step()
+    assert set(served.runner.pictures) == {KEYS[0]}
+    served.drain()
+    assert not served.runner.pictures
+
+
+def test_where_tokens_attend_both_ways_a_prompt_is_computed_in_one_step() -> None:
+    model = spec(vision=replace(EYES, both_ways=True))
+    served = Served(memory(model))
+    served.add("old", [7] * 10, max_tokens=4)
+    served.step()
+    served.add("a", prompt(16), picture(0, 2, parts=6))
+    served.drain()
+    rows = [(row.start, len(row.tokens)) for plan in served.plans for row in plan.rows if row.slot == 2]
+    assert rows[0] == (0, 16)
+    for end in (20, 21):  # alike up to a page and more, and then not
+        served.add(str(end), [*prompt(14), end])
+        served.drain()
+    assert served.memory.account().sharing.hits == 0
+    with pytest.raises(PromptTooLong, match=r"17 tokens, which attend to one another both ways.* 16 at most"):
+        served.add("long", prompt(17))
+    with pytest.raises(InputError, match="prompt_logprobs"):
+        served.add("scored", prompt(8), prompt_logprobs=1)
+
+
+def test_what_has_no_place_is_refused() -> None:
+    blind = Served(memory(ModelSpec("echo", (SELF,), 64, 256, 8, 1, 8, 1)))
+    with pytest.raises(InputError, match="1 pictures, and the model"):
+        blind.add("a", prompt(), picture(0, 2))
+    served = Served(memory())
+    for wrong in ([picture(0, 20)], [picture(0, 2), picture(1, 8)], [picture(0, 2, 8, rows=4)]):
+        with pytest.raises(InputError, match="picture"):
+            served.add("a", prompt(), *wrong)
+    with pytest.raises(PromptTooLong):  # more pages than a table of 8 pictures has
+        Served(memory(max_images=1)).add("a", prompt(60), *(picture(i, 10 * i) for i in range(5)))
+    assert not served.runner.pictures
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory": "virtual"}, "sees pictures"),
+        ({"memory": "orca-max"}, "sees pictures"),
+        ({"page_sizes": "gcd"}, "gcd"),
+        ({"vision_cache": "inside"}, "a row of a picture has 512 bytes: more than the 64"),
+        ({"vision_cache": "none"}, "--vision-cache is 'none'"),
+        ({"max_images": 0}, "--max-images is 0"),
+    ],
+)
+def test_settings_that_are_none_for_pictures_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        memory(spec(vision=replace(EYES, width=256)), **settings)
+
+
+def test_uniform_pages_waste_what_the_paper_says() -> None:
+    """Llama 3.2 Vision on MMMU-pro: 43 tokens and 6,193 rows, 79.6 % (Jenga §3.2)."""
+    layers = tuple(LayerSpec(8, 128, cross=i % 5 == 3) for i in range(40))
+    model = ModelSpec("mllama", layers, 64, 8192, 4096, 32, 8, 1, vision=VisionSpec(4096, 6404, 1))
+    wasted = {}
+    for name in ("paged", "uniform"):
+        config = EngineConfig(memory=name, page_size=1, max_num_seqs=2, max_num_batched_tokens=8192, swap_gib=0)
+        made = build_memory(config, model, Size(8192, 8192, 2))
+        seq = Sequence(1, [1] * 43)
+        seq.media = (Medium(KEYS[0], 0, 1, 6193),)
+        assert made.fits([43], 43, seq.media)
+        assert made.admit([seq], 8192)
+        seq.planned = seq.computed = 43
+        usage = made.account().usage
+        wasted[name] = round(usage.internal / (usage.used + usage.internal), 4)
+        made.check()
+    assert wasted == {"paged": 0, "uniform": 0.7959}
+
+
+def test_what_fits_is_admitted_in_an_idle_memory() -> None:
+    """Also behind cached pages of others, and again after a preemption."""
+    for sizes in ("lcm", "own"):
+        for model in (spec(SELF, CROSS), spec()):
+            for tokens in range(16, 64, 4):
+                made = memory(model, tokens=tokens, page_sizes=sizes, budget=8)
+                media = (picture(0, 2, 8 if model.takes_places else 1, rows=8), picture(1, 12, 4, rows=4))
+                served = Served(made, budget=8)
+                if not made.fits([22], 20, media):
+                    with pytest.raises(PromptTooLong):
+                        served.add("a", prompt(20), *media)
+                    continue
+                for i in range(3):
+                    served.add(str(i), [i + 1] * 20, *media[: 2 - i % 2])
+                for _ in range(9):
+                    if served.engine.unfinished:
+                        served.step()
+                    running = served.engine.scheduler.running
+                    if running:
+                        served.engine.scheduler._preempt(next(reversed(running)))
+                served.drain()
