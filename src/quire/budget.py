@@ -199,7 +199,8 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     if spec.vision is not None:  # as many parts as a step encodes, and a picture's rows
         parts = max(config.max_num_batched_tokens // spec.vision.part_tokens, 1)
-        step += parts * spec.vision.activations + spec.vision.most_rows * spec.vision.width * itemsize
+        step += (spec.vision.activations + parts * spec.vision.part_bytes) * itemsize // 2
+        step += spec.vision.most_rows * spec.vision.width * itemsize
     if spec.least_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))
     return int(step + logits + attention + spec.rotaries * longest * head_dim * 4)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.config import GENERATION, EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import CONFIGS
-from quire.data.weights.checkpoint import locate, read_config, read_generation_config
+from quire.data.models.seeing_settings import PREPARATION
+from quire.data.weights.checkpoint import locate, read_config, read_generation_config, read_preprocessor_config
 from quire.errors import InputError, StartupError
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
@@ -59,6 +60,7 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
         raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
     folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
     settings, generation = read_config(folder), read_generation_config(folder)
+    settings[PREPARATION] = read_preprocessor_config(folder)
     local = Path(model).expanduser()
     name = local.resolve().name if local.is_dir() else model
     return Source(name, folder, settings, generation, read_spec(settings), _defaults(config, generation))
@@ -77,9 +79,9 @@ def read_text(
     return Tokenizer.load(folder), ChatTemplate.find(folder, renderer=renderer)
 
 
-def read_sight(config: EngineConfig, source: Source) -> Sight | None:
+def read_sight(config: EngineConfig, source: Source, tokenizer: Tokenizer | None) -> Sight | None:
     """What pictures are read with, if the model sees any."""
-    eyes = read_eyes(source)
+    eyes = read_eyes(source, tokenizer)
     if eyes is None:
         return None
     from quire.text.images import ImageLimits
@@ -88,15 +90,33 @@ def read_sight(config: EngineConfig, source: Source) -> Sight | None:
     return Sight(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
 
 
-def read_eyes(source: Source) -> Eyes | None:
-    """A model's eyes, by its architecture; None: it reads only text."""
-    return None
+def read_eyes(source: Source, tokenizer: Tokenizer | None) -> Eyes | None:
+    """A model's eyes, by its architecture; None: it reads only text, or there is no tokenizer. StartupError where what
+    stands for pictures isn't in the tokenizer, or not in the model's vocabulary."""
+    if source.spec.vision is None or tokenizer is None:
+        return None
+    from quire.data.models.vision import VisionSettings
+    from quire.text.pictures import FamilyEyes, read_placeholder, read_preparation
+
+    said = source.config.get(PREPARATION) or {}
+    vision = VisionSettings.read(source.config, said)
+    placeholder = read_placeholder(vision.kind, tokenizer.find, vision.token)
+    if placeholder.token >= source.spec.vocab_size and not vision.cross:
+        raise StartupError(
+            f"{tokenizer.piece(placeholder.token)} is token {placeholder.token} of the tokenizer, and the model knows "
+            f"{source.spec.vocab_size}",
+            "Both must be of one model",
+        )
+    how = read_preparation(said, vision.tiling, vision.normal.mean)
+    ending = tokenizer.encode(placeholder.ending, add_special_tokens=False) if placeholder.ending else []
+    return FamilyEyes(how, placeholder, tokenizer.piece, ending)
 
 
 def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:
     """Every end token that generation_config.json, config.json or the tokenizer (`named`) names."""
     ids: dict[int, None] = {}
-    for source_of in (source.generation, source.config):
+    text = source.config.get("text_config") or source.config.get("llm_config")
+    for source_of in (source.generation, source.config, text if isinstance(text, dict) else {}):
         given = source_of.get("eos_token_id")
         for value in given if isinstance(given, list) else [given]:
             if type(value) is int and 0 <= value < source.spec.vocab_size:

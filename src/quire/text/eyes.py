@@ -38,11 +38,15 @@ class Eyes(Protocol):
         """A prompt's text as the tokenizer is to read it, with one `token` a picture: where publishers number their
         markers, say. InputError for numbers that can't be."""
 
-    def prepare(self, image: Image) -> Pixels:
-        """What the encoder gets of an RGB picture, under no key yet. InputError for one that can't be prepared."""
+    def prepare(self, image: Image, alone: bool = True) -> Pixels:
+        """What the encoder gets of an RGB picture, under no key yet. `alone`: it is its prompt's only one, which some
+        models show in more tiles; its grid says so. InputError for one that can't be prepared."""
 
     def rows(self, grid: Grid) -> int:
         """Rows that the encoder makes of a picture."""
+
+    def parts(self, grid: Grid) -> int:
+        """Equal shares that it can be encoded in, one after another."""
 
     def place(self, token_ids: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[tuple[int, int]]]:
         """The prompt with each `token`, of which there is one a grid, as long as its picture is; and where each picture

@@ -63,7 +63,7 @@ class Sight:
         size = 0
         for at, opened in self._opened(given):
             image = decoded(opened, at) if isinstance(opened, Header) else opened
-            found.append(self._prepared(image, at, salt))
+            found.append(self._prepared(image, at, salt, len(given) == 1))
             size += len(found[-1].data)
             if size > MOST_PIXELS:
                 cause = f"with {at} the request's pictures have {size} bytes, prepared; the limit is {MOST_PIXELS}"
@@ -116,12 +116,12 @@ class Sight:
                 f"{at} can't be read as RGB: its mode is {source.mode}, or its file is broken", at
             ) from error
 
-    def _prepared(self, image: Image, at: str, salt: str) -> Pixels:
-        key = key_of(image, self.eyes.settings, salt)
+    def _prepared(self, image: Image, at: str, salt: str, alone: bool) -> Pixels:
         try:
-            return self.eyes.prepare(image)._replace(key=key)
+            prepared = self.eyes.prepare(image, alone)
         except InputError as error:
             raise InputError(f"{at}: {error}", at) from error
+        return prepared._replace(key=key_of(image, f"{self.eyes.settings} {prepared.grid}", salt))
 
     def placed(
         self, ids: Sequence[int], pixels: Sequence[Pixels], limits: Limits
@@ -153,7 +153,7 @@ class Sight:
                 "prompt",
             )
         return placed, tuple(
-            Medium(one.key, start, tokens, eyes.rows(one.grid), one.shape[0])
+            Medium(one.key, start, tokens, eyes.rows(one.grid), eyes.parts(one.grid))
             for one, (start, tokens) in zip(pixels, spans)
         )
 

@@ -105,8 +105,9 @@ class Selection:
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
     """A model's eyes: the rows that stand for a picture have `width` numbers and are `most_rows` at most; `parameters`
-    of tower and connector; `activations`, bytes that encoding one part takes, and `part_tokens`, how many tokens of a
-    prompt take about as long. With `both_ways` the tokens of a prompt attend to one another both ways, so that all of
+    of tower and connector; `activations`, bytes that encoding takes, however many parts a step has, and `part_bytes` of
+    each of these beside, where numbers have 2 bytes; `part_tokens`, how many tokens of a prompt take about as long as a
+    part. With `both_ways` the tokens of a prompt attend to one another both ways, so that all of
     it is computed in one step (PaliGemma)."""
 
     width: int
@@ -115,6 +116,7 @@ class VisionSpec:
     activations: int = 0
     both_ways: bool = False
     part_tokens: int = 256
+    part_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

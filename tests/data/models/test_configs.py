@@ -83,7 +83,7 @@ def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architect
 
 
 LLAMA_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+    ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type 'proportional'"),
     ({"rope_scaling": {"type": "linear"}}, "no factor"),
     ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor in rope_scaling"),
     (
@@ -145,7 +145,7 @@ GEMMA3_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_scaling": [8.0]}, r"rope_scaling in config.json must be an object, got \[8.0\]"),
     ({"rope_local_base_freq": 0}, "rope_local_base_freq in config.json must be a number above 0.*, got 0"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "the rope_type 'longrope'"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "the rope_type 'proportional'"),
     (
         {"rope_scaling": None, "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
         "the rope of sliding_attention in config.json has no factor",

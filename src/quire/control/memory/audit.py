@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.control.memory.answers import LargeCounts
 from quire.control.memory.pages import Space
 
 if TYPE_CHECKING:
@@ -13,13 +12,6 @@ if TYPE_CHECKING:
 
 EMPTY, CACHED = 0, -1
 """References of small pages that aren't used."""
-
-
-def counts_of(pages: LargePages) -> LargeCounts:
-    """For an allocator's statistics."""
-    return LargeCounts(
-        len(pages.free), list(pages.active), list(pages.idle), pages.evicted_large, pages.evicted_small, pages.rebound
-    )
 
 
 def space_of(pages: LargePages, sizes: Sequence[int]) -> Space:
@@ -41,6 +33,12 @@ def coldest_of(pages: LargePages) -> Iterator[tuple[int, int]]:
     """The large pages that could leave the device, the one used longest ago first, and their groups (§8: one size to
     offload, and an order)."""
     return ((home, pages.kind[home]) for home in pages.reclaimable)
+
+
+def counts_of(pages: LargePages) -> LargeCounts:
+    """For an allocator's statistics."""
+    evicted = pages.evicted_large, pages.evicted_small
+    return LargeCounts(len(pages.free), list(pages.active), list(pages.idle), *evicted, pages.rebound)
 
 
 def dropped_of(pages: LargePages) -> int:

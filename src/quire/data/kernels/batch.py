@@ -139,7 +139,8 @@ class Batch:
     last tokens of the rows that sample. Host arrays, int64 [R]: `slots`, `starts`, `lengths`, and `offsets`, each row's
     first token; `asked`, the rows that sample. `tables` are the groups' page tables [slots, logical pages] on the
     device. `prompts`, where layers have budgets: the lengths of their prompts, of the rows [R] on the host, and of the
-    tokens [T].
+    tokens [T]. `whole` [R], on the host, is true for prompts whose tokens see one another both ways: each of such a row
+    sees all positions up to the row's last one, whatever the layer's window (None: no row is).
     """
 
     tokens: Tensor
@@ -153,6 +154,7 @@ class Batch:
     asked: np.ndarray
     tables: Sequence[Tensor]
     prompts: tuple[np.ndarray, Tensor] | None = None
+    whole: np.ndarray | None = None
     _inside: dict[int, Batch] = field(default_factory=dict)
     _places: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -163,6 +165,11 @@ class Batch:
     def contexts(self, group: int) -> np.ndarray:
         """[R]: how many of the group's tokens a row's last one may see. Its sequence's, so far, in every group."""
         return self.starts + self.lengths
+
+    @property
+    def both_ways(self) -> np.ndarray:
+        """[R]: `whole`, of any batch."""
+        return np.zeros(len(self.slots), dtype=np.bool_) if self.whole is None else self.whole
 
     def inside(self, cache: LayerCache) -> Batch:
         """The same batch, as its tokens lie in a cache: `positions` and `starts` count the tokens that are kept. Before
@@ -189,6 +196,7 @@ class Batch:
             at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64),
             np.arange(count), np.arange(count), self.tables,
             None if self.prompts is None else (self.prompts[0][rows], self.prompts[1].index_select(0, at)),
+            None if self.whole is None else self.whole[rows],
         )  # fmt: skip
 
     def places(self, cache: LayerCache) -> tuple[Tensor, Tensor]:

@@ -60,8 +60,11 @@ class ContiguousBackend:
         """Once a step and kind of layers, on the host: keys and values of `batch`, queries of `asked` if given."""
         of, batch = (asked or batch).inside(cache), batch.inside(cache)
         rows = list(zip(of.slots.tolist(), of.offsets.tolist(), of.starts.tolist(), of.lengths.tolist()))
+        both_ways = [row for row, whole in zip(rows, of.both_ways) if whole]
+        rows = [row for row, whole in zip(rows, of.both_ways) if not whole]
         singles = sorted(row for row in rows if row[3] == 1)
         spans = [span for row in rows if row[3] > 1 for span in _spans(*row, cache)]
+        spans += [span for row in both_ways for span in _whole(*row, cache)]
         places = [offset for _, offset, _, _ in singles]
         order = None
         if spans or places != list(range(len(places))):
@@ -117,6 +120,14 @@ def _spans(slot: int, offset: int, start: int, length: int, cache: LayerCache) -
         if cache.bounded:
             seen &= keys >= cache.oldest(at)
         yield Span(slot, offset + cut, count, first, end, seen.repeat(cache.heads // cache.kv_heads, 1))
+
+
+def _whole(slot: int, offset: int, start: int, length: int, cache: LayerCache) -> Iterator[Span]:
+    """A row of queries that see all of it, and all before it."""
+    end = start + length
+    most = _most(end, cache)
+    for cut in range(0, length, most):
+        yield Span(slot, offset + cut, min(most, length - cut), 0, end, None)
 
 
 def _alone(singles: list[tuple[int, int, int, int]], cache: LayerCache) -> list[Span]:

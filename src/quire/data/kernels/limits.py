@@ -12,6 +12,9 @@ MAX_SCORES = 1 << 22
 SCORED_AT_ONCE = 256
 """Prompt positions whose logits over the vocabulary are held together."""
 
+PARTS_AT_ONCE = 8
+"""Parts of pictures that a tower encodes together."""
+
 MOST_GRAPH_ROWS = 1024
 """Rows of the largest decode step that is replayed as a CUDA graph."""
 

@@ -5,6 +5,7 @@ It is the oracle of every kernel test, and a backend of its own (`--attention re
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,12 +79,15 @@ class ReferenceBackend:
         if cache.writes:
             write_pages(cache.keys, cache.values, k, v, *batch.places(cache))
         tables = batch.tables[cache.group]
+        whole = np.repeat(asked.both_ways, asked.lengths)
+        last = np.where(whole, np.repeat(asked.starts + asked.lengths - 1, asked.lengths), asked.positions.cpu())
+        bounds = [(None, None) if all_of_it else (cache.window, cache.chunk) for all_of_it in whole]
         return torch.stack(
             [
                 paged_attention(
                     query, cache.keys, cache.values, tables[slot], position,
-                    scale=cache.scale, window=cache.window, softcap=cache.softcap, chunk=cache.chunk,
+                    scale=cache.scale, window=window, softcap=cache.softcap, chunk=chunk,
                 )
-                for query, slot, position in zip(q, asked.token_slots, asked.positions.tolist())
+                for query, slot, position, (window, chunk) in zip(q, asked.token_slots, last.tolist(), bounds)
             ]
         )  # fmt: skip

@@ -184,8 +184,9 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, c
 
 
 def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
-    """Tiles as int64 [n, 6]: slot, first token of the step, queries, first position, first page, end position. Long
-    contexts are cut into fewer queries, so that a tile's scores stay within MAX_SCORES."""
+    """Tiles as int64 [n, 7]: slot, first token of the step, queries, first position, first page, end position, and
+    whether every query sees all up to there. Long contexts are cut into fewer queries, so that a tile's scores stay
+    within MAX_SCORES."""
     ends = batch.contexts(cache.group)
     asked = zip(batch.lengths.tolist(), ends.tolist())
     most = np.array([_most(end, cache) if length > 1 else 1 for length, end in asked], dtype=np.int64)
@@ -195,9 +196,11 @@ def _tiles(batch: Batch, cache: LayerCache) -> np.ndarray:
     queries = np.minimum(batch.lengths[row] - cut, most[row])
     position = batch.starts[row] + cut
     page = np.zeros_like(position)
+    whole = batch.both_ways[row]
     if cache.bounded:
-        page = np.maximum(cache.oldest(position), 0) // cache.page_tokens
-    return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, position + queries], 1)
+        page = np.where(whole, 0, np.maximum(cache.oldest(position), 0) // cache.page_tokens)
+    end = np.where(whole, ends[row], position + queries)
+    return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, end, whole], 1)
 
 
 def _most(end: int, cache: LayerCache) -> int:
@@ -242,8 +245,8 @@ def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
     longest = int((-(-tiles[:, 5] // size) - tiles[:, 4]).max())
     many, width, count = _padded(known, int(tiles[:, 2].max()), longest)
     tiles = tiles[np.minimum(np.arange(many), known - 1)]
-    _, tokens, queries, _, pages, ends = tiles.T
-    slots, _, asked, positions, first, end = to_device(np.ascontiguousarray(tiles.T), device)
+    _, tokens, queries, _, pages, ends, _ = tiles.T
+    slots, _, asked, positions, first, end, whole = to_device(np.ascontiguousarray(tiles.T), device)
     logical = first[:, None] + torch.arange(count, device=device)
     table = batch.tables[cache.group]
     named = table[slots[:, None], logical.clamp(max=table.shape[1] - 1)]
@@ -254,9 +257,10 @@ def _bucket(batch: Batch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
         key_at = (first * size)[:, None, None] + torch.arange(count * size, device=device)  # [B, 1, keys]
         across = torch.arange(width, device=device)
         query_at = (positions[:, None] + torch.minimum(across, (asked - 1)[:, None]))[:, :, None]
-        hidden = key_at > query_at
+        all_of_it = (whole > 0)[:, None, None]
+        hidden = key_at > torch.where(all_of_it, (end - 1)[:, None, None], query_at)
         if cache.bounded:
-            hidden |= key_at < cache.oldest(query_at)
+            hidden |= (key_at < cache.oldest(query_at)) & ~all_of_it
         hidden = hidden[:, None]
     picked = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
     real = np.arange(width) < queries[:, None]

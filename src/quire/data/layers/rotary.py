@@ -63,13 +63,15 @@ def cos_sin(rope: Rope, head_dim: int, length: int) -> Tensor:
     That is what transformers' generation with a cache does token by token, and it doesn't depend on the batch.
     """
     positions = torch.arange(length, dtype=torch.float32).unsqueeze(1)
-    frequencies = inverse_frequencies(rope, head_dim, positions + 1 if rope.kind == "dynamic" else None)
+    lengths = {"dynamic": positions + 1, "longrope": torch.tensor(length)}
+    frequencies = inverse_frequencies(rope, head_dim, lengths.get(rope.kind))
     angles = positions * frequencies
     return torch.stack((angles.cos(), angles.sin()), dim=1).mul_(rope.attention_factor)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, length: Tensor | None = None) -> Tensor:
-    """fp32 [head_dim / 2], radians a position; [N, head_dim / 2] for dynamic NTK, which needs the lengths [N, 1]."""
+    """fp32 [head_dim / 2], radians a position; [N, head_dim / 2] for dynamic NTK, which needs the lengths [N, 1].
+    LongRoPE needs the longest."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     if rope.kind == "dynamic":
         assert length is not None, "dynamic NTK depends on the length"
@@ -82,6 +84,9 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: Tensor | None = None)
         return _yarn(rope, head_dim, plain)
     if rope.kind == "llama3":
         return _llama3(rope, plain)
+    if rope.kind == "longrope":
+        assert length is not None, "LongRoPE depends on the longest sequence"
+        return plain / torch.tensor(rope.long if length > rope.original_len else rope.short)
     return plain
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.mamba_settings import JambaSettings, MambaSettings
+from quire.data.models.seeing_settings import SeeingSettings
 from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.specs import ModelSpec
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from quire.data.models.llama import Llama
     from quire.data.models.mamba import Mamba
     from quire.data.models.opt import OPT
+    from quire.data.models.seeing import Seeing
 
-    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba
+    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba | Seeing
 
 Settings = (
     type[LlamaSettings] | type[GemmaSettings] | type[OPTSettings] | type[GPT2Settings]
-    | type[JambaSettings] | type[MambaSettings]
+    | type[JambaSettings] | type[MambaSettings] | type[SeeingSettings]
 )  # fmt: skip
 
 # The name in config.json -> the settings that read it, and the class as "module:name".
@@ -33,6 +35,8 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "MinistralForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen2ForCausalLM": (LlamaSettings, "llama:Llama"),
     "Qwen3ForCausalLM": (LlamaSettings, "llama:Llama"),
+    "InternLM2ForCausalLM": (LlamaSettings, "llama:Llama"),
+    "Phi3ForCausalLM": (LlamaSettings, "llama:Llama"),
     "Gemma2ForCausalLM": (GemmaSettings, "gemma:Gemma"),
     "Gemma3ForCausalLM": (GemmaSettings, "gemma:Gemma"),
     "Gemma3ForConditionalGeneration": (GemmaSettings, "gemma:Gemma"),  # its text
@@ -41,6 +45,11 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "JambaForCausalLM": (JambaSettings, "jamba:Jamba"),
     "MambaForCausalLM": (MambaSettings, "mamba:Mamba"),
     "FalconMambaForCausalLM": (MambaSettings, "mamba:Mamba"),
+    "LlavaOnevisionForConditionalGeneration": (SeeingSettings, "seeing:Seeing"),
+    "InternVLForConditionalGeneration": (SeeingSettings, "seeing:Seeing"),
+    "InternVLChatModel": (SeeingSettings, "seeing:Seeing"),
+    "Phi3VForCausalLM": (SeeingSettings, "seeing:Seeing"),
+    "PaliGemmaForConditionalGeneration": (SeeingSettings, "seeing:Seeing"),
 }
 
 

@@ -36,6 +36,11 @@ class Attending(Protocol):
         for every token of the step."""
         ...
 
+    def pictures(self, x: Tensor) -> Tensor:
+        """x [T, hidden], the tokens' embeddings -> the same, the rows of pictures in the places of those tokens that
+        stand for them. x may be used up."""
+        ...
+
     def wanted(self, x: Tensor) -> Tensor:
         """The rows of x [T, hidden] that go on after the last attention: those of tokens whose logits will be asked
         for. Nothing else of it is read by anybody."""

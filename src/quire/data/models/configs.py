@@ -7,6 +7,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+from quire.data.models.seeing_configs import SEEING
 from quire.errors import StartupError
 
 
@@ -260,6 +261,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
+    **SEEING,
 }
 
 

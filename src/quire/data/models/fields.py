@@ -8,6 +8,7 @@ from quire.errors import StartupError, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_NUMBER = 1e30  # far beyond any theta or factor, and with room for products
+MAX_NUMBERS = 1024
 MISSING: Any = object()
 
 
@@ -45,6 +46,16 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise self._bad(name, value, kind)
         return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers above 0, up to MAX_NUMBER."""
+        kind = f"a list of 1 to {MAX_NUMBERS} numbers above 0, up to {MAX_NUMBER:g}"
+        found = self._get(name, MISSING, kind)
+        if not isinstance(found, list) or not 1 <= len(found) <= MAX_NUMBERS:
+            raise self._bad(name, found, kind)
+        if not all(type(value) in (int, float) and 0 < value <= MAX_NUMBER for value in found):
+            raise self._bad(name, found, kind)
+        return tuple(map(float, found))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default, "true or false")

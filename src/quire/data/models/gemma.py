@@ -95,7 +95,11 @@ class Gemma(nn.Module):
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
-        x, delta, behind = self.embed(tokens), None, None
+        return self.through(self.embed(tokens), ctx)
+
+    def through(self, x: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up."""
+        delta, behind = None, None
         *layers, last = zip(self.layers, (self.rotary[which] for which in self.turned_by), strict=True)
         for layer, rotary in layers:
             delta = layer.rest(x, layer.attend(x, delta, behind, rotary, ctx))

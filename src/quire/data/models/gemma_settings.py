@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Self
 from quire.data.layers.rope import Rope
 from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import LAYER_TYPES, read_layer_types
+from quire.data.models.rope_settings import read_rope, rope_of
 from quire.data.models.settings import (
     MAX_LAYERS,
     read_heads,
-    read_rope,
     read_window,
     refuse_quantised,
-    rope_of,
     windows_of,
 )
 from quire.errors import StartupError, shown

@@ -1,5 +1,5 @@
-"""LLaMA (Touvron et al., 2023) with grouped-query attention, and its relatives Mistral (sliding window), Qwen2 (biases)
-and Qwen3 (normalised queries and keys).
+"""LLaMA (Touvron et al., 2023) with grouped-query attention, and its relatives Mistral (sliding window), Qwen2
+(biases), Qwen3 (normalised queries and keys), InternLM2 and Phi-3 (other names).
 
 The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
 """
@@ -21,7 +21,7 @@ from quire.data.layers.rotary import Rotary
 from quire.data.models.attending import Attending
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.mamba_settings import JambaSettings
-from quire.data.models.names import Stored, expand
+from quire.data.models.names import INTERNLM2, PHI3, Stored, expand
 from quire.data.models.settings import LlamaSettings
 from quire.vocabulary.specs import ModelSpec
 
@@ -44,6 +44,7 @@ NAMES: dict[str, str | tuple[str, ...]] = {
     "norm.weight": "norm.weight",
     "head.weight": "lm_head.weight",
 }
+OTHERS = {"internlm2": INTERNLM2, "phi3": PHI3}
 
 
 class Attention(nn.Module):
@@ -110,7 +111,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        s = LlamaSettings.read(config)
+        self.settings = s = LlamaSettings.read(config)
         self.tied, self.sharers = s.tied, [i for i, kind in enumerate(s.kinds) if kind.shares is not None]
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.kinds)))
@@ -125,7 +126,11 @@ class Llama(nn.Module):
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
-        x, delta = self.embed(tokens), None
+        return self.through(self.embed(tokens), ctx)
+
+    def through(self, x: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up."""
+        delta = None
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, self.rotary, ctx)
@@ -142,7 +147,12 @@ class Llama(nn.Module):
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
-        return expand(self, NAMES)
+        s, attention = self.settings, "attention.qkv.weight"
+        names = expand(self, {**NAMES, **OTHERS.get(s.stored, {})})
+        if s.stored == "internlm2":
+            grouped = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
+            names |= {k: stored._replace(grouped=grouped) for k, stored in names.items() if k.endswith(attention)}
+        return names
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -11,11 +11,13 @@ from torch import nn
 
 class Stored(NamedTuple):
     """A parameter's rows are those of `tensors`, one below the other, `rows` of each; `transpose` for weights kept as
-    [in, out]."""
+    [in, out]. Where tensors are `grouped`, their rows lie in groups, each with so many rows of every part, and the
+    parameter has one part below the other."""
 
     tensors: tuple[str, ...]
     rows: tuple[int, ...]
     transpose: bool = False
+    grouped: tuple[int, ...] = ()
 
 
 def expand(model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transposed: str = "") -> dict[str, Stored]:
@@ -38,6 +40,25 @@ def expand(model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transpo
         flip = bool(transposed) and parameter.dim() == 2 and re.search(transposed, name) is not None
         sources[name] = Stored(tensors, rows, flip)
     return sources
+
+
+INTERNLM2: dict[str, str | tuple[str, ...]] = {
+    "embed.weight": "tok_embeddings.weight",
+    "layers.*.attention_norm.weight": "layers.*.attention_norm.weight",
+    "layers.*.attention.qkv.weight": "layers.*.attention.wqkv.weight",
+    "layers.*.attention.out.weight": "layers.*.attention.wo.weight",
+    "layers.*.mlp_norm.weight": "layers.*.ffn_norm.weight",
+    "layers.*.mlp.gate_up.weight": ("layers.*.feed_forward.w1.weight", "layers.*.feed_forward.w3.weight"),
+    "layers.*.mlp.down.weight": "layers.*.feed_forward.w2.weight",
+    "head.weight": "output.weight",
+}
+"""Where InternLM2's names aren't LLaMA's. Its `wqkv` has, for each key head, its query heads, then it, then its value
+head."""
+PHI3: dict[str, str | tuple[str, ...]] = {
+    "layers.*.attention.qkv.weight": "layers.*.self_attn.qkv_proj.weight",
+    "layers.*.mlp.gate_up.weight": "layers.*.mlp.gate_up_proj.weight",
+}
+"""The same of Phi-3."""
 
 
 def mixer_names(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:

@@ -5,24 +5,26 @@ No torch: memory plans and simulations read a model's spec without building it. 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from quire.data.layers.rope import KINDS, Rope
+from quire.data.layers.rope import Rope
 from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import Kind, read_kinds, read_layer_types
 from quire.data.models.pyramid import read_budgets
 from quire.data.models.quantization import REMEDY, read_fp8
-from quire.errors import StartupError, shown
+from quire.data.models.rope_settings import read_rope
+from quire.errors import StartupError
 from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
 
 MAX_LAYERS = 4096
+STORED = {"InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
-    """LLaMA and its relatives. `kinds` has one entry a layer; `max_len` counts what a rope scaling adds."""
+    """LLaMA and its relatives. `kinds` has one entry a layer; `max_len` counts what a rope scaling adds. `stored` names
+    how checkpoints call and stack the weights, where that isn't as LLaMA's do."""
 
     vocab_size: int
     hidden: int
@@ -43,6 +45,7 @@ class LlamaSettings:
     selection: Selection
     max_len: int
     eos_ids: tuple[int, ...]
+    stored: str = ""
     norm_offset: ClassVar[bool] = False
 
     @classmethod
@@ -52,11 +55,18 @@ class LlamaSettings:
         refuse_quantised(fields)
         architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
         qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+        stored = STORED.get(architecture, "")
+        if stored == "internlm2":
+            fields.refuse("bias", False)
         hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
         kv_heads, head_dim = read_heads(fields, heads, heads, 128 if qwen3 else hidden // heads)
         rope, max_len = read_rope(fields, fields.size("max_position_embeddings"))
+        if rope.kind == "longrope" and len(rope.short) != head_dim // 2:
+            raise StartupError(
+                f"short_factor and long_factor have {len(rope.short)} numbers", f"They must have {head_dim // 2}"
+            )
         layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
-        kinds = _kinds(fields, architecture, layers)
+        kinds = _kinds(fields, architecture, layers, max_len)
         budgets, selection = read_budgets(fields, layers, max_len)
         if any(budgets) and any(kind != Kind() for kind in kinds):
             raise StartupError("config.json has pyramid_kv, and layers that share or don't see all", "Give one of them")
@@ -81,6 +91,7 @@ class LlamaSettings:
             selection=selection,
             max_len=max_len,
             eos_ids=fields.ids("eos_token_id"),
+            stored=stored,
         )
 
     @property
@@ -247,80 +258,14 @@ def read_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> tupl
     return kv_heads, head_dim
 
 
-def read_rope(fields: Fields, max_position: int) -> tuple[Rope, int]:
-    """The rotary embedding and the length that it reaches.
-
-    Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`.
-    """
-    where = "rope_parameters" if fields.config.get("rope_parameters") else "rope_scaling"
-    section = fields.config.get(where) or {}
-    if not isinstance(section, dict) or any(isinstance(value, dict) for value in section.values()):
-        raise StartupError(f"{where} must be one flat object, got {shown(section)}", "One rope a model is supported")
-    rope = Fields(section, f"{where} of config.json")
-    return rope_of(fields, rope, max_position, fields.number("rope_theta", 10000.0))
-
-
-def rope_of(fields: Fields, rope: Fields, max_position: int, theta: float) -> tuple[Rope, int]:
-    """The embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta` is meant
-    where it names none."""
-    for options in (fields, rope):
-        options.refuse("partial_rotary_factor", 1.0)
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind not in KINDS:
-        raise StartupError(f"the rope_type {shown(kind)} is not supported", f"Supported: {', '.join(KINDS)}")
-    theta = rope.number("rope_theta", theta)
-    if kind == "default":
-        return Rope(kind=kind, theta=theta, original_len=max_position), max_position
-    if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
-        factor = rope.number("factor")
-        return Rope(kind=kind, theta=theta, original_len=max_position, factor=factor), int(max_position * factor)
-    original = fields.size(
-        "original_max_position_embeddings", rope.size("original_max_position_embeddings", max_position)
-    )
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if low == high:
-            raise StartupError(f"low_freq_factor and high_freq_factor of {rope.where} must differ, both are {low}")
-        llama3 = Rope(
-            kind=kind,
-            theta=theta,
-            original_len=original,
-            factor=rope.number("factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-        return llama3, max_position
-    factor = rope.number("factor", max_position / original)
-    yarn = Rope(
-        kind=kind,
-        theta=theta,
-        original_len=original,
-        factor=factor,
-        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
-    )
-    return yarn, max(max_position, int(original * factor))
-
-
-def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """YaRN section 3.4 (there 1/sqrt(t)); DeepSeek's configs give two scales and mean their ratio."""
-
-    def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    mscale, over = rope.config.get("mscale"), rope.config.get("mscale_all_dim")
-    if mscale and over:
-        return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
-    return scale(1.0)
-
-
-def _kinds(fields: Fields, architecture: str, layers: int) -> tuple[Kind, ...]:
+def _kinds(fields: Fields, architecture: str, layers: int, max_len: int) -> tuple[Kind, ...]:
     """What each layer sees. Of Llama's relatives none has layers that share."""
     if architecture == "LlamaForCausalLM":
         return read_kinds(fields, layers)
     fields.refuse("kv_sharing", None)
+    if architecture == "Phi3ForCausalLM":
+        window = fields.size("sliding_window", None)
+        return (Kind(None if window is None or window >= max_len else window),) * layers
     return tuple(Kind(window) for window in read_windows(fields, architecture, layers))
 
 

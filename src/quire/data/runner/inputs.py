@@ -46,8 +46,8 @@ def build_batch(rows: tuple[Row, ...], store: Store, last: Tensor) -> Batch:
     return batch_of(Flat.of(rows), store, last)
 
 
-def batch_of(flat: Flat, store: Store, last: Tensor) -> Batch:
-    """The same of rows that are flat already."""
+def batch_of(flat: Flat, store: Store, last: Tensor, whole: np.ndarray | None = None) -> Batch:
+    """The same of rows that are flat already. `whole`: see Batch."""
     unseen = bool((flat.inputs[0] == LAST).any())
     there, ends = store.staging.upload_all([flat.inputs, flat.ends])
     tokens, positions, token_slots = there
@@ -56,4 +56,5 @@ def batch_of(flat: Flat, store: Store, last: Tensor) -> Batch:
     return Batch(
         tokens, positions, token_slots, ends, flat.slots, flat.starts, flat.lengths, flat.offsets, flat.asked,
         store.tables, None if store.prompts is None else store.prompts.of(flat.slots, token_slots),
+        whole,
     )  # fmt: skip

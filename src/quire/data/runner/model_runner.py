@@ -26,6 +26,7 @@ from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
 from quire.data.runner.logprobs import details_of, top_of
+from quire.data.runner.pictures import Pictures
 from quire.data.runner.prompts import Prompts
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
@@ -33,15 +34,16 @@ from quire.data.runner.seen import SeenTokens
 from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.errors import StartupError
+from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Mapped, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Encode, Mapped, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
 
 
 class Model(Protocol):
-    """What the runner needs of a model (see quire.data.models)."""
+    """What the runner needs of a model (see quire.data.models). One that sees has `eyes` too, an Encoder."""
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
     def begin(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
@@ -102,6 +104,8 @@ class ModelRunner:
         self.sampler: Sampler
         self.prompts: Prompts | None = None  # where layers have budgets
         self.seen: SeenTokens | None = None  # in debug mode, where layers have states
+        self.pictures: Pictures | None = None  # where the model sees
+        self.whole: np.ndarray | None = None  # by slot, the length of a prompt whose tokens attend both ways
         self.last: Tensor
         self.graphs: Any = None  # of decode steps
         self.mixed: Any = None  # of steps with prompts
@@ -120,6 +124,11 @@ class ModelRunner:
         self.seen = SeenTokens(geometry) if self.debug and self.store.states else None
         for cache in self.store.caches.values():
             self.backend.check(cache)
+        if geometry.sees:
+            assert self.spec.vision is not None, "a model without eyes has no pictures"
+            self.pictures = Pictures(self.model.eyes, self.store, self.spec.vision.width)
+        if geometry.both_ways:
+            self.whole = np.zeros(geometry.slots, dtype=np.int64)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
         if self.replays:
@@ -168,20 +177,41 @@ class ModelRunner:
         if self.device.type == "cuda":
             rehearse(self, tokens, max_len)
 
+    def see(self, pixels: Pixels) -> None:
+        """Keep a picture: plans that are submitted from now on may encode it."""
+        assert self.pictures is not None, "the model sees"
+        self.pictures.see(pixels)
+
+    def forget(self, key: bytes) -> None:
+        """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
+        if self.pictures is not None:
+            self.pictures.forget(key)
+
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step: births and journal, in order; then the rows as one batch; then what is to be done ahead."""
+        """Enqueue a step: births and journal, in order, and what it says of pictures; then the rows as one batch; then
+        what is to be done ahead."""
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
         if self.prompts is not None:
             self.prompts.born(plan.births)
-        self.store.replay(plan.journal)
+        if self.whole is not None:
+            for birth in plan.births:
+                self.whole[birth.slot] = birth.prompt_len
+        if self.pictures is None:
+            self.store.replay(plan.journal)
+        else:
+            self.pictures.born(plan.births)
+            self.store.replay(tuple(entry for entry in plan.journal if type(entry) is not Encode))
+            self.pictures.encode([entry for entry in plan.journal if type(entry) is Encode])
         if self.seen is not None:
             self.seen.replay(plan.journal)
             self.seen.advance(plan.rows, self.store.host_tables)
             self.seen.replay(plan.ahead)
         ticket = self._rows(plan, began)
+        if self.pictures is not None:
+            self.pictures.passed()
         if plan.ahead:
             self.store.pool.settle()  # swaps wait for these rows, as copies do
             self.store.replay_ahead(plan.ahead)
@@ -194,7 +224,7 @@ class ModelRunner:
             return Ticket(None, [], plan, began, None)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
-        if self.prompts is not None and self.prompts.end(rows):  # no graph chooses what is kept
+        if self._for_no_graph(rows):
             replayed = False
             drawn, scores = self._eager(rows, Flat.of(rows))
         elif self.graphs is not None and self.graphs.fits(rows):
@@ -210,12 +240,23 @@ class ModelRunner:
                 drawn, scores = self._eager(rows, flat)
         return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed))
 
+    def _for_no_graph(self, rows: tuple[Row, ...]) -> bool:
+        """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
+        their embeddings, or attend both ways."""
+        if self.prompts is not None and self.prompts.end(rows):
+            return True
+        if self.pictures is not None and self.pictures.touch(rows):
+            return True
+        return self.whole is not None and any(row.start < self.whole[row.slot] for row in rows)
+
     def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor]]:
         """Enqueue rows launch by launch: what they draw, and the log-probabilities of prompts."""
-        batch = batch_of(flat, self.store, self.last)
+        whole = None if self.whole is None else flat.starts < self.whole[flat.slots]
+        batch = batch_of(flat, self.store, self.last, whole)
+        shown = None if self.pictures is None else self.pictures.of(flat)
         scored = any(row.score for row in rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
-        step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states)
+        step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states, shown)
         hidden = self.model(batch.tokens, step)
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
         if not len(batch.asked):

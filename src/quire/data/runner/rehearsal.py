@@ -46,6 +46,9 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
             for size in seconds:
                 runner.mixed.capture_second(size)
         torch.cuda.empty_cache()  # what they ran first; the memory of the steps that follow stays with the process
+    if runner.pictures is not None:
+        with torch.inference_mode():
+            runner.pictures.rehearse()
     mixed, runner.mixed = runner.mixed, None  # some steps with prompts have no graph: their kernels are wanted
     for plan in (*_plans(tokens, max_len, runner.store.geometry.slots - 1), *_ends(runner, min(tokens, max_len))):
         runner.collect(runner.submit(plan))

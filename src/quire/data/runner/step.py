@@ -18,6 +18,7 @@ from quire.data.layers.rotary import Rotary, queries_keys_values
 Planner = Callable[[LayerCache, Batch | None], Any]
 """A backend's plan of a step for a layer like this one: for queries of all tokens, or of those asked for."""
 Behind = Callable[[Tensor, LayerCache], None]
+Shown = Callable[[Tensor], Tensor]
 StatePlanner = Callable[[StateCache], StatePlan]
 
 
@@ -42,10 +43,12 @@ class Step:
     def __init__(
         self, positions: Tensor, caches: Mapping[int, LayerCache], backend: Any, plan: Planner,
         asked: Batch | None = None, behind: Behind | None = None, states: States | None = None,
+        shown: Shown | None = None,
     ) -> None:  # fmt: skip
         """With `asked`, the model's last layer, if it attends, has queries of its tokens alone. `behind` is told all
-        queries of a layer once they were answered. `states`, where layers have some."""
-        self.states = states
+        queries of a layer once they were answered. `states`, where layers have some. `shown` puts the rows of pictures
+        in their places."""
+        self.states, self.shown = states, shown
         self.behind = behind
         self.positions, self.caches, self.backend, self.plan, self.asked = positions, caches, backend, plan, asked
         self.plans: dict[Any, Any] = {}
@@ -54,7 +57,7 @@ class Step:
     @classmethod
     def of(
         cls, batch: Batch, caches: Mapping[int, LayerCache], backend: Any, narrow: bool = False,
-        states: Mapping[int, StateCache] | None = None,
+        states: Mapping[int, StateCache] | None = None, shown: Shown | None = None,
     ) -> Step:  # fmt: skip
         """The step of a batch. `narrow`: only the hidden states of tokens that end the rows that sample are wanted,
         `batch.narrowed()`'s. Of prompts that end here layers with budgets keep their part."""
@@ -68,7 +71,7 @@ class Step:
         ends = ends_of(batch)
         asked = batch.narrowed() if narrow else None
         held = States(states, partial(StatePlan.of, batch)) if states else None
-        return cls(batch.positions, caches, backend, plan, asked, behind if ends else None, held)
+        return cls(batch.positions, caches, backend, plan, asked, behind if ends else None, held, shown)
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -95,6 +98,10 @@ class Step:
         """See quire.data.models.attending."""
         assert self.states is not None, "some layer has a state"
         return self.states.of(layer)
+
+    def pictures(self, x: Tensor) -> Tensor:
+        """See quire.data.models.attending."""
+        return x if self.shown is None else self.shown(x)
 
     def wanted(self, x: Tensor) -> Tensor:
         """See quire.data.models.attending."""

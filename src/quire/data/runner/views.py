@@ -28,6 +28,7 @@ def check_geometry(geometry: Geometry, spec: ModelSpec) -> None:
     size, large = geometry.itemsize, geometry.large_bytes
     for group in geometry.groups:
         tokens = sum(spec.layers[i].token_bytes(size) for i in group.layers)
+        tokens += geometry.row_bytes * (group.kind == "vision")
         keys = {spec.layers[i].token_bytes(size) // 2 * group.run_tokens for i in group.layers}
         if large and (large % group.page_bytes or any(bytes % ALIGNED for bytes in (group.page_bytes, *keys))):
             raise StartupError(
@@ -120,6 +121,14 @@ def _part(buffer: Tensor, group: Group, part: StatePart, at: int, dtype: torch.d
     numbers = plain[: pages * group.page_bytes].view(dtype)
     inner = [prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
     return numbers.as_strided((pages, *part.shape), (group.page_bytes // size, *inner), at // size)
+
+
+def picture_rows(buffer: Tensor, group: Group, width: int) -> Tensor:
+    """[pages, run_tokens, width]: the rows of pictures that lie in a group's pages, one behind the other, from each
+    page's beginning on."""
+    page = group.page_bytes // buffer.itemsize
+    assert group.run_tokens * width <= page, f"{group.run_tokens} rows of {width} numbers in a page of {page}"
+    return buffer.as_strided((len(buffer) // page, group.run_tokens, width), (page, width, 1))
 
 
 def attention_of(spec: ModelSpec, layer: int) -> dict[str, Any]:

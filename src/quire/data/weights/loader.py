@@ -33,12 +33,13 @@ class Target(NamedTuple):
     """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products."""
+    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names."""
 
     rows: Tensor
     transpose: bool
     fp8: bool = False
     scale: Tensor | None = None
+    grouped: tuple[int, ...] = ()
 
 
 def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None = None) -> None:
@@ -91,7 +92,7 @@ def _targets(model: Model, scheme: FP8 | None) -> dict[str, Target]:
         if scale is not None:
             scales = scale.split(source.rows, 1)
         for tensor, rows, yes, scale in zip(source.tensors, parts, fp8.get(name, [False] * len(parts)), scales):
-            targets[tensor] = Target(rows, source.transpose, yes, scale)
+            targets[tensor] = Target(rows, source.transpose, yes, scale, source.grouped)
     return targets
 
 
@@ -130,6 +131,8 @@ def _fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) ->
             f"{shown(key)} in {path} has shape {shown(list(tensor.shape))}, but config.json makes it {list(expected)}"
         )
         raise StartupError(cause, FIT)
+    if target.grouped:
+        tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor
     if not target.fp8 or stored:
         target.rows.copy_(tensor)
@@ -157,10 +160,18 @@ def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) ->
     if wrong.any():
         raise StartupError(f"{shown(key)} in {path} has the scale {scale[wrong][0].item():g}",
                            "Scales must be finite and above 0")  # fmt: skip
+    if target.grouped:
+        scale = ungrouped(scale.t(), target.grouped).t()
     if target.scale is None:
         yield target.rows, scale
     else:
         target.scale.copy_(scale)
+
+
+def ungrouped(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """Rows that lie in groups of so many of each part -> those of one part below those of another."""
+    groups = tensor.unflatten(0, (-1, sum(parts)))
+    return torch.cat([part.flatten(0, 1) for part in groups.split(parts, 1)])
 
 
 def _some(names: Iterable[str], count: int = 3) -> str:

@@ -40,7 +40,8 @@ class Norm(Protocol):
 class Launches:
     """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T];
     their queries, or only those at `asked`, are rows of one query (`slots`, `lengths`, and `rows`, their places among
-    the queries; None: in order), or are in `tiles` for `kernel`. `scratch` is where split contexts meet; `pdl`: kernels
+    the queries; None: in order), or are in `tiles` for `kernel`, or in `whole`, tiles for `prompt` whose queries see
+    all of their row. `scratch` is where split contexts meet; `pdl`: kernels
     start early. `lent` are rows that another kernel computes: slot, first query, queries, position of the first."""
 
     tables: Tensor
@@ -57,6 +58,7 @@ class Launches:
     pdl: bool = False
     lent: Sequence[tuple[int, int, int, int]] = ()
     cells: Tensor | None = None  # [T]: where tokens are in their sequences' pages, if not at their positions
+    whole: Tensor | None = None
 
 
 class Singles(NamedTuple):
@@ -106,7 +108,9 @@ class TritonBackend:
         if given, but for the rows of several tokens that are true in `without` [R]."""
         of, inside, group = (asked or batch).inside(cache), batch.inside(cache), cache.group
         single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
-        one, many = np.flatnonzero(single), np.flatnonzero(~single if without is None else ~(single | without))
+        whole = of.both_ways
+        one = np.flatnonzero(single & ~whole)
+        many = np.flatnonzero(~(single | whole) if without is None else ~(single | whole | without))
         contexts = of.contexts(group)
         parts = [of.slots[one], contexts[one], of.offsets[one]]
         kernel, queries = self._kernel(cache, of.lengths[many], contexts[many])
@@ -129,7 +133,17 @@ class TritonBackend:
             asked=None if asked is None else asked.ends,
             scratch=decode_scratch(n, cache.heads, heads, cache.head_dim, splits, batch.device),
             cells=None if inside is batch else inside.positions,
+            whole=self._whole(of, cache) if whole.any() else None,
         )
+
+    def _whole(self, of: Batch, cache: LayerCache) -> Tensor:
+        """Tiles of the prompts whose tokens see one another both ways."""
+        rows = np.flatnonzero(of.both_ways)
+        slots, starts, lengths, offsets = (x[rows] for x in (of.slots, of.starts, of.lengths, of.offsets))
+        tiles = make_tiles(slots, np.zeros_like(starts), lengths, offsets, self.queries(cache))
+        last = dict(zip(slots.tolist(), (starts + lengths - 1).tolist()))
+        tiles[:, 3] = [last[slot] for slot in tiles[:, 0].tolist()]
+        return to_device(tiles, of.device)
 
     def singles(self, slots: Tensor, positions: Tensor, prompts: Tensor | None = None) -> Singles:
         """A step of one token a row, all of it on the device: `slots` and `positions` [R]. A graph may capture it and
@@ -276,6 +290,8 @@ class TritonBackend:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None:
             plan.kernel(q, cache, plan.tables, plan.tiles, out)
+        if plan.whole is not None:
+            self.usual(q, cache, plan.tables, plan.whole, out, whole=True)
         if plan.slots is not None:
             decode(
                 q, cache, plan.tables, plan.slots, plan.lengths, out,

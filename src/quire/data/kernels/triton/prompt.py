@@ -98,18 +98,18 @@ def _prompt(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr,
     CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """See _decode for the layout's constants."""
+    """See _decode for the layout's constants. Not FOLLOW: all queries of a tile are at the position of its first."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     slot = tl.load(tiles + tile * 4)
     token = tl.load(tiles + tile * 4 + 1)
     many = tl.load(tiles + tile * 4 + 2)
     earliest = tl.load(tiles + tile * 4 + 3)
-    latest = earliest + many - 1
+    latest = earliest + many - 1 if FOLLOW else earliest
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM_PAD)
-    position = earliest + tl.minimum(m // GROUP, many - 1)
+    position = tl.minimum(earliest + m // GROUP, latest)
     inside = (m // GROUP < many)[:, None] & (d < DIM)[None, :]
     at = (token + m // GROUP).to(tl.int64)
     heads = head * GROUP + m % GROUP
@@ -156,11 +156,14 @@ def _prompt(
 
 
 def prompt(
-    q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False
-) -> Tensor:
+    q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False,
+    whole: bool = False,
+) -> Tensor:  # fmt: skip
     """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
     dim]; rows of out that no tile names stay as they are. A tile of slot 0 is padding: it sees nothing, and zeros come
     out, of none if it has no queries.
+
+    With `whole` the position of a tile is that of the last key, which all of its queries see, and all before it.
 
     The keys and values of all queries are in their pages already. `small` tiles waste less on rows of one token. The
     bits of a query's result depend on the size of tiles, and on nothing else of the step.
@@ -176,7 +179,8 @@ def prompt(
         q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
         cache.page_units, *factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_2(dim)),
-        WINDOW=cache.window, CHUNK=cache.chunk, CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+        WINDOW=None if whole else cache.window, CHUNK=None if whole else cache.chunk,
+        CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FOLLOW=not whole,
         num_warps=warps, num_stages=stages, maxnreg=registers, **cache_layout(cache),
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from quire.data.kernels.limits import PARTS_AT_ONCE
 from quire.data.models.fields import Fields
 from quire.data.models.vision.pixels import CLIP_NORMAL, HALF_NORMAL, IMAGENET_NORMAL, Normal, read_normal
 from quire.data.models.vision.towers import ACTIVATIONS, CLIP, INTERN, MLLAMA, SIGLIP, TowerSettings, read_tower
@@ -101,11 +102,19 @@ class VisionSettings:
         numbers = kept * self.tower.out + max(at_once * self.tower.tile_numbers, joined)
         return pixels * itemsize + max(4 * pixels, numbers * itemsize)
 
-    def spec(self, itemsize: int = 2) -> VisionSpec:
-        """What a memory needs to know."""
+    def part_bytes(self, itemsize: int) -> int:
+        """Bytes of a part while its picture is encoded: opened, its features, and rows."""
+        tiles = self.tower.most_tiles
+        kept = self.tower.patches * (self.tower.out + self.width) + 3 * self.tower.image**2
+        return tiles * kept * itemsize
+
+    def spec(self, text: int) -> VisionSpec:
+        """What a memory needs to know, beside a text of so many parameters."""
+        at_once = min(PARTS_AT_ONCE, self.tiling.most_parts)
         return VisionSpec(
-            self.width, self.most_rows, self.parameters, self.activation_bytes(1, itemsize), self.both_ways
-        )
+            self.width, self.most_rows, self.parameters, self.activation_bytes(at_once, 2), self.both_ways,
+            -(-self.tower.parameters * self.tower.patches * self.tower.most_tiles // text), self.part_bytes(2),
+        )  # fmt: skip
 
 
 def _llava(fields: Fields, said: Fields) -> dict[str, Any]:

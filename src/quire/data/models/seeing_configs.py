@@ -1,0 +1,94 @@
+"""Well-known models whose text has pictures' rows in place of tokens' embeddings: what their config.json says of the
+text, put together with what it says of the eyes. Sources: their own config.json; for Phi-3-Vision a copy of it in
+diffusers' tests. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.data.models.seeing_settings import PREPARATION
+from quire.data.models.vision.shapes import PREPARED, VISION
+
+_LONG = [
+    1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58, 15.66,
+    15.77, 15.79, 18.36, 21.99, 23.08, 30.01, 32.35, 32.59, 35.56, 39.95, 53.84, 56.2, 57.95, 59.29, 59.77, 59.92,
+    61.19, 61.96, 62.5, 63.37, 63.48, 63.48, 63.66, 63.85, 64.08, 64.76, 64.8, 64.81, 64.81,
+]  # fmt: skip
+_SHORT = [
+    1.05, 1.05, 1.05, 1.1, 1.1, 1.1, 1.25, 1.25, 1.4, 1.45, 1.55, 1.85, 1.9, *[2.0] * 19, 2.1, 2.1, 2.2, *[2.35] * 4,
+    2.4, 2.4, 2.65, 2.7, 2.9, 2.95, 3.05, 3.05, 3.05,
+]  # fmt: skip
+_QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "eos_token_id": 151645,
+}
+_INTERNLM2 = {
+    "model_type": "internlm2",
+    "architectures": ["InternLM2ForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 92553,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    "bias": False,
+    "eos_token_id": 2,
+}
+_GEMMA2 = {
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "vocab_size": 257216,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": [1, 107],
+}
+_PHI3 = {
+    "model_type": "phi3_v",
+    "hidden_size": 3072,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 8192,
+    "vocab_size": 32064,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "su", "short_factor": _SHORT, "long_factor": _LONG},
+    "sliding_window": 131072,
+    "eos_token_id": 2,
+}
+
+
+def _seeing(eyes: str, **text: Any) -> dict[str, Any]:
+    return {**VISION[eyes], **text, PREPARATION: PREPARED[eyes], "tie_word_embeddings": False, "dtype": "bfloat16"}
+
+
+SEEING: dict[str, dict[str, Any]] = {
+    "llava-onevision-7b": _seeing("llava-onevision-7b", text_config=_QWEN2),
+    "internvl2-8b": _seeing("internvl2-8b", llm_config=_INTERNLM2),
+    "phi-3-vision-4b": _seeing("phi-3-vision", **_PHI3),
+    "paligemma2-10b": _seeing("paligemma2-10b", text_config=_GEMMA2),
+}
