@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from quire.control.memory.answers import LargeCounts
 from quire.control.memory.pages import Space
 
 if TYPE_CHECKING:
