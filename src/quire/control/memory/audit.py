@@ -43,6 +43,12 @@ def coldest_of(pages: LargePages) -> Iterator[tuple[int, int]]:
     return ((home, pages.kind[home]) for home in pages.reclaimable)
 
 
+def counts_of(pages: LargePages) -> LargeCounts:
+    """For an allocator's statistics."""
+    evicted = pages.evicted_large, pages.evicted_small
+    return LargeCounts(len(pages.free), list(pages.active), list(pages.idle), *evicted, pages.rebound)
+
+
 def dropped_of(pages: LargePages) -> int:
     """Empty every cached page. Returns how many there were."""
     count = sum(map(len, pages.cached))

@@ -160,6 +160,8 @@ def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) ->
     if wrong.any():
         raise StartupError(f"{shown(key)} in {path} has the scale {scale[wrong][0].item():g}",
                            "Scales must be finite and above 0")  # fmt: skip
+    if target.grouped:
+        scale = ungrouped(scale.t(), target.grouped).t()
     if target.scale is None:
         yield target.rows, scale
     else:
