@@ -89,10 +89,14 @@ class CrossPictures(Pictures):
         self.project, self.caches = model.project, store.cross
         self.views: dict[int, list[View]] = {}  # by slot
         self.made: dict[tuple[int, int, int], list[Tensor]] = {}  # of group, slot and medium: rows of its pictures
-        # Of each group and slot, on the device: where in the group's table the last medium's pages begin, counted from
-        # the table's first entry, and its rows; 0 and 0 without one. Decode graphs read it.
-        self.groups = sorted({cache.group for cache in self.caches.values()})
-        self.latest = np.zeros((len(self.groups), 2, store.geometry.slots), dtype=np.int64)
+        self.groups = {cache.group for cache in self.caches.values()}
+        shapes = {
+            (group.run_tokens, group.table_width) for group in map(store.geometry.groups.__getitem__, self.groups)
+        }
+        assert len(shapes) == 1, f"tables of pictures' pages are alike, not {shapes}"
+        self.size, self.width = next(iter(shapes))
+        # Of each slot, on the device: the place of its last medium, and its rows; 0 and 0 without one. Graphs read it.
+        self.latest = np.zeros((2, store.geometry.slots), dtype=np.int64)
         self.device_latest = torch.from_numpy(self.latest).to(store.device, copy=True)
 
     def born(self, births: Sequence[Birth]) -> None:
@@ -102,19 +106,16 @@ class CrossPictures(Pictures):
         for birth in changed:
             self.made = {place: rows for place, rows in self.made.items() if place[1] != birth.slot}
             self.views.pop(birth.slot, None)
-            self.latest[:, :, birth.slot] = 0
+            self.latest[:, birth.slot] = 0
             if birth.media:
                 self.views[birth.slot] = [
                     view for i, medium in enumerate(birth.media) for view in self._views(i, medium)
                 ]
-                for latest, g in zip(self.latest, self.groups):
-                    width = self.store.geometry.groups[g].table_width
-                    first = birth.slot * width + self._first(birth.slot, len(birth.media) - 1, g)
-                    latest[:, birth.slot] = first, birth.media[-1].rows
+                self.latest[:, birth.slot] = self._place(birth.slot, len(birth.media) - 1), birth.media[-1].rows
         if changed:
             slots = np.array(list(dict.fromkeys(birth.slot for birth in changed)))
-            at, numbers = self.store.staging.upload_all([slots, self.latest[:, :, slots]])
-            self.device_latest.index_copy_(2, at, numbers)
+            at, numbers = self.store.staging.upload_all([slots, self.latest[:, slots]])
+            self.device_latest.index_copy_(1, at, numbers)
 
     def _views(self, number: int, medium: Medium) -> Iterator[View]:
         if medium.tokens == 1:
@@ -125,9 +126,9 @@ class CrossPictures(Pictures):
         for i, rows in enumerate(accumulate(counts)):
             yield View(medium.start + i, number, rows)
 
-    def _first(self, slot: int, number: int, group: int) -> int:
-        """Where in a slot's table the pages of its `number`-th medium begin."""
-        return sum(self.store.geometry.groups[group].pages(medium.rows) for medium in self.media[slot][:number])
+    def _place(self, slot: int, number: int) -> int:
+        """Where the pages of a slot's `number`-th medium begin, counted from the first entry of all slots' tables."""
+        return slot * self.width + sum(-(-medium.rows // self.size) for medium in self.media[slot][:number])
 
     # Encoding
 
@@ -154,10 +155,9 @@ class CrossPictures(Pictures):
 
     def _write(self, group: int, slot: int, first: int, rows: Tensor) -> None:
         """Keys and values of all of the group's layers, from the slot's page `first` on."""
-        size = self.store.geometry.groups[group].run_tokens
         at = np.arange(len(rows))
-        named = self.store.host_tables[group][slot, first + at // size]
-        pages, offsets = self.store.staging.upload_all([named, at % size])
+        named = self.store.host_tables[group][slot, first + at // self.size]
+        pages, offsets = self.store.staging.upload_all([named, at % self.size])
         for layer, cache in self.caches.items():
             if cache.group == group:
                 write_pages(cache.keys, cache.values, *self.project(layer, rows), pages, offsets)
@@ -183,14 +183,19 @@ class CrossPictures(Pictures):
         total = flat.inputs.shape[1]
         counts, rows = (np.array([segment[i] for segment in segments]) for i in (1, 4))
         offsets = np.cumsum(counts) - counts
-        own = np.arange(1, len(segments) + 1)
+        slots = own = np.arange(1, len(segments) + 1)
         at = np.concatenate([np.arange(segment.at, segment.at + segment.count) for segment in segments])
         places, token_slots, positions = self.store.staging.upload_all(
             [at, np.repeat(own, counts), np.repeat(rows - 1, counts)]
         )
-        tables = [self._tables(segments, g) if g in self.groups else table for g, table in enumerate(self.store.tables)]
+        if backend.rotates:
+            slots = np.array([self._place(segment.slot, segment.medium) for segment in segments])
+        tables = [
+            table if g not in self.groups else self.entries(g) if backend.rotates else self._tables(segments, g)
+            for g, table in enumerate(self.store.tables)
+        ]
         batch = Batch(
-            token_slots, positions, token_slots, positions[:0], own, rows - counts, counts, offsets, own[:0], tables,
+            token_slots, positions, token_slots, positions[:0], slots, rows - counts, counts, offsets, own[:0], tables,
             whole=counts > 1,
         )  # fmt: skip
         sees = torch.zeros((total, 1), dtype=self.store.buffer.dtype, device=self.store.device)
@@ -202,15 +207,13 @@ class CrossPictures(Pictures):
     ) -> Crossing:
         """The same of a step of one token a row behind their prompts, all of it on the device: `slots` [R]. A graph may
         capture it."""
-        latest = self.device_latest.index_select(2, slots)
+        places, rows = self.device_latest.index_select(1, slots)
+        step = backend.singles(places, rows - 1)
 
         def plan(cache: LayerCache) -> Any:
-            firsts, rows = latest[self.groups.index(cache.group)]
-            # A table of one column, of all tables' entries: "slots" are where a medium's pages begin.
-            entries = self.store.tables[cache.group].view(-1, 1)
-            return backend.plan_singles(backend.singles(firsts, rows - 1), entries, cache, scratch, splits)
+            return backend.plan_singles(step, self.entries(cache.group), cache, scratch, splits)
 
-        sees = (latest[0, 1] > 0)[:, None].to(self.store.buffer.dtype)
+        sees = (rows > 0)[:, None].to(self.store.buffer.dtype)
         return Crossing(self.caches, backend, plan, sees)
 
     def _segments(self, flat: Flat) -> Iterator[Segment]:
@@ -223,11 +226,17 @@ class CrossPictures(Pictures):
                 if first < stop:
                     yield Segment(offset + first - start, stop - first, slot, view.medium, view.rows)
 
+    def entries(self, group: int) -> Tensor:
+        """All slots' tables as one of a column, whose "slots" are the places of media: what a kernel reads that is told
+        how far to go."""
+        return self.store.tables[group].view(-1, 1)
+
     def _tables(self, segments: Sequence[Segment], group: int) -> Tensor:
         """[1 + segments, pages]: of each the pages that it sees, from its own first one on."""
-        pages = self.store.geometry.groups[group].pages
-        named = np.zeros((1 + len(segments), max(pages(segment.rows) for segment in segments)), dtype=np.int64)
-        for table, segment in zip(named[1:], segments):
-            first, count = self._first(segment.slot, segment.medium, group), pages(segment.rows)
-            table[:count] = self.store.host_tables[group][segment.slot, first : first + count]
+        pages = [-(-segment.rows // self.size) for segment in segments]
+        named = np.zeros((1 + len(segments), max(pages)), dtype=np.int64)
+        entries = self.store.host_tables[group].reshape(-1)
+        for table, segment, count in zip(named[1:], segments, pages):
+            first = self._place(segment.slot, segment.medium)
+            table[:count] = entries[first : first + count]
         return to_device(named, self.store.device)

@@ -93,8 +93,8 @@ class DecodeGraphs:
         self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
         self.backend, self.sizes, self.recorder = backend, sizes(largest), recorder
         self.largest = largest
-        # Which layers attend to: with them a size has two graphs, one for text alone.
-        self.pictures = pictures if store.cross else None
+        # Where layers attend to pictures, a size has two graphs: for text alone, and for rows of which some see any.
+        self.pictures, self.sights = pictures, (False, True) if store.cross else (False,)
         self.models: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether some row sees
         self.ends: dict[tuple[int, bool, str], Graph] = {}
         # Slot 0 and position 0: what padding is, until a step fills them in.
