@@ -20,7 +20,8 @@ from quire.files import LIMITS
 from quire.link import gallery
 from quire.server import connections, descriptors, guards, run, sampling, size
 from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
-from quire.text import image_headers, images, library, messages, sight as pictures, prompts
+from quire.text import image_headers, images, library, messages, prompts
+from quire.text import sight as pictures
 from quire.vocabulary import columns, params
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "serving.md"
