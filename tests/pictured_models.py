@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -192,7 +192,10 @@ class InternVL(Model):
     def make(self) -> None:
         tower = {**TOWER, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}
         text = {**TEXT, "model_type": self.text}
-        self.model = self.built("internvl", vision_config=tower, text_config=text, image_token_id=TOKEN)
+        tied = self.text == "qwen2"
+        self.model = self.built(
+            "internvl", vision_config=tower, text_config=text, image_token_id=TOKEN, tie_word_embeddings=tied
+        )
         self.saved({"size": {"height": SIDE, "width": SIDE}, "max_patches": 3})
 
     def inputs(self, prompt: Prompt) -> dict[str, Any]:
@@ -203,7 +206,7 @@ class InternVLChat(InternVL):
     """InternVL on a Llama, as an InternVLChatModel on InternLM2 is published."""
 
     text = "llama"
-    VISION = {
+    VISION: ClassVar = {
         "model.vision_tower.": "vision_model.", "vision_tower.": "vision_model.", "cls_token": "class_embedding",
         "position_embeddings": "position_embedding", "patch_embeddings.projection": "patch_embedding",
         "encoder.layer.": "encoder.layers.", "attention.projection_layer": "attn.proj", "attention.": "attn.",
@@ -211,10 +214,8 @@ class InternVLChat(InternVL):
         "model.multi_modal_projector.": "multi_modal_projector.", "multi_modal_projector.layer_norm": "mlp1.0",
         "multi_modal_projector.linear_1": "mlp1.1", "multi_modal_projector.linear_2": "mlp1.3",
     }  # fmt: skip
-    LANGUAGE = {
-        "model.language_model.": "language_model.", "language_model.model.": "language_model.",
-        "language_model.": "language_model.model.", "lm_head.": "language_model.output.",
-        "language_model.model.language_model.output": "language_model.output", "embed_tokens": "tok_embeddings",
+    LANGUAGE: ClassVar = {
+        "model.language_model.": "", "language_model.": "", "model.": "", "embed_tokens": "tok_embeddings",
         "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
         "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
         "mlp.down_proj": "feed_forward.w2",
@@ -224,11 +225,13 @@ class InternVLChat(InternVL):
         super().make()
         path = self.folder / "model.safetensors"
         save_file(dict(self._published(load_file(path))), path)
-        llm = {k: v for k, v in self.model.config.text_config.to_dict().items() if k not in ("rope_parameters", "dtype")}
+        llm = {
+            k: v for k, v in self.model.config.text_config.to_dict().items() if k not in ("rope_parameters", "dtype")
+        }
         llm |= {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": False}
         config = {
             "architectures": ["InternVLChatModel"],
-            "vision_config": {**TOWER, "norm_type": "layer_norm", "qkv_bias": False},
+            "vision_config": {**TOWER, "norm_type": "layer_norm", "qkv_bias": False, "qk_normalization": False},
             "llm_config": llm, "force_image_size": SIDE, "downsample_ratio": 0.5, "ps_version": "v2",
             "use_thumbnail": True, "max_dynamic_patch": 3,
         }  # fmt: skip
@@ -240,6 +243,8 @@ class InternVLChat(InternVL):
             language = "language_model" in name or name.startswith("lm_head")
             for old, new in (self.LANGUAGE if language else self.VISION).items():
                 name = name.replace(old, new)
+            if language:
+                name = f"language_model.model.{name}" if "lm_head" not in name else "language_model.output.weight"
             renamed[name] = tensor
         for name in [name for name in renamed if "q_proj.weight" in name]:
             q, k, v = (renamed.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv")
@@ -284,7 +289,8 @@ class Phi3Vision(Model):
         self.clip = randomised(transformers.CLIPVisionModel(clip))
         self.projection = randomised(Projection())
         text = {**TEXT, "num_key_value_heads": 4, "rope_scaling": PHI3_ROPE, "original_max_position_embeddings": 1024}
-        config = transformers.Phi3Config(**text)
+        rope = {**PHI3_ROPE, "original_max_position_embeddings": 1024}
+        config = transformers.Phi3Config(**text | {"rope_scaling": rope})
         self.model = randomised(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
         root = "model.vision_embed_tokens."
         tensors = {f"{root}img_processor.vision_model.{k}": v for k, v in self.clip.state_dict().items()}

@@ -44,7 +44,7 @@ class Dots:
 
     token, reserved = PICTURE, frozenset({PICTURE, END})
     words = ("<image>", "<end_of_image>")
-    settings = "dots of 4"
+    settings, joins = "dots of 4", False
 
     def marker(self, number: int) -> str:
         return "<image>"
@@ -52,7 +52,7 @@ class Dots:
     def spelled(self, text: str) -> str:
         return text
 
-    def prepare(self, image: Image) -> Pixels:
+    def prepare(self, image: Image, alone: bool = True) -> Pixels:
         if image.width < SIDE or image.height < SIDE:
             raise InputError(f"it must have {SIDE} pixels a side, it has {image.width} x {image.height}")
         down, across = image.height // SIDE, image.width // SIDE
@@ -62,6 +62,9 @@ class Dots:
 
     def rows(self, grid: tuple[int, ...]) -> int:
         return grid[0] * grid[1] + 1
+
+    def parts(self, grid: tuple[int, ...]) -> int:
+        return grid[0] * grid[1]
 
     def place(
         self, token_ids: Sequence[int], grids: Sequence[tuple[int, ...]]

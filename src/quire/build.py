@@ -79,7 +79,7 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
     tokenizer, chat = read_text(config, source, renderer)
     named = tokenizer.eos_ids if tokenizer is not None else ()
     engine, plan, notices = build_engine(config, source, named, progress, member)
-    sight = read_sight(config, source)
+    sight = read_sight(config, source, tokenizer)
     return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
 
 

@@ -152,7 +152,7 @@ class EngineConfig:
             ("max_num_seqs", 1, MAX_SEQS),
             ("max_num_batched_tokens", 1, 2**20),
             ("max_num_queued_reqs", 1, 2**20),
-            ("max_images", 0, 64),
+            ("max_images", 1, 64),
             ("max_image_pixels", 1, 2**28),
             ("max_image_bytes", 1, 2**26),
             ("threads", 1, 4096),

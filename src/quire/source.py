@@ -79,9 +79,9 @@ def read_text(
     return Tokenizer.load(folder), ChatTemplate.find(folder, renderer=renderer)
 
 
-def read_sight(config: EngineConfig, source: Source) -> Sight | None:
+def read_sight(config: EngineConfig, source: Source, tokenizer: Tokenizer | None) -> Sight | None:
     """What pictures are read with, if the model sees any."""
-    eyes = read_eyes(source)
+    eyes = read_eyes(source, tokenizer)
     if eyes is None:
         return None
     from quire.text.images import ImageLimits
@@ -90,9 +90,26 @@ def read_sight(config: EngineConfig, source: Source) -> Sight | None:
     return Sight(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
 
 
-def read_eyes(source: Source) -> Eyes | None:
-    """A model's eyes, by its architecture; None: it reads only text."""
-    return None
+def read_eyes(source: Source, tokenizer: Tokenizer | None) -> Eyes | None:
+    """A model's eyes, by its architecture; None: it reads only text, or there is no tokenizer. StartupError where what
+    stands for pictures isn't in the tokenizer, or not in the model's vocabulary."""
+    if source.spec.vision is None or tokenizer is None:
+        return None
+    from quire.data.models.vision import VisionSettings
+    from quire.text.pictures import FamilyEyes, read_placeholder, read_preparation
+
+    said = source.config.get(PREPARATION) or {}
+    vision = VisionSettings.read(source.config, said)
+    placeholder = read_placeholder(vision.kind, tokenizer.find, vision.token)
+    if placeholder.token >= source.spec.vocab_size and not vision.cross:
+        raise StartupError(
+            f"{tokenizer.piece(placeholder.token)} is token {placeholder.token} of the tokenizer, and the model knows "
+            f"{source.spec.vocab_size}",
+            "Both must be of one model",
+        )
+    how = read_preparation(said, vision.tiling, vision.normal.mean)
+    ending = tokenizer.encode(placeholder.ending, add_special_tokens=False) if placeholder.ending else []
+    return FamilyEyes(how, placeholder, tokenizer.piece, ending)
 
 
 def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:

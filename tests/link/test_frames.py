@@ -160,7 +160,7 @@ def test_what_fronts_send(message: Any) -> None:
         ([Medium(CAT, 0, 2, 2), Medium(DOG, 2, 1, 1)], SEEN[:1] * 2, "of one twice"),
         ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 2, 3, 2))], "are no picture of the shape"),
         ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 0, 2, 3), data=b"")], "are no picture of the shape"),
-        ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(grid=(1,) * 17)], "are no picture of the shape"),
+        ([Medium(CAT, 1, 2, 2)], [SEEN[0]._replace(grid=(1,) * 4097)], "are no picture of the shape"),
     ],
 )
 def test_pictures_that_no_front_sends(media: list[Medium], pixels: Sequence[Pixels], why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,23 @@ def test_sizes_are_refused_from_the_header(width: int, height: int, monkeypatch:
     with pytest.raises(InputError, match=rf"{width} x {height} pixels; it must have 1 to 16777216") as caught:
         decode(png_of(width, height), LIMITS, AT)
     assert caught.value.param == AT
+
+
+def test_files_of_two_sizes_are_refused() -> None:
+    """Whichever a decoder believes: a header of one pixel doesn't hide another of very many."""
+    small, large = png_of(1, 1), png_of(20_000, 20_000)
+    jpeg = written(drawn(), "JPEG")
+    frame = jpeg.index(b"\xff\xc0")
+    (length,) = struct.unpack_from(">H", jpeg, frame + 2)
+    webp = bytearray(small_files()["webp, lossless"])  # has EXIF, hence a size beside the picture's
+    webp[24:27] = (99).to_bytes(3, "little")
+    for data in (
+        small[:33] + large[8:33] + small[33:],
+        jpeg[:frame] + jpeg[frame : frame + 2 + length] + jpeg[frame:],
+        bytes(webp),
+    ):
+        with pytest.raises(InputError, match=r"it says two sizes|it says its size twice"):
+            decode(data, LIMITS, AT)
 
 
 def test_sizes_at_the_limit() -> None:

@@ -226,7 +226,7 @@ def test_a_model_that_reads_only_text() -> None:
 
 def test_a_defect_of_a_preparation_is_not_the_request_s() -> None:
     class Broken(Dots):
-        def prepare(self, image: Image.Image) -> Pixels:
+        def prepare(self, image: Image.Image, alone: bool = True) -> Pixels:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

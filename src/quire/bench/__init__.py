@@ -23,6 +23,7 @@ from quire.bench import (
     preemption,
     profile,
     runs,
+    sights,
     start,
     traces,
     wire,
@@ -156,6 +157,11 @@ def _mixed_flags(parser: argparse.ArgumentParser) -> None:
     mixed.flags(parser)
 
 
+def _sights_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    sights.flags(parser)
+
+
 def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
     calibrate.flags(parser)
@@ -216,6 +222,7 @@ ENTRIES: dict[str, Entry] = {
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),
     "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
+    "sights": Entry("what a picture costs, to encode and to decode beside", sights.run, sights.show, _sights_flags),
     "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),
     "memory": Entry("what memory went into, beside what was planned", memory.run, memory.show, add_engine_flags),
     "preemption": Entry(

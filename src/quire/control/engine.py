@@ -154,7 +154,13 @@ class Engine:
                 self.runner.see(picture)
 
     def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
-        tokens = self.limits.tokens(prompt)
+        tokens = self.limits.tokens(prompt, media)
+        if media and params.prompt_logprobs is not None and max(tokens) >= self.limits.vocab_size:
+            raise InputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, and token {max(tokens)}, which stands for a picture, is "
+                f"none of the {self.limits.vocab_size} that have log-probabilities",
+                "prompt_logprobs",
+            )
         method = checked_method(params, self.limits.vocab_size, waits)
         width = params.width if method is None else method.width
         fits, max_seqs = self.scheduler.memory.fits, self.scheduler.max_seqs

@@ -11,8 +11,8 @@ from quire.vocabulary.columns import COUNT, MOST_PIXELS, Reader, WireError, pack
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.wire import KEY_BYTES, MEDIUM
 
-SEEN = struct.Struct("<32s4IIB")  # key, shape, bytes, numbers of the grid
-MOST_GRID = 16  # numbers
+SEEN = struct.Struct("<32s4IIH")  # key, shape, bytes, numbers of the grid
+MOST_GRID = 4096  # numbers; pictures that are seen as one have theirs in a row
 
 Media = tuple[Medium, ...]
 

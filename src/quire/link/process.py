@@ -270,7 +270,7 @@ def _read(
     try:
         source = read_source(config)
         tokenizer, chat = read_text(config, source, renderer)
-        sight = read_sight(config, source)
+        sight = read_sight(config, source, tokenizer)
         begin(tokenizer.eos_ids if tokenizer is not None else ())
         link.wait()
     except BaseException:

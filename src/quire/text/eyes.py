@@ -20,7 +20,8 @@ class Eyes(Protocol):
 
     `token` is the id that stands for a whole picture in a prompt before `place`; `reserved` are the ids that only
     `place` may write, `token` among them or not. `words` are the texts that the tokenizer, or `spelled`, takes for one
-    of these. `settings` says all that `prepare` depends on: it is part of what a picture's key is made of."""
+    of these. `settings` says all that `prepare` depends on: it is part of what a picture's key is made of. Where it
+    `joins` them, pictures that are neighbours in a prompt are seen as one: their rows stand nowhere in it."""
 
     @property
     def token(self) -> int: ...
@@ -30,6 +31,8 @@ class Eyes(Protocol):
     def words(self) -> tuple[str, ...]: ...
     @property
     def settings(self) -> str: ...
+    @property
+    def joins(self) -> bool: ...
 
     def marker(self, number: int) -> str:
         """The text of a prompt's picture `number`, from 1 on, as a template that takes only strings is given it."""
@@ -38,11 +41,15 @@ class Eyes(Protocol):
         """A prompt's text as the tokenizer is to read it, with one `token` a picture: where publishers number their
         markers, say. InputError for numbers that can't be."""
 
-    def prepare(self, image: Image) -> Pixels:
-        """What the encoder gets of an RGB picture, under no key yet. InputError for one that can't be prepared."""
+    def prepare(self, image: Image, alone: bool = True) -> Pixels:
+        """What the encoder gets of an RGB picture, under no key yet. `alone`: it is its prompt's only one, which some
+        models show in more tiles; its grid says so. InputError for one that can't be prepared."""
 
     def rows(self, grid: Grid) -> int:
         """Rows that the encoder makes of a picture."""
+
+    def parts(self, grid: Grid) -> int:
+        """Equal shares that it can be encoded in, one after another."""
 
     def place(self, token_ids: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[tuple[int, int]]]:
         """The prompt with each `token`, of which there is one a grid, as long as its picture is; and where each picture

@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.text.messages import Given, read_messages
-from quire.text.sight import Sight, pictured
+from quire.text.sight import Sight, joined, pictured
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 
@@ -250,6 +250,8 @@ class Prompts:
         if self.sight is None:
             return prompt
         ids, media = self.sight.placed(prompt.ids, seen, self.limits)
+        if self.sight.eyes.joins:
+            media, seen = joined(media, seen)
         return Prompt(prompt.text, ids, media, tuple(seen))
 
     def chat(

@@ -63,7 +63,7 @@ class Sight:
         size = 0
         for at, opened in self._opened(given):
             image = decoded(opened, at) if isinstance(opened, Header) else opened
-            found.append(self._prepared(image, at, salt))
+            found.append(self._prepared(image, at, salt, len(given) == 1))
             size += len(found[-1].data)
             if size > MOST_PIXELS:
                 cause = f"with {at} the request's pictures have {size} bytes, prepared; the limit is {MOST_PIXELS}"
@@ -116,12 +116,12 @@ class Sight:
                 f"{at} can't be read as RGB: its mode is {source.mode}, or its file is broken", at
             ) from error
 
-    def _prepared(self, image: Image, at: str, salt: str) -> Pixels:
-        key = key_of(image, self.eyes.settings, salt)
+    def _prepared(self, image: Image, at: str, salt: str, alone: bool) -> Pixels:
         try:
-            return self.eyes.prepare(image)._replace(key=key)
+            prepared = self.eyes.prepare(image, alone)
         except InputError as error:
             raise InputError(f"{at}: {error}", at) from error
+        return prepared._replace(key=key_of(image, f"{self.eyes.settings} {prepared.grid}", salt))
 
     def placed(
         self, ids: Sequence[int], pixels: Sequence[Pixels], limits: Limits
@@ -153,9 +153,32 @@ class Sight:
                 "prompt",
             )
         return placed, tuple(
-            Medium(one.key, start, tokens, eyes.rows(one.grid), one.shape[0])
+            Medium(one.key, start, tokens, eyes.rows(one.grid), eyes.parts(one.grid))
             for one, (start, tokens) in zip(pixels, spans)
         )
+
+
+def joined(media: Sequence[Medium], pixels: Sequence[Pixels]) -> tuple[tuple[Medium, ...], tuple[Pixels, ...]]:
+    """Pictures that are neighbours in a prompt as one, for layers that attend to them: what follows sees all of these.
+    `pixels` are the pictures' own, in order. One's parts are its pictures, and its grid is theirs in a row."""
+    runs: list[list[int]] = []
+    for i, medium in enumerate(media):
+        if i and media[i - 1].end == medium.start:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    found: list[tuple[Medium, Pixels]] = []
+    for run in runs:
+        first, shown = media[run[0]], pixels[run[0]]
+        if len(run) > 1:
+            own = [pixels[i] for i in run]
+            key = hashlib.sha256(b"quire: neighbours" + b"".join(one.key for one in own)).digest()
+            shape = sum(one.shape[0] for one in own), *shown.shape[1:]
+            shown = Pixels(key, shape, b"".join(one.data for one in own), sum((one.grid for one in own), ()))
+            sizes = (sum(media[i][field] for i in run) for field in (2, 3, 4))
+            first = Medium(key, first.start, *sizes)
+        found.append((first, shown))
+    return tuple(medium for medium, _ in found), tuple(shown for _, shown in found)
 
 
 def key_of(image: Image, settings: str, salt: str) -> bytes:

@@ -91,6 +91,11 @@ class Tokenizer:
         """Is there a token with this id?"""
         return 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
 
+    def find(self, text: str) -> int | None:
+        """The id of the token that is called `text`; None if there is none."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token adds after others; b"" for an id without a token. Half a character stays half."""
         known = self._bytes.get(id)

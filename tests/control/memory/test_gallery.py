@@ -252,7 +252,7 @@ def test_what_has_no_place_is_refused() -> None:
         ({"page_sizes": "gcd"}, "gcd"),
         ({"vision_cache": "inside"}, "a row of a picture has 512 bytes: more than the 64"),
         ({"vision_cache": "none"}, "--vision-cache is 'none'"),
-        ({"max_images": 0}, "--max-images is 0"),
+        ({"max_images": -1}, "--max-images is -1"),
     ],
 )
 def test_settings_that_are_none_for_pictures_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -12,6 +12,8 @@ from quire.budget import plan_memory
 from quire.config import EngineConfig
 from quire.data.models import ARCHITECTURES, read_spec
 from quire.data.models.configs import CONFIGS, named_config
+from quire.data.models.seeing_settings import PREPARATION, SeeingSettings
+from quire.data.models.vision.shapes import SIGLIP
 from quire.errors import StartupError
 
 ODD: list[Any] = [
@@ -51,7 +53,10 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+SEEING = [name for name, (settings, _) in ARCHITECTURES.items() if settings is SeeingSettings]
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in SEEING])
 @pytest.mark.parametrize("kind", ["yarn", "llama3", "dynamic"])
 def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     shape = next((shape for shape in CONFIGS.values() if shape["architectures"] == [architecture]), None)
@@ -65,6 +70,47 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     if architecture == "Gemma3ForConditionalGeneration":
         config = {"architectures": [architecture], "text_config": config}
     every_value(config)
+
+
+@pytest.mark.parametrize("architecture", SEEING)
+def test_any_value_of_models_that_see(architecture: str) -> None:
+    published = architecture if architecture != "InternVLForConditionalGeneration" else "InternVLChatModel"
+    shape = next(shape for shape in CONFIGS.values() if shape["architectures"] == [published])
+    config = {**shape, "architectures": [architecture]}
+    if architecture != published:
+        config["text_config"] = config.pop("llm_config") | {"model_type": "qwen2"}
+    config["rope_scaling"] = {"factor": 2.0, "attention_factor": 1.0, **config.get("rope_scaling", {})}
+    config[PREPARATION] |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_rescale": True, "rescale_factor": 0.1}
+    if "vision_config" in config:
+        config["vision_config"] = {**SIGLIP, **config["vision_config"]}
+    every_value(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llava-onevision-7b", {"vision_config": None}, "config.json has no vision_config"),
+        ("llava-onevision-7b", {"text_config": None}, "config.json has no text_config"),
+        ("llava-onevision-7b", {"image_token_index": 152128}, "is 152128, and the text knows 152128"),
+        ("llava-onevision-7b", {"text_config": {"model_type": "opt"}}, "the model_type in text_config .* is 'opt'"),
+        ("paligemma2-10b", {"text_config": {"model_type": "gemma"}}, "the model_type in text_config .* is 'gemma'"),
+        ("paligemma2-10b", {"projection_dim": 2048, "vision_config": {}}, "projection_dim is 2048"),
+        ("internvl2-8b", {"llm_config": {"bias": True}}, "bias=True"),
+        ("phi-3-vision-4b", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, "have 1 "),
+        (
+            "phi-3-vision-4b", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [0.0]}},
+            "long_factor in rope_scaling .* a list of 1 to 1024 numbers above 0",
+        ),
+        ("phi-3-vision-4b", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 48}}, "has no long_factor"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be(name: str, change: dict[str, Any], message: str) -> None:
+    config = named_config(name)
+    for key, value in change.items():
+        nested = key in ("llm_config", "text_config") and value
+        config[key] = {**config[key], **value} if nested else value
+    with pytest.raises(StartupError, match=message):
+        read_spec(config)
 
 
 @pytest.mark.parametrize("old", [False, True])

@@ -87,7 +87,8 @@ class Arrivals:
         keys = seq.keys[step - 1 : end // prefixes.unit : step]
         known = bisect(keys, False, key=lambda key: key not in owners)  # a key is known only if all before it are
         owners.update(dict.fromkeys(keys[known:], index))
-        return known * prefixes.stride, owners[keys[known - 1]] if known else index
+        common = prefixes.useful(seq, known * prefixes.stride)
+        return common, owners[keys[known - 1]] if common else index
 
     def needs(
         self, seqs: Seq[Sequence], coming: list[Arrival]

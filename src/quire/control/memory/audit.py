@@ -15,13 +15,6 @@ EMPTY, CACHED = 0, -1
 """References of small pages that aren't used."""
 
 
-def counts_of(pages: LargePages) -> LargeCounts:
-    """For an allocator's statistics."""
-    return LargeCounts(
-        len(pages.free), list(pages.active), list(pages.idle), pages.evicted_large, pages.evicted_small, pages.rebound
-    )
-
-
 def space_of(pages: LargePages, sizes: Sequence[int]) -> Space:
     """As Ledger.space. What is empty in active large pages can be had by their group alone: that is external."""
     empty = [0] * len(sizes)  # bytes of empty pages of reclaimable large pages
@@ -41,6 +34,12 @@ def coldest_of(pages: LargePages) -> Iterator[tuple[int, int]]:
     """The large pages that could leave the device, the one used longest ago first, and their groups (§8: one size to
     offload, and an order)."""
     return ((home, pages.kind[home]) for home in pages.reclaimable)
+
+
+def counts_of(pages: LargePages) -> LargeCounts:
+    """For an allocator's statistics."""
+    evicted = pages.evicted_large, pages.evicted_small
+    return LargeCounts(len(pages.free), list(pages.active), list(pages.idle), *evicted, pages.rebound)
 
 
 def dropped_of(pages: LargePages) -> int:

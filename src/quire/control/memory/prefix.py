@@ -54,6 +54,7 @@ class Prefixes:
         self.tables, self.pages, self.policies = tables, tables.pages, tables.policies
         self.set_aside, self.caching = set_aside, caching
         self.whole = tables.geometry.both_ways
+        self.bounded = any(not policy.media and policy not in tables.keeping for policy in tables.policies)
         units = [policy.unit for policy in self.policies if policy.unit]
         self.unit, self.stride = math.gcd(*units) or FAR, math.lcm(*units)
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
@@ -147,6 +148,7 @@ class Prefixes:
                 shorter, found[g] = self._found(g, seq, names, range(known, hit), found[g])
                 if shorter < hit:
                     hit, settled = shorter, False
+        hit = self.useful(seq, hit)
         tables = []
         for g, policy in enumerate(self.policies):
             need, begin = policy.required(seq, hit), 0 if policy.media else policy.group.whole(known)
@@ -176,6 +178,11 @@ class Prefixes:
             i -= 1
         return self._floor(policy, i + 1), i if i >= 0 and names[i] in index else i + 1
 
+    def useful(self, seq: Sequence, tokens: int) -> int:
+        """How many of its first `tokens` tokens, all of which are there, a sequence can go on behind: none of a part of
+        a prompt whose tokens attend both ways, where layers have windows. Within the prompt these hide nothing."""
+        return 0 if self.whole and self.bounded and tokens < seq.prompt_len else tokens
+
     def _floor(self, policy: LayerPolicy, pages: int) -> int:
         return policy.group.until(pages) // self.stride * self.stride
 
@@ -185,7 +192,7 @@ class Prefixes:
         """What follows the first `tokens` tokens, all that can be reused, is being computed for another sequence: worth
         waiting for. The pages that it needs, `needs` of each group, are promised to it meanwhile."""
         end = (tokens // self.stride + 1) * self.stride
-        if end >= min(seq.reusable + 1, len(seq.tokens)):
+        if end >= min(seq.reusable + 1, len(seq.tokens)) or not self.useful(seq, end):
             return False
         key = seq.keys[end // self.unit - 1]
         if key not in self.coming:

@@ -16,7 +16,6 @@ class Attending(Protocol):
     """One step's batch: T tokens, those of all its sequences one after another, without padding between them."""
 
     positions: Tensor  # [T] int64, each token's position in its own sequence
-    sees: Tensor | None  # [T, 1], 1 for tokens that see a picture, by layers of their own, else 0; None: all are 0
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: Rotary | None = None, norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -35,6 +34,11 @@ class Attending(Protocol):
     def state(self, layer: int) -> tuple[StateCache, StatePlan]:
         """The running states of `layer`, and which of them the step's rows read and write. A layer with states is asked
         for every token of the step."""
+        ...
+
+    @property
+    def sees(self) -> Tensor | None:
+        """[T, 1]: 1 for tokens that see a picture, by layers of their own, and 0 for others. None: all are 0."""
         ...
 
     def cross(self, layer: int, q: Tensor) -> Tensor:

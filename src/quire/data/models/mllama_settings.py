@@ -37,7 +37,8 @@ class MllamaSettings:
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported, and for eyes and a text that don't
         fit."""
-        section = Fields(config).section("text_config")
+        fields = Fields(config)
+        section = fields.section("text_config")
         if not section:
             raise StartupError("config.json has no text_config", "It must describe the text's model")
         given = {**USUAL, **{name: value for name, value in section.items() if value is not None}}
@@ -51,7 +52,7 @@ class MllamaSettings:
                 "embeddings, or layers that don't see all",
                 "Llama 3.2 Vision has none of these",
             )
-        vision = VisionSettings.read(config, config.get(PREPARATION))
+        vision = VisionSettings.read(config, fields.section(PREPARATION))
         token = vision.token
         if token is not None and token >= text.vocab_size + MORE_TOKENS:
             raise StartupError(

@@ -103,6 +103,25 @@ _MLLAMA = {
 }
 
 
+def _llama_vision(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "model_type": "mllama_text_model",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "cross_attention_layers": list(range(3, layers, 5)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": intermediate,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {**rope, "original_max_position_embeddings": 8192},
+        "eos_token_id": [128001, 128008, 128009],
+    }
+
+
 def _seeing(eyes: str, **text: Any) -> dict[str, Any]:
     return {**VISION[eyes], **text, PREPARATION: PREPARED[eyes], "tie_word_embeddings": False, "dtype": "bfloat16"}
 
@@ -111,6 +130,8 @@ SEEING: dict[str, dict[str, Any]] = {
     "llava-onevision-7b": _seeing("llava-onevision-7b", text_config=_QWEN2),
     "internvl2-8b": _seeing("internvl2-8b", llm_config=_INTERNLM2),
     "phi-3-vision-4b": _seeing("phi-3-vision", **_PHI3),
+    "llama3.2-vision-11b": _seeing("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
+    "llama3.2-vision-90b": _seeing("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
     "paligemma2-10b": _seeing("paligemma2-10b", text_config=_GEMMA2),
     "llama-3.2-11b-vision": _seeing("llama-3.2-11b-vision", text_config=_MLLAMA),
 }

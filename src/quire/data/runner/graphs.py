@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -87,17 +88,20 @@ class DecodeGraphs:
         largest: int,
         tails: dict[str, AnyTail],
         recorder: Recorder,
+        pictures: Any = None,
     ) -> None:
         self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
         self.backend, self.sizes, self.recorder = backend, sizes(largest), recorder
         self.largest = largest
-        self.models: dict[int, torch.cuda.CUDAGraph] = {}  # by size
-        self.ends: dict[tuple[int, str], Graph] = {}
+        # Where layers attend to pictures, a size has two graphs: for text alone, and for rows of which some see any.
+        self.pictures, self.sights = pictures, (False, True) if store.cross else (False,)
+        self.models: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size, and whether some row sees
+        self.ends: dict[tuple[int, bool, str], Graph] = {}
         # Slot 0 and position 0: what padding is, until a step fills them in.
         self.inputs = torch.zeros(3 * largest, dtype=torch.int64, device=last.device)
         count = multiprocessors(last.device)
         self.scratch = split_scratch(
-            store.caches.values(),
+            chain(store.caches.values(), store.cross.values()),
             lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.sizes),
         )
 
@@ -105,45 +109,49 @@ class DecodeGraphs:
         """Every row computes one token and samples what follows it."""
         return len(rows) <= self.largest and all(len(row.tokens) == 1 and row.sample and not row.score for row in rows)
 
-    def run(self, rows: tuple[Row, ...], tail: str) -> Any:
-        """Enqueue the step; what its tail leaves on the device, padding included."""
+    def run(self, rows: tuple[Row, ...], tail: str, sees: bool = False) -> Any:
+        """Enqueue the step; what its tail leaves on the device, padding included. `sees`: some row sees a picture."""
         size = self.sizes[bisect_left(self.sizes, len(rows))]
-        if size not in self.models:
-            self.capture(size)
+        if (size, sees) not in self.models:
+            self.capture(size, sees)
         filled = np.zeros((3, size), dtype=np.int64)
         filled[:, : len(rows)] = np.array([(row.tokens[0], row.slot, row.start) for row in rows], dtype=np.int64).T
         self.staging.upload(filled, self._rows(size))
-        self.models[size].replay()
-        end = self.ends[size, tail]
+        self.models[size, sees].replay()
+        end = self.ends[size, sees, tail]
         end.graph.replay()
         return end.result
 
-    def rehearse(self, size: int) -> None:
+    def rehearse(self, size: int, sees: bool = False) -> None:
         """Run a step of padding as it is, so that its kernels are compiled and loaded. From any thread, but not while
         another one captures."""
-        logits, slots = self._logits(size), self._rows(size)[1]
+        logits, slots = self._logits(size, sees), self._rows(size)[1]
         for tail in self.tails.values():
             tail(logits, slots)
 
-    def capture(self, size: int) -> None:
+    def capture(self, size: int, sees: bool = False) -> None:
         """Capture the graphs of a size. The largest one's come first: what they leave free in the pool is room for all
         others. Logits are of no use to any graph but the size's own tails, so they are left free too."""
-        if size != self.largest and self.largest not in self.models:
+        if (size, sees) != (self.largest, False) and (self.largest, False) not in self.models:
             self.capture(self.largest)
         self.inputs.zero_()
-        self.rehearse(size)  # in this thread: libraries keep handles for each
+        self.rehearse(size, sees)  # in this thread: libraries keep handles for each
         slots = self._rows(size)[1]
-        model, logits = self.recorder.record(lambda: self._logits(size))
-        ends = {(size, name): self.recorder.record(partial(tail, logits, slots)) for name, tail in self.tails.items()}
-        self.models[size] = model
-        self.ends |= ends
+        model, logits = self.recorder.record(lambda: self._logits(size, sees))
+        self.ends |= {
+            (size, sees, name): self.recorder.record(partial(tail, logits, slots)) for name, tail in self.tails.items()
+        }
+        self.models[size, sees] = model
 
     def _rows(self, size: int) -> Tensor:
         """Tokens, slots and positions [3, size]."""
         return self.inputs[: 3 * size].view(3, size)
 
-    def _logits(self, size: int) -> Tensor:
+    def _logits(self, size: int, sees: bool) -> Tensor:
         tokens, slots, positions = self._rows(size)
         tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
         step = token_step(self.store, self.backend, slots, positions, self.scratch)
+        if sees:
+            assert self.pictures is not None, "nobody sees what no layer attends to"
+            step.crossing = self.pictures.single(slots, self.backend, self.scratch)
         return self.model.logits(self.model(tokens, step))

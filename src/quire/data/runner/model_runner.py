@@ -22,6 +22,7 @@ from quire.data.kernels.contiguous import ContiguousBackend
 from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
+from quire.data.runner.crossing import CrossPictures
 from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
@@ -126,7 +127,10 @@ class ModelRunner:
             self.backend.check(cache)
         if geometry.sees:
             assert self.spec.vision is not None, "a model without eyes has no pictures"
-            self.pictures = Pictures(self.model.eyes, self.store, self.spec.vision.width)
+            kind = partial(CrossPictures, self.model) if self.store.cross else partial(Pictures, self.model.eyes)
+            self.pictures = kind(self.store, self.spec.vision.width)
+            for cache in self.store.cross.values():
+                self.backend.check(cache)
         if geometry.both_ways:
             self.whole = np.zeros(geometry.slots, dtype=np.int64)
         self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
@@ -159,7 +163,7 @@ class ModelRunner:
 
         tails, recorder = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}, Recorder(self.device)
         model, store, backend, last = self.model, self.store, self.backend, self.last
-        self.graphs = DecodeGraphs(model, store, backend, last, store.staging, largest, tails, recorder)
+        self.graphs = DecodeGraphs(model, store, backend, last, store.staging, largest, tails, recorder, self.pictures)
         self.mixed = MixedGraphs(model, store, backend, last, self.spec.hidden, self.graphs.sizes, tails, recorder)
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -224,14 +228,15 @@ class ModelRunner:
             return Ticket(None, [], plan, began, None)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
+        sees = self.pictures is not None and self.pictures.sees(rows)
         if self._for_no_graph(rows):
             replayed = False
             drawn, scores = self._eager(rows, Flat.of(rows))
         elif self.graphs is not None and self.graphs.fits(rows):
-            drawn = self._sampled(rows, partial(self.graphs.run, rows))
+            drawn = self._sampled(rows, partial(self.graphs.run, rows, sees=sees))
         else:
             flat = Flat.of(rows)
-            sizes = self.mixed.fit(rows, flat) if self.mixed is not None else None
+            sizes = self.mixed.fit(rows, flat) if self.mixed is not None and not sees else None
             if sizes is not None:
                 sampling = tuple(row for row in rows if row.sample)
                 drawn = self._sampled(sampling, partial(self.mixed.run, flat, sizes))
@@ -257,6 +262,7 @@ class ModelRunner:
         scored = any(row.score for row in rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
         step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states, shown)
+        step.crossing = None if self.pictures is None else self.pictures.crossing(flat, self.backend)
         hidden = self.model(batch.tokens, step)
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
         if not len(batch.asked):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.data.kernels.batch import to_device
@@ -41,7 +42,8 @@ class TokenStatistics:
     """One row for each slot that needs it, in tables that double when they are full.
 
     `tokens` [rows, capacity] int64: prompt and output, and then, as padding, the first token again; `counts`
-    [rows, vocab] float32 (exact up to 2**24 occurrences): how often a token is in the output.
+    [rows, vocab] float32 (exact up to 2**24 occurrences): how often a token is in the output. A prompt may have tokens
+    `beyond` the vocabulary, which stand for pictures: they have no logit.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -50,6 +52,7 @@ class TokenStatistics:
         self.counts = torch.zeros(0, vocab_size, device=device)
         self._row: dict[int, int] = {}
         self._free: list[int] = []
+        self._beyond = False  # some prompt had such a token, since there were no rows
         self._lengths: dict[int, int] = {}  # tokens of a slot: known here even while their values are not
 
     def __contains__(self, slot: int) -> bool:
@@ -60,6 +63,7 @@ class TokenStatistics:
         row = self._take(slot, len(history))
         padded = np.full(self.tokens.shape[1], history[0], dtype=np.int64)
         padded[: len(history)] = history
+        self._beyond |= int(padded.max()) >= self.vocab_size
         self.tokens[row] = to_device(padded, self.device)
         outputs = self.tokens[row, prompt_len : len(history)]
         self.counts[row].zero_().scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.float32))
@@ -76,6 +80,7 @@ class TokenStatistics:
         if row is None:
             return
         self._free.append(row)
+        self._beyond &= bool(self._row)
         if not self._row and self.tokens.shape[1] > CAPACITY:
             self.tokens = self.tokens.new_zeros(len(self.tokens), CAPACITY)
 
@@ -101,12 +106,15 @@ class TokenStatistics:
         repetition, frequency, presence = factors[:, 0:1], factors[:, 1:2], factors[:, 2:3]
         # Only tokens of the sequence change. One that is there twice is computed twice, to the same number.
         seen = self.tokens[:, :longest].index_select(0, rows)
-        counts = self.counts[rows[:, None], seen]
+        counts = self.counts[rows[:, None], seen.clamp(max=self.vocab_size - 1) if self._beyond else seen]
+        if self._beyond:  # they get a column of their own, which is dropped
+            logits, seen = F.pad(logits, (0, 1)), seen.clamp(max=self.vocab_size)
         changed = logits.gather(1, seen)
         changed = torch.where(changed > 0, changed / repetition, changed * repetition)
         changed = changed - counts * frequency
         changed = changed - counts.clamp(max=1) * presence
-        return logits.scatter(1, seen, changed)
+        penalised = logits.scatter(1, seen, changed)
+        return penalised[:, :-1].contiguous() if self._beyond else penalised
 
     def ends_with(self, slots: Sequence[int], phrases: Sequence[Phrases]) -> Tensor:
         """[sum of numbers] bool, slot by slot: is this phrase of phrases[i] the latest tokens of slots[i]?"""

@@ -7,7 +7,7 @@ It decides nothing: the plan says what is encoded, in which step, and which page
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -136,6 +136,14 @@ class Pictures:
         """Whether some of these rows may have tokens that a picture's rows stand for."""
         media = self.media
         return bool(media) and any(row.slot in media and row.start < media[row.slot][-1].end for row in rows)
+
+    def sees(self, rows: Sequence[Row]) -> bool:
+        """Whether a token of these rows sees a picture by layers of their own."""
+        return False
+
+    def crossing(self, flat: Flat, backend: Any) -> Any:
+        """What the tokens of a step see by such layers; None if they see nothing. See quire.data.runner.crossing."""
+        return None
 
     def of(self, flat: Flat) -> Callable[[Tensor], Tensor] | None:
         """What puts rows in the places of embeddings of a step's tokens; None if there are none to put."""

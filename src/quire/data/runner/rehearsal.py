@@ -39,7 +39,8 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
     if runner.graphs is not None:
         with torch.inference_mode():
             for size in reversed(runner.graphs.sizes):
-                runner.graphs.capture(size)
+                for sees in runner.graphs.sights:
+                    runner.graphs.capture(size, sees)
             firsts, seconds = runner.mixed.halves(tokens)
             for sizes in firsts:
                 runner.mixed.capture_first(*sizes)
@@ -90,7 +91,8 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     that need others than their neighbours come first."""
     slots = runner.store.geometry.slots - 1
     if runner.graphs is not None:
-        yield partial(runner.graphs.rehearse, 1)
+        for sees in runner.graphs.sights:
+            yield partial(runner.graphs.rehearse, 1, sees)
     if runner.backend.rotates and not runner.deterministic:  # of Triton's kernels
         from quire.data.kernels.triton.attention import representatives
 
@@ -100,13 +102,19 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
             for rows in representatives(slots, cache, runner.device):
                 yield partial(runner.backend.rehearse, rows, cache, store.tables[cache.group])
             yield partial(runner.backend.rehearse_long, cache, store.tables[cache.group])
+        for cache in {c.kind: c for c in store.cross.values()}.values():
+            entries = store.tables[cache.group].view(-1, 1)  # see quire.data.runner.crossing
+            yield partial(runner.backend.rehearse_whole, cache, entries)
+            for rows in representatives(slots, cache, runner.device):
+                yield partial(runner.backend.rehearse, rows, cache, entries)
     # Logits that rules change are float32; the others are sampled in graphs, if there are any.
     dtypes = {torch.float32, *([runner.dtype] if runner.graphs is None else [])}
     yield from runner.sampler.rehearsals(dtypes, slots)
     if runner.graphs is not None:
         for size in runner.graphs.sizes:
             if 1 < size <= MOST_AT_ONCE and size & (size - 1) == 0:
-                yield partial(runner.graphs.rehearse, size)
+                for sees in runner.graphs.sights:
+                    yield partial(runner.graphs.rehearse, size, sees)
         for count, singles in runner.mixed.halves(MOST_AT_ONCE)[0]:
             if count & (count - 1) == 0:
                 yield partial(runner.mixed.rehearse, count, singles)

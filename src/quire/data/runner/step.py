@@ -14,6 +14,7 @@ from quire.data.kernels.selection import compress, ends_of
 from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary, queries_keys_values
+from quire.data.runner.crossing import Crossing
 
 Planner = Callable[[LayerCache, Batch | None], Any]
 """A backend's plan of a step for a layer like this one: for queries of all tokens, or of those asked for."""
@@ -49,6 +50,7 @@ class Step:
         queries of a layer once they were answered. `states`, where layers have some. `shown` puts the rows of pictures
         in their places."""
         self.states, self.shown = states, shown
+        self.crossing: Crossing | None = None  # where tokens see pictures by layers of their own
         self.behind = behind
         self.positions, self.caches, self.backend, self.plan, self.asked = positions, caches, backend, plan, asked
         self.plans: dict[Any, Any] = {}
@@ -98,6 +100,16 @@ class Step:
         """See quire.data.models.attending."""
         assert self.states is not None, "some layer has a state"
         return self.states.of(layer)
+
+    @property
+    def sees(self) -> Tensor | None:
+        """See quire.data.models.attending."""
+        return None if self.crossing is None else self.crossing.sees
+
+    def cross(self, layer: int, q: Tensor) -> Tensor:
+        """See quire.data.models.attending."""
+        assert self.crossing is not None, "some token sees a picture"
+        return self.crossing.attend(layer, q)
 
     def pictures(self, x: Tensor) -> Tensor:
         """See quire.data.models.attending."""

@@ -18,7 +18,7 @@ from quire.data.runner.hazards import Launch, Moves, launches
 from quire.data.runner.host_pool import HostPool
 from quire.data.runner.prompts import Prompts
 from quire.data.runner.staging import Staging
-from quire.data.runner.views import check_geometry, layer_caches, pages_by_size, state_caches
+from quire.data.runner.views import check_geometry, cross_caches, layer_caches, pages_by_size, state_caches
 from quire.vocabulary.plan import Copy, In, Journal, Out, Table
 from quire.vocabulary.specs import Geometry, ModelSpec
 
@@ -28,9 +28,10 @@ ALIGNED = 16  # page ids: where a group's table begins
 class Store:
     """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
     `debug` the content of every swapped page is compared. `views` [pages, numbers] are the pages of each group, page 0
-    included, `tables` [slots, logical pages] its page table; `caches` are the attending layers', `states` those of
-    layers with a state, whose `ssm` is of `state_dtype`; `prompts` what layers with budgets must know, if there are
-    any. `common` are the bytes that hold the pages, if other models' stores have them too."""
+    included, `tables` [slots, logical pages] its page table; `caches` are the attending layers', `cross` those of
+    layers that attend to pictures, `states` those of layers with a state, whose `ssm` is of `state_dtype`; `prompts`
+    what layers with budgets must know, if there are any. `common` are the bytes that hold the pages, if other models'
+    stores have them too."""
 
     def __init__(
         self, geometry: Geometry, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
@@ -47,6 +48,7 @@ class Store:
         self._make_tables()
         self.prompts = Prompts(geometry.slots, spec.least_budget, self.staging) if spec.least_budget else None
         self.caches = self._caches(spec)
+        self.cross = cross_caches(self.buffer, geometry, spec)
         self.states: dict[int, StateCache] = {}
         if any(layer.state for layer in spec.layers):
             self.states = state_caches(self.buffer, geometry, spec, state_dtype)

@@ -76,14 +76,31 @@ def pages_by_size(buffer: Tensor, geometry: Geometry) -> dict[int, Tensor]:
 
 
 def layer_caches(buffer: Tensor, geometry: Geometry, spec: ModelSpec) -> dict[int, LayerCache]:
-    """The keys and values of each layer that attends, in the order of the layers."""
+    """The keys and values of each layer that attends to tokens, in the order of the layers."""
     caches: dict[int, LayerCache] = {}
     for g, group in enumerate(geometry.groups):
-        at = 0
-        for i in group.layers if group.kind != "state" else ():
-            caches[i] = _cache(buffer, group, g, i, at, spec)
-            at += 2 * prod(caches[i].keys.shape[1:])
+        if group.kind not in ("state", "cross"):
+            caches |= _caches(buffer, group, g, spec)
     return with_shared(caches, spec)
+
+
+def cross_caches(buffer: Tensor, geometry: Geometry, spec: ModelSpec) -> dict[int, LayerCache]:
+    """The keys and values of pictures' rows, of each layer that attends to them: which doesn't write them."""
+    caches: dict[int, LayerCache] = {}
+    for g, group in enumerate(geometry.groups):
+        if group.kind == "cross":
+            caches |= {i: replace(cache, writes=False) for i, cache in _caches(buffer, group, g, spec).items()}
+    return {i: caches[i] for i in sorted(caches)}
+
+
+def _caches(buffer: Tensor, group: Group, g: int, spec: ModelSpec) -> dict[int, LayerCache]:
+    """Those of a group's layers, one behind the other in its pages."""
+    caches: dict[int, LayerCache] = {}
+    at = 0
+    for i in group.layers:
+        caches[i] = _cache(buffer, group, g, i, at, spec)
+        at += 2 * prod(caches[i].keys.shape[1:])
+    return caches
 
 
 def with_shared(caches: dict[int, LayerCache], spec: ModelSpec) -> dict[int, LayerCache]:

@@ -33,7 +33,7 @@ class Target(NamedTuple):
     """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products."""
+    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names."""
 
     rows: Tensor
     transpose: bool
@@ -160,6 +160,8 @@ def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) ->
     if wrong.any():
         raise StartupError(f"{shown(key)} in {path} has the scale {scale[wrong][0].item():g}",
                            "Scales must be finite and above 0")  # fmt: skip
+    if target.grouped:
+        scale = ungrouped(scale.t(), target.grouped).t()
     if target.scale is None:
         yield target.rows, scale
     else:

@@ -4,7 +4,8 @@ stand for them in the text. Nothing is decoded here, and pixels stay bytes: numb
 
 from __future__ import annotations
 
+from quire.text.pictures.family import FamilyEyes
 from quire.text.pictures.placeholders import Placeholder, read_placeholder
 from quire.text.pictures.preparation import Preparation, read_preparation
 
-__all__ = ["Placeholder", "Preparation", "read_placeholder", "read_preparation"]
+__all__ = ["FamilyEyes", "Placeholder", "Preparation", "read_placeholder", "read_preparation"]

@@ -53,12 +53,14 @@ def test_published_ones(name: str, millions: int, most_rows: int, parts: int) ->
     assert encoder.whole == settings.cross == (name == "llama-3.2-11b-vision")
     assert settings.both_ways == (name == "paligemma2-10b")
     assert 0 < settings.activation_bytes(1, 2) <= settings.activation_bytes(8, 2) < 3 << 30
-    spec = settings.spec()
+    spec = settings.spec(7_000_000_000)
     assert (spec.width, spec.most_rows, spec.parameters) == (
         settings.width, most_rows, settings.parameters,
     )  # fmt: skip
     assert spec.both_ways == settings.both_ways
-    assert spec.activations == settings.activation_bytes(1, 2)
+    assert spec.activations == settings.activation_bytes(min(8, settings.tiling.most_parts), 2)
+    assert 10 < spec.part_tokens < 1200
+    assert 0 < spec.part_bytes < 200 << 20
     assert set(encoder.names()) == {name for name, _ in encoder.named_parameters()}
 
 

@@ -247,6 +247,12 @@ class TritonBackend:
         splits = choose_splits(rows, cache.kv_heads, multiprocessors(q.device))
         decode(q, cache, tables, nothing, nothing, splits=splits, rows=nothing)
 
+    def rehearse_whole(self, cache: LayerCache, tables: Tensor) -> None:
+        """The same for rows that see all of something."""
+        q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
+        tile = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device)
+        self.usual(q, cache, tables, tile, whole=True)
+
     def rehearse_long(self, cache: LayerCache, tables: Tensor) -> None:
         """The same for a long prompt, where there may be one."""
         roles = self._roles(cache)

@@ -1,0 +1,319 @@
+"""Llama 3.2 Vision from transformers' checkpoints: what the engine says of tokens is what transformers' logits say to
+1e-4, whatever the chunks, pages, hits, preemptions, forks and beams, beside neighbours without pictures; and greedy
+tokens are those of transformers' `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from mllama_models import PROMPTS, SIDE, VOCAB, Mixed, Saved, engine_of, picture, run, shown, text, tokens_of
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from test_unlike_logits import assert_said, preempting
+
+from quire import SamplingParams
+from quire.config import EngineConfig
+from quire.data.models import read_spec, resolve
+from quire.data.models.configs import named_config
+from quire.data.models.mllama import Mllama
+from quire.data.weights.checkpoint import read_config
+from quire.data.weights.loader import load
+from quire.errors import InputError, StartupError
+from quire.source import read_sight, read_source
+from quire.text.prompts import Prompts
+from quire.text.sight import joined
+from quire.text.tokenizer import Tokenizer
+from quire.vocabulary.media import Medium
+
+NEW = 9
+LONG: list[Mixed] = [
+    [*text(300, 0), "3", *text(350, 1), "1", "0", *text(400, 2)],
+    text(600, 3),
+    ["3", *text(513, 4)],
+    [*text(7, 5), "3"],
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("mllama"))
+
+
+def check(
+    model: Saved, prompts: list[Mixed], branches: int, hit: bool = True, within: float = 1e-4, **settings: Any
+) -> None:
+    """Twice, or in a memory without prefixes once: the second time prompts and pictures are found in memory."""
+    how = settings.get("preemption")
+    if how is not None:
+        settings["depth"] = 1
+    engine = engine_of(model, enable_prefix_caching=hit, **settings)
+    if how is not None:
+        preempting(engine, {3, 5, 8, 14, 22})
+    params = SamplingParams(temperature=0.9, seed=3, n=branches, max_tokens=NEW, ignore_eos=True, logprobs=20)
+    for _ in range(1 + hit):
+        answers = list(run(engine, prompts, params))
+        assert len({tuple(tokens) for _, tokens, _ in answers}) == branches * len(prompts), "branches part"
+        for prompt, tokens, tops in answers:
+            assert_said(tops, model.logprobs(prompt, tokens), within)
+    assert how is None or engine.scheduler.preempted[how] > 0
+    assert (engine.scheduler.memory.account().sharing.hits > 0) == hit or how is not None
+    engine.close()
+
+
+def options(preemption: str | None) -> dict[str, Any]:
+    return {} if preemption is None else {"preemption": preemption}
+
+
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 1), (16, 3), (16, 64)])
+def test_logits_of_branches(model: Saved, page_size: int, chunk: int, preemption: str | None) -> None:
+    check(model, PROMPTS, 2, page_size=page_size, max_num_batched_tokens=chunk, **options(preemption))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"memory": "uniform"}, {"page_sizes": "max"}, {"table_scope": "layer"}, {"enable_prefix_caching": False},
+     {"attention": "reference"}, {"kv_tokens": 288}],
+    ids=str,
+)  # fmt: skip
+def test_logits_in_other_memories(model: Saved, settings: dict[str, Any]) -> None:
+    engine = engine_of(model, max_num_batched_tokens=20, **settings)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
+    for prompt, tokens, tops in run(engine, PROMPTS, params):
+        assert_said(tops, model.logprobs(prompt, tokens))
+    engine.close()
+
+
+@pytest.mark.parametrize(("chunk", "preemption"), [(512, None), (1024, "recompute")])
+def test_logits_of_long_prompts(model: Saved, chunk: int, preemption: str | None) -> None:
+    check(model, LONG, 1, max_num_batched_tokens=chunk, **options(preemption))
+
+
+def test_pictures_are_seen(model: Saved) -> None:
+    """That the others can fail: another picture, or none, makes other tokens likely."""
+    tokens = text(5, 9)
+    plain = model.logprobs(["0", *text(9, 1)], tokens)
+    for other in ("1", 7):
+        assert (plain - model.logprobs([other, *text(9, 1)], tokens)).abs().max() > 0.1
+    assert (plain - model.logprobs(["0", "1", *text(9, 1)], tokens)[:]).abs().max() > 0.1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("memory", ["paged", "uniform"])
+@pytest.mark.parametrize("hit", [True, False])
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 512, 1024])
+def test_all_logits(model: Saved, chunk: int, page_size: int, preemption: str | None, hit: bool, memory: str) -> None:
+    some = LONG if chunk > 100 else PROMPTS
+    settings = {"page_size": page_size, "max_num_batched_tokens": chunk, "memory": memory, **options(preemption)}
+    check(model, some, 2, hit, **settings)
+
+
+def test_a_picture_hits_whatever_stands_before_it(model: Saved) -> None:
+    engine = engine_of(model, max_num_batched_tokens=64, page_size=4)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
+    gallery = engine.scheduler.memory.gallery
+    for before in (3, 8, 17):
+        for prompt, tokens, tops in run(engine, [[*text(before, before), "3", *text(5, 1)]], params):
+            assert_said(tops, model.logprobs(prompt, tokens))
+    assert (gallery.runs, gallery.hits) == (1, 2)
+    engine.close()
+
+
+def test_text_alone_holds_no_page_of_pictures_and_runs_no_layer_for_them(
+    model: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, max_num_batched_tokens=16, page_size=4)
+    memory = engine.scheduler.memory
+    g = [group.kind for group in memory.geometry.groups].index("cross")
+    for layer in (1, 3):
+        monkeypatch.setattr(engine.runner.model.layers[layer], "forward", pytest.fail)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
+    for prompt, tokens, tops in run(engine, [text(33, 2), text(5, 1)], params):
+        assert_said(tops, model.logprobs(prompt, tokens))
+        assert memory.pages.used[g] == 0
+    assert memory.gallery.runs == 0
+    engine.close()
+
+
+def test_text_beside_a_picture_holds_none_of_its_pages(model: Saved) -> None:
+    engine = engine_of(model, max_num_batched_tokens=256, page_size=4)
+    memory = engine.scheduler.memory
+    g = [group.kind for group in memory.geometry.groups].index("cross")
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    for i, prompt in enumerate((["3", *text(20, 1)], text(33, 2))):
+        media, pixels = shown(prompt)
+        engine.add(str(i), tokens_of(prompt), params, media=media, pixels=pixels)
+    engine.step()
+    assert sorted(len(one.tables[g]) for one in memory.residents.values()) == [0, 17]
+    assert memory.pages.used[g] == 17
+    engine.close()
+
+
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+def test_beams(model: Saved, preemption: str | None) -> None:
+    how = {} if preemption is None else {"preemption": preemption, "depth": 1}
+    engine = engine_of(model, max_num_batched_tokens=24, page_size=4, max_num_seqs=16, **how)
+    if preemption is not None:
+        preempting(engine, {6, 9, 13})
+    params = SamplingParams(n=3, beam_width=3, max_tokens=NEW, ignore_eos=True)
+    found: dict[int, list[list[int]]] = {}
+    for prompt, tokens, _ in run(engine, PROMPTS, params):
+        found.setdefault(PROMPTS.index(prompt), []).append(tokens)
+    for i, prompt in enumerate(PROMPTS):
+        assert found[i] == model.generate(prompt, NEW, num_beams=3, num_return_sequences=3)
+    assert preemption is None or engine.scheduler.preempted[preemption] > 0
+    engine.close()
+
+
+def test_greedy_tokens(model: Saved) -> None:
+    """The way transformers decodes them, one by one: keys and values of pictures are kept."""
+    engine = engine_of(model, max_num_batched_tokens=16, page_size=4)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    answers = list(run(engine, PROMPTS, params))
+    assert [[tokens] for _, tokens, _ in answers] == [model.generate(prompt, NEW) for prompt, _, _ in answers]
+    assert len({token for _, tokens, _ in answers for token in tokens}) > 5
+    engine.close()
+
+
+def test_what_penalties_count_of_pictures_is_nothing(model: Saved) -> None:
+    engine = engine_of(model)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, repetition_penalty=1.3)
+    for prompt, tokens, _ in run(engine, PROMPTS, params):
+        for i, token in enumerate(tokens):
+            row = model.logits(prompt, tokens)[len(prompt) - 1 + i].clone()
+            for seen in {one for one in (*tokens_of(prompt), *tokens[:i]) if one < VOCAB}:
+                row[seen] = row[seen] / 1.3 if row[seen] > 0 else row[seen] * 1.3
+            assert int(row.argmax()) == token
+    engine.close()
+
+
+def test_tokens_that_stand_for_pictures_are_not_scored(model: Saved) -> None:
+    engine = engine_of(model)
+    media, pixels = shown(PROMPTS[0])
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    with pytest.raises(InputError, match="token 89, which stands for a picture"):
+        engine.add("0", tokens_of(PROMPTS[0]), params, media=media, pixels=pixels)
+    with pytest.raises(InputError, match="prompt token 5 is 89"):
+        engine.add("0", tokens_of(PROMPTS[0]), params)
+    assert not engine.unfinished
+    engine.close()
+
+
+def test_published_names(model: Saved, tmp_path: Path) -> None:
+    """Those of the first checkpoints, and those of transformers 5: the same weights."""
+    tensors = load_file(model.folder / "model.safetensors")
+    plain = {name: next((x for x in Mllama.prefixes if name.startswith(x)), "") for name in tensors}
+    layouts: list[dict[str, str]] = [{}, {}]
+    for name in tensors:
+        bare = name.removeprefix(plain[name])
+        inner = "vision" if "vision_model" in name else "projector" if "projector" in name else "text"
+        head = bare.startswith("lm_head")
+        old = {"vision": "vision_model.", "projector": "", "text": "language_model." + "model." * (not head)}
+        new = {"vision": "model.vision_model.", "projector": "model.", "text": "" if head else "model.language_model."}
+        layouts[0][name], layouts[1][name] = old[inner] + bare, new[inner] + bare
+    config = read_config(model.folder)
+    loaded = []
+    for i, names in enumerate(layouts):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        save_file({names[name]: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+        loaded.append(Mllama(config, torch.float32, torch.device("cpu")))
+        load(loaded[-1], folder)
+    for one, other in zip(*(each.parameters() for each in loaded), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_are_counted(model: Saved) -> None:
+    config = read_config(model.folder)
+    spec, ours = read_spec(config), resolve(config)(config, torch.float32, torch.device("meta"))
+    eyes = sum(parameter.numel() for parameter in ours.eyes.parameters())
+    assert spec.vision is not None
+    assert spec.vision.parameters == eyes
+    assert spec.parameters == sum(parameter.numel() for parameter in ours.parameters()) - eyes
+    assert spec.parameters + eyes == sum(parameter.numel() for parameter in model.model.parameters())
+
+
+def test_named_shapes() -> None:
+    counts = {"llama3.2-vision-11b": 10_670_220_835, "llama3.2-vision-90b": 88_594_000_000}
+    for name, count in counts.items():
+        spec = read_spec(named_config(name))
+        assert spec.vision is not None
+        assert spec.vision.most_rows == 4 * 1601
+        assert spec.parameters + spec.vision.parameters == pytest.approx(count, rel=1e-3)
+        assert [i for i, layer in enumerate(spec.layers) if layer.cross] == list(range(3, len(spec.layers), 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "config.json has no text_config"),
+        ({"cross_attention_layers": [1, 4]}, r"cross_attention_layers in text_config.* is \[1, 4\]"),
+        ({"cross_attention_layers": [3, 1]}, "in order"),
+        ({"cross_attention_layers": []}, "some of the layers 0 to 3"),
+        ({"cross_attention_layers": [True]}, "cross_attention_layers"),
+        ({"cross_attention_layers": "all"}, "'all'"),
+        ({"head_dim": 16}, "head_dim other than"),
+        ({"tie_word_embeddings": True}, "tied embeddings"),
+        ({"sliding_window": 4, "layer_types": ["sliding_attention"] * 5}, "don't see all"),
+        ({"vocab_size": 81}, "token for pictures is 89, and there are 81 tokens and 8 more"),
+        ({"vision_config": {}}, "has no vision_config"),
+    ],
+    ids=str,
+)
+def test_configs_that_are_none(model: Saved, change: dict[str, Any], message: str) -> None:
+    config = read_config(model.folder)
+    for name, value in change.items():
+        (config if name in config else config["text_config"])[name] = value
+    with pytest.raises(StartupError, match=message):
+        read_spec(config)
+
+
+def test_neighbours_are_one() -> None:
+    """In order, whatever their number; others stay what they are."""
+    own = [picture(number) for number in range(4)]
+    media = [Medium(one.key, at, 1, 17 * one.shape[0]) for one, at in zip(own, (0, 1, 5, 6))]
+    found, pixels = joined(media, own)
+    assert [(one.start, one.tokens, one.rows, one.parts) for one in found] == [(0, 2, 51, 2), (5, 2, 119, 2)]
+    assert [one.key for one in found] == [one.key for one in pixels]
+    assert pixels[0].data == own[0].data + own[1].data
+    assert (pixels[0].shape, pixels[0].grid) == ((3, 31, 31, 3), own[0].grid + own[1].grid)
+    alone, same = joined(media[1:3], own[1:3])
+    assert (list(alone), list(same)) == (media[1:3], own[1:3])
+    swapped, _ = joined([media[0], media[1]._replace(key=own[2].key)], [own[0], own[2]])
+    assert swapped[0].key not in {found[0].key, own[0].key, own[2].key}
+
+
+def test_prompts_of_users(model: Saved) -> None:
+    """From pictures and a text to tokens: what is between two pictures parts them, and what isn't makes them one."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)} | {"<|image|>": VOCAB})
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<|image|>"])
+    config = EngineConfig(model=str(model.folder))
+    words = Tokenizer(backend, {})
+    sight = read_sight(config, read_source(config), words)
+    assert sight is not None
+    engine = engine_of(model)
+    prompts = Prompts(words, None, engine.limits, {}, sight)
+    images = [Image.frombytes("RGB", (SIDE * 2, SIDE), bytes([i * 40] * SIDE * SIDE * 6)) for i in range(3)]
+    prompt = prompts.prompt({"prompt": "w1 <|image|><|image|> w2 <|image|> w3", "multi_modal_data": {"image": images}})
+    assert prompt.ids == [1, VOCAB, VOCAB, 2, VOCAB, 3]
+    assert [(one.start, one.tokens, one.rows, one.parts) for one in prompt.media] == [(1, 2, 68, 2), (4, 1, 34, 1)]
+    assert [one.key for one in prompt.pixels] == [one.key for one in prompt.media]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.add("0", prompt.ids, params, media=prompt.media, pixels=prompt.pixels)
+    tokens = []
+    while engine.unfinished:
+        tokens += [token for output in engine.step() for token in output.tokens]
+    assert len(tokens) == 3
+    assert engine.scheduler.memory.gallery.runs == 2
+    with pytest.raises(InputError, match="2 places for pictures"):
+        prompts.prompt({"prompt": "<|image|> w1 <|image|>", "multi_modal_data": {"image": images[0]}})
+    engine.close()

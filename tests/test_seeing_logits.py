@@ -1,0 +1,258 @@
+"""Models whose text has pictures' rows in place of tokens' embeddings, from checkpoints under their published names:
+what the engine says of tokens is what transformers' logits say to 1e-4, whatever the chunks, pages, hits, preemptions,
+forks, beams, neighbours and memories, and wherever rows lie; and greedy tokens are transformers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pictured_models import MODELS, TOKEN, Model, Prompt
+from test_unlike_logits import assert_said, preempting
+
+from quire import SamplingParams
+from quire.build import build
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.data.models import read_spec, resolve
+from quire.data.weights.checkpoint import read_config
+from quire.errors import InputError, PromptTooLong
+from quire.vocabulary.plan import Encode, StepPlan, Top
+
+NEW = 6
+SETTINGS: dict[str, Any] = {"kv_tokens": 2048, "max_num_seqs": 8, "threads": 1, "debug": True, "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda case: MODELS[case](tmp_path_factory.mktemp("saved")))
+
+
+def words(count: int, seed: int) -> list[int]:
+    return [(7 * i * i + 3 * seed + i) % 60 for i in range(count)]
+
+
+def prompts(model: Model, case: str) -> list[Prompt]:
+    """A picture behind words and before others, a text, a picture at the beginning, two pictures of unlike shapes; and
+    the first picture again behind another text."""
+    first = model.shown(60, 50, 1)
+    found = [
+        model.prompt(words(5, 0), first, words(9, 1)),
+        model.prompt(words(30, 2)),
+        model.prompt(model.shown(28, 90, 2), words(7, 3)),
+        model.prompt(words(8, 7), first, words(2, 8)),
+    ]
+    if case != "paligemma":
+        pair = model.shown(60, 50, 5, alone=False), model.shown(20, 90, 6, alone=False)
+        found.append(model.prompt(words(3, 4), pair[0], words(2, 5), pair[1], words(4, 6)))
+    return found
+
+
+def sampled(**params: Any) -> SamplingParams:
+    """Without the token that stands for pictures, which transformers would look for one at."""
+    return SamplingParams(max_tokens=NEW, ignore_eos=True, logit_bias={TOKEN: -100.0}, **params)
+
+
+def engine_of(model: Model, **settings: Any) -> Engine:
+    config = EngineConfig(
+        model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **{**SETTINGS, **settings}
+    )
+    return build(config).engine
+
+
+def run(
+    engine: Engine, given: Sequence[Prompt], params: SamplingParams
+) -> Iterator[tuple[Prompt, list[int], list[Top]]]:
+    """Each branch's prompt and tokens, and what was said of these."""
+    found: dict[tuple[str, int], tuple[list[int], list[Top]]] = {}
+    for i, prompt in enumerate(given):
+        pixels = [one.pixels for one in prompt.pictures]
+        engine.add(str(i), prompt.tokens, params, media=prompt.media, pixels=pixels)
+    while engine.unfinished:
+        for output in engine.step():
+            tokens, tops = found.setdefault((output.request, output.branch), ([], []))
+            tokens += output.tokens
+            tops += output.tops
+        engine.scheduler.memory.check()
+    for (request, _), (tokens, tops) in found.items():
+        yield given[int(request)], tokens, tops
+
+
+def encoded(engine: Engine) -> list[Encode]:
+    """What the engine's plans say of pictures, from now on."""
+    entries: list[Encode] = []
+    submit = engine.runner.submit
+
+    def noted(plan: StepPlan) -> Any:
+        entries.extend(entry for entry in plan.journal if isinstance(entry, Encode))
+        return submit(plan)
+
+    engine.runner.submit = noted
+    return entries
+
+
+def check(model: Model, case: str, branches: int = 2, within: float = 1e-4, **settings: Any) -> list[Encode]:
+    """Twice: the second time prompts, and pictures, may be found in memory. What was encoded."""
+    how = settings.get("preemption")
+    if how is not None:
+        settings["depth"] = 1
+    engine = engine_of(model, **settings)
+    entries = encoded(engine)
+    if how is not None:
+        preempting(engine, {3, 5, 8, 14, 22})
+    params = sampled(temperature=0.9, seed=3, n=branches, logprobs=20)
+    given = prompts(model, case)
+    for _ in range(2):
+        answers = list(run(engine, given, params))
+        assert len({tuple(tokens) for _, tokens, _ in answers}) > len(given), "branches part"
+        for prompt, tokens, tops in answers:
+            assert_said(tops, model.logprobs(prompt, tokens)[:-1], within)
+    assert how is None or engine.scheduler.preempted[how] > 0
+    assert not engine.runner.pictures.held, "pictures are let go with their requests"
+    assert not engine.runner.pictures.coming
+    engine.close()
+    return entries
+
+
+def chunk_of(case: str, chunk: int) -> int:
+    """PaliGemma's prompts are computed in one step."""
+    return max(chunk, 64) if case == "paligemma" else chunk
+
+
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "preemption", "vision_cache"),
+    [(1, 1, None, "pages"), (4, 7, "recompute", "pages"), (16, 512, "swap", "inside"), (4, 20, "recompute", "off")],
+)
+@pytest.mark.parametrize("case", MODELS)
+def test_logits_of_branches(
+    saved: Any, case: str, page_size: int, chunk: int, preemption: str | None, vision_cache: str
+) -> None:
+    how = {} if preemption is None else {"preemption": preemption}
+    chunk = chunk_of(case, chunk)
+    check(saved(case), case, page_size=page_size, max_num_batched_tokens=chunk, vision_cache=vision_cache, **how)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("memory", ["paged", "uniform"])
+@pytest.mark.parametrize("vision_cache", ["pages", "inside", "off"])
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 512, 1024])
+@pytest.mark.parametrize("case", MODELS)
+def test_all_logits(
+    saved: Any, case: str, chunk: int, page_size: int, preemption: str | None, vision_cache: str, memory: str
+) -> None:
+    how = {} if preemption is None else {"preemption": preemption}
+    settings = {"memory": memory, "vision_cache": vision_cache, "page_size": page_size, **how}
+    check(saved(case), case, max_num_batched_tokens=chunk_of(case, chunk), **settings)
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("settings", [{}, {"page_sizes": "max"}, {"memory": "uniform"}], ids=str)
+@pytest.mark.parametrize("case", ["llava", "paligemma"])
+def test_logits_in_other_memories(saved: Any, case: str, settings: dict[str, Any], attention: str) -> None:
+    check(saved(case), case, 2, max_num_batched_tokens=64, attention=attention, **settings)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_greedy_tokens(saved: Any, case: str) -> None:
+    model = saved(case)
+    engine = engine_of(model, max_num_batched_tokens=chunk_of(case, 16))
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    for prompt, tokens, _ in run(engine, prompts(model, case), params):
+        assert tokens == model.generate(prompt, NEW)
+    engine.close()
+
+
+@pytest.mark.parametrize("vision_cache", ["pages", "inside"])
+@pytest.mark.parametrize("case", ["llava", "internvl"])
+def test_a_picture_is_encoded_once(saved: Any, case: str, vision_cache: str) -> None:
+    """Each part of each picture of a prompt in its turn, though the prompt has many chunks; kept pages serve whoever
+    shows it again."""
+    model = saved(case)
+    engine = engine_of(model, max_num_batched_tokens=8, vision_cache=vision_cache, enable_prefix_caching=True)
+    entries = encoded(engine)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    shown = model.shown(60, 90, 1)
+    assert shown.parts > 2
+    for seed in (1, 2):
+        list(run(engine, [model.prompt(words(3, seed), shown, words(3, 0))], params))
+    spans = [(entry.first, entry.first + entry.parts) for entry in entries]
+    once = [span for i, span in enumerate(spans) if i == 0 or span[0]]
+    assert [start for start, _ in once[1:]] == [end for _, end in once[:-1]] or vision_cache == "inside"
+    parts = sum(stop - start for start, stop in spans)
+    assert parts == shown.parts * (1 if vision_cache == "pages" else 2)
+    engine.close()
+
+
+def test_off_encodes_for_every_chunk(saved: Any) -> None:
+    model = saved("llava")
+    engine = engine_of(model, max_num_batched_tokens=8, vision_cache="off")
+    entries = encoded(engine)
+    shown = model.shown(60, 90, 1)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    list(run(engine, [model.prompt(shown)], params))
+    assert len(entries) == -(-shown.rows // 8)
+    assert {entry.parts for entry in entries} == {shown.parts}
+    engine.close()
+
+
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize("case", ["llava", "paligemma"])
+def test_beams(saved: Any, case: str, preemption: str | None) -> None:
+    model, width = saved(case), 3
+    how = {} if preemption is None else {"preemption": preemption, "depth": 1}
+    engine = engine_of(model, max_num_batched_tokens=64, page_size=4, max_num_seqs=16, **how)
+    if preemption is not None:
+        preempting(engine, {3, 5})
+    params = SamplingParams(n=width, beam_width=width, max_tokens=4, ignore_eos=True)
+    given = prompts(model, case)[:3]
+    answers = list(run(engine, given, params))
+    for prompt in given:
+        live = [(0.0, list[int]())]
+        for _ in range(4):
+            grown = [
+                (total + float(row[token]), [*tokens, token])
+                for total, tokens in live
+                for row in [model.logprobs(prompt, tokens)[-1]]
+                for token in row.topk(2 * width).indices.tolist()
+            ]
+            live = sorted(grown, key=lambda one: -one[0])[:width]
+        assert [tokens for one, tokens, _ in answers if one is prompt] == [tokens for _, tokens in live]
+    engine.close()
+
+
+def test_longer_than_a_phi3_was_trained_for(saved: Any) -> None:
+    """Where sequences may be longer, all are computed with the factors for long ones."""
+    model = saved("phi3")
+    engine = engine_of(model, max_model_len=2048, kv_tokens=4096, max_num_batched_tokens=512)
+    prompt = model.prompt(words(1000, 0), model.shown(60, 50, 1), words(9, 1))
+    params = sampled(temperature=0, logprobs=20)
+    ((_, tokens, tops),) = run(engine, [prompt], params)
+    assert len(prompt.tokens) > 1024
+    assert_said(tops, model.logprobs(prompt, tokens)[:-1])
+    engine.close()
+
+
+def test_a_prompt_that_attends_both_ways_is_computed_in_one_step(saved: Any) -> None:
+    model = saved("paligemma")
+    engine = engine_of(model, max_num_batched_tokens=32)
+    with pytest.raises(PromptTooLong, match=r"40 tokens, which attend to one another both ways.* 32 at most"):
+        engine.add("0", words(40, 0), SamplingParams(max_tokens=1))
+    with pytest.raises(InputError, match="prompt_logprobs is 1"):
+        engine.add("0", words(20, 0), SamplingParams(max_tokens=1, prompt_logprobs=1))
+    engine.close()
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_weights_are_counted(saved: Any, case: str) -> None:
+    model = saved(case)
+    config = {**read_config(model.folder), "preprocessor_config": {}}
+    ours, spec = resolve(config)(config, torch.float32, torch.device("meta")), read_spec(config)
+    assert spec.vision is not None
+    assert spec.parameters == sum(parameter.numel() for parameter in ours.text.parameters())
+    assert spec.vision.parameters == sum(parameter.numel() for parameter in ours.eyes.parameters())
