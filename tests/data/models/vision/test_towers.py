@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.data.models.vision import Grid, rows_of
+from quire.data.models.vision import Grid, blocks, rows_of
 from quire.data.weights.dummy import fill_dummy
 from quire.errors import StartupError
 
@@ -272,6 +272,15 @@ def test_names_before_the_newer_ones(family: str, tmp_path: Path) -> None:
             save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors")
             got = eyes.ours(config, tmp_path, prepare=False).state_dict()
             assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_connector_in_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = eyes.ours(eyes.saved(eyes.llava(), tmp_path), tmp_path)
+    grid = encoder.tiling.grid(90, 60)
+    cut = pixels(encoder.tiling.parts(grid), 31)
+    whole = rows_of(encoder, cut, grid, 9)
+    monkeypatch.setattr(blocks, "AT_ONCE", 5)
+    torch.testing.assert_close(rows_of(encoder, cut, grid, 9), whole, atol=1e-6, rtol=1e-6)
 
 
 def test_a_tensor_too_few_or_too_many(tmp_path: Path) -> None:

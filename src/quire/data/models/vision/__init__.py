@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from quire.data.models.names import Stored
 
-__all__ = ["Encoder", "Grid", "Picture", "Tiling", "VisionSettings", "build_encoder"]
+__all__ = ["Encoder", "Grid", "Picture", "Tiling", "VisionSettings", "build_encoder", "rows_of"]
 
 ENCODERS = {
     "llava": "llava:LlavaOneVision",

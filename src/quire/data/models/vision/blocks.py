@@ -14,7 +14,7 @@ from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import MLP, activation
 from quire.data.layers.norm import LayerNorm, RMSNorm
 from quire.data.layers.prepare import prepare_layers
-from quire.data.models.vision.settings import VisionSettings
+from quire.data.models.vision.settings import AT_ONCE, VisionSettings
 from quire.data.models.vision.towers import INTERN, MLLAMA, TowerSettings
 from quire.vocabulary.pictures import Grid
 
@@ -103,7 +103,8 @@ def through(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 class Projector(nn.Module):
-    """features [T, in] -> rows [T, width]: a product, an activation, a product."""
+    """features [T, in] -> rows [T, width]: a product, an activation, a product; of so many rows at a time that what is
+    between them takes little."""
 
     def __init__(self, s: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -112,7 +113,10 @@ class Projector(nn.Module):
         self.down = Linear(s.width, s.width, s.bias, dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        rows = torch.empty(len(x), self.down.parts[0], dtype=x.dtype, device=x.device)
+        for at in range(0, len(x), AT_ONCE):
+            rows[at : at + AT_ONCE] = self.down(self.act(self.up(x[at : at + AT_ONCE])))
+        return rows
 
 
 def merged(features: Tensor, merge: int) -> Tensor:

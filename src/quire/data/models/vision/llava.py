@@ -34,6 +34,7 @@ class LlavaOneVision(Frame):
     """The whole picture is part 0, its tiles follow line by line."""
 
     prefixes = PREFIXES
+    tiling: AnyResolution
 
     def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(settings, dtype)
@@ -47,21 +48,23 @@ class LlavaOneVision(Frame):
 
     def join(self, features: Tensor, grid: Grid) -> Tensor:
         """features [parts, patches, hidden] -> rows [rows, width]."""
-        tiling = self.tiling
-        assert isinstance(tiling, AnyResolution), "its tiles are of any resolution"
-        rows = self.projector(features.flatten(0, 1)).view(*features.shape[:2], -1)
+        whole = self.projector(features[0])
         if not grid.rows:
-            return torch.cat((rows[0], self.newline[None]))
-        side, width = tiling.side, rows.shape[-1]
-        canvas = rows[1:].view(grid.rows, grid.columns, side, side, width).transpose(1, 2)
-        canvas = canvas.reshape(grid.rows * side, grid.columns * side, width)
-        above, left = tiling.padding(grid)
-        canvas = canvas[above : len(canvas) - above, left : canvas.shape[1] - left]
-        lines = tiling.lines(grid)
-        if lines != canvas.shape[:2]:
-            canvas = F.interpolate(canvas.permute(2, 0, 1)[None], lines, mode="bilinear")[0].permute(1, 2, 0)
-        ended = torch.cat((canvas, self.newline.expand(lines[0], 1, width)), dim=1)
-        return torch.cat((rows[0], ended.flatten(0, 1)))
+            return torch.cat((whole, self.newline[None]))
+        canvas, (lines, length) = self._canvas(features[1:], grid), self.tiling.lines(grid)
+        if canvas.shape[:2] != (lines, length):
+            less = F.interpolate(canvas.permute(2, 0, 1)[None], (lines, length), mode="bilinear")
+            canvas = less[0].permute(1, 2, 0)
+        ended = torch.cat((canvas, self.newline.expand(lines, 1, len(self.newline))), dim=1)
+        return torch.cat((whole, ended.flatten(0, 1)))
+
+    def _canvas(self, features: Tensor, grid: Grid) -> Tensor:
+        """Rows of the grid's patches but for padding, in their lines: [lines, length, width]."""
+        side, (above, left) = self.tiling.side, self.tiling.padding(grid)
+        lines, length = grid.rows * side, grid.columns * side
+        placed = features.view(grid.rows, grid.columns, side, side, -1).transpose(1, 2).reshape(lines, length, -1)
+        placed = placed[above : lines - above, left : length - left]
+        return self.projector(placed.flatten(0, 1)).view(*placed.shape[:2], self.settings.width)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix."""

@@ -122,6 +122,7 @@ class MllamaVision(Frame):
 
     whole = True
     prefixes = ("model.vision_model.", "vision_model.", "model.")
+    tiling: Fitted
 
     def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(settings, dtype)
@@ -136,7 +137,6 @@ class MllamaVision(Frame):
     def encode(self, pixels: Tensor, grid: Grid | None = None) -> Tensor:
         """A picture [1, tiles, 3, side, side] and its grid -> [1, tiles * (patches + 1), out]."""
         assert grid is not None, "the tower sees a whole picture"
-        assert isinstance(self.tiling, Fitted), "its tiles are fitted"
         return self.tower(pixels[0], self.tiling.shape(grid)).flatten(0, 1)[None]
 
     def join(self, features: Tensor, grid: Grid) -> Tensor:

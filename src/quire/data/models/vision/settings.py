@@ -16,6 +16,7 @@ from quire.errors import StartupError, shown
 from quire.vocabulary.pictures import AnyResolution, Closest, Fitted, HighDefinition, Single, Tiling
 from quire.vocabulary.specs import VisionSpec
 
+AT_ONCE = 4096  # rows that a connector with two products makes at a time
 MAX_TILES = 64
 MAX_SIZES = 256
 
@@ -91,13 +92,15 @@ class VisionSettings:
         return self.tower.parameters + connector[self.kind]
 
     def activation_bytes(self, parts: int, itemsize: int) -> int:
-        """Bytes at most while `parts` parts of the largest picture are encoded, its pixels and the features of all the
-        others there, and while they are joined."""
+        """Bytes at most, beside its pixels as bytes, while the largest picture is normalised; while `parts` parts of it
+        are encoded and the features of all the others are there; and while they are joined."""
         at_once, tiles = (self.tower.most_tiles,) * 2 if self.cross else (parts, self.tiling.most_parts)
-        opened = tiles * 3 * self.tower.image**2 * (4 + itemsize)  # normalised in fp32
-        kept, rows = tiles * self.tower.patches, tiles * self.tower.patches // self.merge**2
-        joined = rows * (2 * self.features + 4 * self.width)
-        return opened + (kept * self.tower.out + max(at_once * self.tower.tile_numbers, joined)) * itemsize
+        pixels, kept = tiles * 3 * self.tower.image**2, tiles * self.tower.patches
+        rows = kept // self.merge**2
+        projected = rows * (2 * self.features + self.width) + 2 * min(rows, AT_ONCE) * self.width
+        joined = max(projected, (rows + 3 * min(rows, self.most_rows)) * self.width)
+        numbers = kept * self.tower.out + max(at_once * self.tower.tile_numbers, joined)
+        return pixels * itemsize + max(4 * pixels, numbers * itemsize)
 
     def part_bytes(self, itemsize: int) -> int:
         """Bytes of a part while its picture is encoded: opened, its features, and rows."""

@@ -76,8 +76,8 @@ class TowerSettings:
 
     @property
     def tile_numbers(self) -> int:
-        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what was added last,
-        what is to be added next, its norm, the MLP's result and twice its inside (once on a GPU), or queries, keys and
+        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what was added to it last
+        and what is to be next, its norm, the MLP's result and twice its inside (once on a GPU), or queries, keys and
         values with what attention finds; and its patches, cut."""
         block = max(5 * self.hidden + 2 * self.intermediate, 8 * self.hidden)
         return self.tokens * (block + len(self.taps) * self.hidden) + 3 * self.image**2

@@ -1,0 +1,61 @@
+"""Encoders on a GPU, with the kernels that are chosen there, beside the same weights on a CPU in fp32."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from quire.data.models.vision import VisionSettings, build_encoder, rows_of
+from quire.data.models.vision.shapes import PREPARED, VISION
+from quire.data.weights.dummy import fill_dummy
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 256
+
+
+def smaller(name: str) -> VisionSettings:
+    """The published shape, narrower and with few layers."""
+    config: dict[str, Any] = deepcopy(VISION[name])
+    tower = {"num_hidden_layers": 3, "hidden_size": 288, "intermediate_size": 272, "num_attention_heads": 4}
+    if name == "phi-3-vision":
+        del config["img_processor"]["image_dim_out"]
+        config["img_processor"]["vision_config"] = tower
+    else:
+        config["vision_config"] |= tower
+    if name == "llama-3.2-11b-vision":
+        del config["vision_config"]["vision_output_dim"]
+        config["vision_config"] |= {"attention_heads": 4, "intermediate_layers_indices": [1, 2], "num_global_layers": 2}
+    if name == "paligemma2-10b":
+        config["vision_config"]["projection_dim"] = config["projection_dim"] = WIDTH
+    config |= {"hidden_size": WIDTH, "text_config": {"hidden_size": WIDTH}, "llm_config": {"hidden_size": WIDTH}}
+    return VisionSettings.read(config, PREPARED[name])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("name", VISION)
+def test_rows_are_the_cpus(name: str, dtype: torch.dtype, near: float, deterministic: bool) -> None:
+    settings = smaller(name)
+    exact = build_encoder(settings, torch.float32, torch.device("cpu"))
+    fill_dummy(exact, 7)
+    with torch.no_grad():  # what is small at first, so that each part counts
+        for parameter in exact.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    encoder = build_encoder(settings, dtype, torch.device("cuda"))
+    encoder.load_state_dict(exact.state_dict())
+    exact.prepare()
+    encoder.prepare(deterministic)
+    for size in ((700, 900), (90, 1300)):
+        grid = settings.tiling.grid(*size)
+        tile = settings.tiling.tile
+        count = grid.rows * grid.columns + (settings.kind in ("llava", "internvl")) if grid.rows else 1
+        generator = torch.Generator().manual_seed(1)
+        pixels = torch.randint(0, 256, (count, tile, tile, 3), generator=generator, dtype=torch.uint8)
+        want, got = rows_of(exact, pixels, grid, 8), rows_of(encoder, pixels.cuda(), grid, 8)
+        assert got.dtype == dtype
+        assert got.shape == want.shape == (settings.tiling.rows(grid), WIDTH)
+        assert (got.float().cpu() - want).abs().max() <= near * want.abs().max()
