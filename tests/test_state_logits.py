@@ -21,6 +21,7 @@ from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.data.models import read_spec, resolve
 from quire.data.weights.checkpoint import read_config
+from quire.data.weights.dummy import fill_dummy
 from quire.vocabulary.plan import Top
 
 VOCAB, NEW = 89, 9
@@ -120,9 +121,15 @@ def check(model: Saved, prompts: Sequence[list[int]], branches: int, within: flo
     engine.close()
 
 
-@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 64), (16, 3), (16, 20)])
-@pytest.mark.parametrize("case", CASES)
+CUTS = [(1, 7), (16, 3), (4, 64), (16, 20)]
+"""Tokens of a page, and most of a step."""
+SOME = [
+    (case, *CUTS[(i + j) % len(CUTS)], preemption)
+    for i, case in enumerate(CASES) for j, preemption in enumerate((None, "swap", "recompute", "recompute"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "page_size", "chunk", "preemption"), SOME)
 def test_logits_of_branches(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
     how = {} if preemption is None else {"preemption": preemption}
     check(saved(case), SHORT, 2, page_size=page_size, max_num_batched_tokens=chunk, **how)
@@ -185,6 +192,21 @@ def test_weights_are_counted(saved: Any, case: str) -> None:
     ours = resolve(config)(config, torch.float32, torch.device("meta"))
     count = sum(parameter.numel() for parameter in saved(case).model.parameters())
     assert read_spec(config).parameters == count == sum(parameter.numel() for parameter in ours.parameters())
+
+
+def test_dummy_weights_forget_as_an_untrained_model_does(saved: Any) -> None:
+    """Steps from 0.001 to 0.1 and decays from 1 on: outputs stay finite, however long a sequence is."""
+    config = read_config(saved("jamba").folder)
+    model = resolve(config)(config, torch.float32, torch.device("cpu"))
+    fill_dummy(model, 0)
+    mixer = model.layers[0].mamba
+    steps = torch.nn.functional.softplus(mixer.dt_bias)
+    torch.testing.assert_close(steps[[0, -1]], torch.tensor([1e-3, 0.1]), rtol=1e-4, atol=0)
+    assert torch.equal(mixer.decay_log[5].exp().round(), torch.arange(1.0, 9.0))
+    assert (mixer.skip == 1).all()
+    engine = engine_of(saved("jamba"), dummy_weights=True, max_num_batched_tokens=512)
+    found = list(run(engine, [LONG[0] + LONG[1]], SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)))
+    assert len(found[0][1]) == NEW
 
 
 @pytest.mark.parametrize("case", CASES)

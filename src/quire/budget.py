@@ -11,7 +11,7 @@ import psutil
 
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory import Size, build_memory, longest
-from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout, states_of
+from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout, state_run, states_of
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.specs import ModelSpec
@@ -108,7 +108,7 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, name: str, dtype: str, it
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
-        spec.state_bytes, 0 if config.memory == "uniform" else config.state_tokens,
+        spec.state_bytes, config.state_tokens if state_run(config, spec) == config.state_tokens else 0,
     )  # fmt: skip
 
 
@@ -217,7 +217,9 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     widths = []
     for layers in layer_sets(config, spec, itemsize):
-        width = -(-longest // (config.state_tokens if layers and spec.layers[layers[0]].state else config.page_size))
+        width = -(
+            -longest // (state_run(config, spec) if layers and spec.layers[layers[0]].state else config.page_size)
+        )
         if spec.vision is not None and (not layers or spec.layers[layers[0]].cross):
             width = config.max_images * -(-spec.vision.most_rows // config.page_size)
         widths.append(width)

@@ -182,6 +182,7 @@ UNLIKE: dict[str, Make] = {
     "states-boundary": unlike(FULL, STATE, WINDOW, retention="boundary", slack=8),
     "large-states-slack": large(*mamba(34, 1, 4), Kind(16, 4, window=9), retention="slack", slack=16),
     "states-for-good-uncached": unlike(FULL, Kind(64, 48, kind="state"), caching=False, debug=True),
+    "large-states-one-uncached": large(FULL, Kind(96, 48, kind="state"), WINDOW, caching=False, debug=True),
     "chunked": unlike(CHUNKED, FULL),
     "chunks-across-pages": unlike(Kind(24, 4, kind="chunked", chunk=10), FULL, Kind(8, 8, kind="chunked", chunk=4)),
     "not-whole-chunked": unlike(Kind(24, 8, 3, kind="chunked", chunk=7), FULL, debug=True),

@@ -56,8 +56,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def serve(folder: Path, **settings: Any) -> tuple[list[list[int]], int]:
-    """Each request's tokens, and the number of preemptions."""
+def serve(folder: Path, every: int = 0, **settings: Any) -> tuple[list[list[int]], int]:
+    """Each request's tokens, and the number of preemptions. With `every`, between steps, so many apart, the youngest
+    request is preempted; `depth` must be 1."""
     config = EngineConfig(
         **{"model": str(folder), "dummy_weights": True, "skip_tokenizer_init": True, "dtype": "bfloat16",
            "device": "cuda", "deterministic": True, "kv_tokens": 32768, "max_model_len": 1600, "max_num_seqs": 64,
@@ -70,7 +71,12 @@ def serve(folder: Path, **settings: Any) -> tuple[list[list[int]], int]:
             temperature=0.8 if i % 3 == 0 else 0.0, seed=i, max_tokens=OUTPUT, ignore_eos=True, n=3 if i == 7 else 1
         )
         engine.add(str(i), [(31 * (i % 4) + 7 * j) % 4000 + 10 for j in range(length)], params)
+    scheduler, steps = engine.scheduler, 0
     while engine.unfinished:
+        steps += 1
+        if every and steps % every == 0 and scheduler.running:
+            assert not scheduler.flight, "a step computes"
+            scheduler._preempt(next(reversed(scheduler.running)))
         for output in engine.step():
             results.setdefault((output.request, output.branch), []).extend(output.tokens)
     engine.scheduler.memory.check()

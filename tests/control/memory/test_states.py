@@ -96,6 +96,23 @@ def test_uniform_memory_has_states_apart() -> None:
     assert not memory.fits([100] * 9)
 
 
+def test_without_prefixes_a_sequence_has_one_state() -> None:
+    """Nothing is found again: no checkpoint is kept. What sequences don't need of the pool attention gets."""
+    states = geometry(jamba(), enable_prefix_caching=False).groups[0]
+    assert (states.table_width, states.run_tokens) == (1, 262_144)
+    memory = build_memory(settings(enable_prefix_caching=False), jamba(), Size(8192, 8192, 2))
+    assert memory.fits([1000] * 8)
+    seq = Sequence(1, list(range(5000)))
+    assert memory.admit([seq], 2048)
+    for end in (2048, 4096, 5000):
+        assert memory.grow(seq, end)
+        seq.computed = seq.planned = end
+        memory.commit(seq)
+    assert [len(table) for table in memory.place(seq).tables] == [1, 313]
+    with_prefixes = geometry(jamba(), enable_prefix_caching=False, prefix_tokens=512).groups[0]
+    assert with_prefixes.run_tokens == 512
+
+
 def test_nothing_but_states() -> None:
     """A Mamba model: no token takes anything, and what a pool holds is states."""
     spec = model(*[MAMBA] * 28)

@@ -171,6 +171,7 @@ def mixtures() -> None:
     """Of one token, of a batch, of prompts."""
     gate_up, down = torch.empty(16, 2 * 1024, 4096, dtype=DTYPE), torch.empty(16, 4096, 1024, dtype=DTYPE)
     for tokens in (1, 64, 512, 8192):
+        experts.route(zeros(tokens, 16), 2, False)
         experts.mixture(zeros(tokens, 4096), torch.zeros(tokens, 2), ints(tokens, 2), gate_up, down, "silu")
 
 

@@ -210,12 +210,17 @@ def _sheet(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: tuple[i
     held = _page_bytes(config, spec, itemsize, layers)
     if not _is_state(spec, layers):
         return Sheet(layers, held // config.page_size, page_bytes, config.page_size)
-    if config.memory != "uniform":
-        return Sheet(layers, held, page_bytes, config.state_tokens, True)
-    # A sequence has one for good, which is apart from the pages and never found again (vLLM 0.6.3).
+    # Uniform pages leave each sequence a state for good, which is apart from them (vLLM 0.6.3).
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
-    longest = -(-(config.max_model_len or spec.max_len) // config.page_size) * config.page_size
-    return Sheet(layers, held, page_bytes, longest, True, config.max_num_seqs + config.max_num_seqs // WATERMARK + 1)
+    fixed = config.max_num_seqs + config.max_num_seqs // WATERMARK + 1 if config.memory == "uniform" else 0
+    return Sheet(layers, held, page_bytes, state_run(config, spec), True, fixed)
+
+
+def state_run(config: EngineConfig, spec: ModelSpec) -> int:
+    """Tokens behind each of which there is a state: where none is ever found again a sequence has one alone."""
+    if config.memory != "uniform" and (config.enable_prefix_caching or config.prefix_tokens):
+        return config.state_tokens
+    return -(-(config.max_model_len or spec.max_len) // config.page_size) * config.page_size
 
 
 def _large(types: Sequence[LayerType], limit: int) -> tuple[list[int], int]:

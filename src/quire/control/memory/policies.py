@@ -261,6 +261,10 @@ class StatePolicy(FullPolicy):
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         return range(self.group.whole(max(start - 1, 0)), self.group.pages(end))
 
+    def starts(self) -> range:
+        first = -(-FAR // self.group.run_tokens) * self.group.run_tokens  # it goes on from the page before
+        return range(first, first + 1)
+
     def needed(self, first: int, last: int) -> range:
         return range(max(self.group.whole(first) - 1, 0), self.group.whole(last))
 

@@ -35,6 +35,7 @@ class SparseMLP(nn.Module):
 
         self.router = Linear(hidden, experts, False, dtype, device)
         self.gate_up, self.down = stacked(2 * intermediate, hidden), stacked(hidden, intermediate)
+        self.choose: Callable[..., tuple[Tensor, Tensor]] | None = None  # the choice in one launch
         self.grouped: Callable[..., Tensor] | None = None
         self.deterministic = False
 
@@ -53,6 +54,8 @@ class SparseMLP(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, top] each: the weights of a token's experts, fp32, and which they are, likeliest first."""
+        if self.choose is not None:
+            return self.choose(self.router(x), self.top, self.normalised)
         weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top, dim=1)
         return weights / weights.sum(dim=1, keepdim=True) if self.normalised else weights, chosen
 
@@ -63,4 +66,4 @@ class SparseMLP(nn.Module):
             from quire.data.kernels.triton import activation, experts
 
             if self.name in activation.ACTIVATIONS:
-                self.grouped, self.deterministic = experts.mixture, deterministic
+                self.choose, self.grouped, self.deterministic = experts.route, experts.mixture, deterministic

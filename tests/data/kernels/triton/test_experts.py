@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.data.kernels.triton import experts
-from quire.data.kernels.triton.experts import FEW, MANY, SOME, mixture, tile_of
+from quire.data.kernels.triton.experts import FEW, MANY, MOST_UNSORTED, SOME, mixture, route, tile_of
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -50,6 +50,39 @@ def test_equal_to_a_dense_loop(count: int, top: int, dtype: torch.dtype, determi
     """One token; a few; tiles of an expert that aren't full, and several of them."""
     for tokens in (1, 3, 70):
         check(case(tokens, count, top, dtype), deterministic)
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_sorted_and_not(top: int) -> None:
+    """The same, bit by bit, on both sides of the most pairs that programs look through."""
+    made = case(MOST_UNSORTED // top + 1, 5, top, torch.float32)
+    every = mixture(*made, "silu", deterministic=True)
+    torch.testing.assert_close(every.double(), dense(*made), rtol=2e-5, atol=2e-5)
+    fewer = mixture(*(part[:-1] for part in made[:3]), *made[3:], "silu", deterministic=True)
+    assert torch.equal(fewer, every[:-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("count", "top"), [(16, 2), (5, 3), (8, 1), (3, 3)])
+def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torch.dtype) -> None:
+    logits = 9 * random(33, count + 4, dtype=dtype)[:, :count]
+    want, at = logits.float().softmax(dim=1).topk(top, dim=1)
+    weights, chosen = route(logits, top, normalised)
+    if dtype == torch.float32:  # in others there are ties
+        assert torch.equal(chosen, at)
+    torch.testing.assert_close(weights, want / want.sum(dim=1, keepdim=True) if normalised else want)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+def test_what_is_not_a_number_shows() -> None:
+    """In its own row alone."""
+    made, logits = case(5, 5, 2, torch.float32), random(5, 5, dtype=torch.float32)
+    want = mixture(made[0], *route(logits, 2, False), *made[3:], "silu")
+    logits[3, 1] = torch.nan
+    got = mixture(made[0], *route(logits, 2, False), *made[3:], "silu")
+    assert got.isnan().all(dim=1).tolist() == [False, False, False, True, False]
+    assert torch.equal(got[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

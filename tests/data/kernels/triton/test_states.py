@@ -174,8 +174,9 @@ def test_padding(kernels: Any) -> None:
     more = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     assert plan.tiles is not None
     padded = StatePlan(
-        *(torch.cat((numbers, more)) for numbers in (plan.offsets, plan.lengths, plan.starts, plan.reads)),
-        torch.cat((plan.writes, plan.writes[:2] * 0)), plan.run_tokens,
+        *(torch.cat((numbers, more)) for numbers in (plan.offsets, plan.lengths)),
+        *(torch.cat((numbers, more + 3)) for numbers in (plan.starts, plan.reads)),
+        torch.cat((plan.writes, plan.writes[:2])), plan.run_tokens,
         torch.cat((plan.tiles, plan.tiles.new_tensor([[3, 0], [4, 0]]))),
     )  # fmt: skip
     check(made, kernels, padded)

@@ -1,9 +1,9 @@
-"""Products of tokens with the experts that were chosen for them, all experts' in one launch.
+"""A mixture of experts: the choice of a token's experts, and their products, all experts' in one launch.
 
-Pairs of token and expert are sorted by expert, on the device; a program takes some pairs of one expert and some rows of
-its weight, `W x^T` as the few-row kernel of `linear` has it. There are programs for as many tiles as there may be,
-however the pairs fall to experts: those without pairs end at once, so that a graph serves any choice. Nothing is added
-to from two sides: a result is the same every time.
+A program takes some pairs of token and expert, of one expert, and some rows of its weight, `W x^T` as the few-row
+kernel of `linear` has it. It finds its pairs by itself; where they are many, they are sorted by expert before. There
+are programs for as many tiles as there may be, however the pairs fall to experts: those without pairs end at once, so
+that a graph serves any choice. Nothing is added to from two sides: a result is the same every time.
 """
 
 from __future__ import annotations
@@ -31,41 +31,99 @@ class Tile(NamedTuple):
 
 
 FEW, SOME, MANY = Tile(16, 32, 256, 4, 4), Tile(32, 64, 128, 4, 4), Tile(128, 64, 64, 4, 8)
+MOST_UNSORTED = 256
+"""Pairs that each program looks through by itself, at most."""
+
 GROUP = 8
 """Tiles of pairs that go through a weight side by side, so that it is read from memory once for all of them."""
 
 
 @quick
-@triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["order", "bounds"])
-def _experts(
-    x, weight, scales, out, order, bounds, pairs, tiles, x_stride, size, depth,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+@triton.jit
+def _route(
+    logits, weights, chosen, stride,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """With a KIND, act(gate) * up of the tokens that the sorted pairs are of, in the pairs' order; without, of sorted
-    rows, times the pairs' scales, to where the pairs were before they were sorted."""
+    """A token a program. What isn't a number stays so, and is some expert's."""
+    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    x = tl.load(logits + row * stride + expert, mask=expert < EXPERTS, other=-float("inf")).to(tl.float32)
+    x = tl.exp(x - tl.max(x, axis=0))
+    x = tl.where(expert < EXPERTS, x / tl.sum(x, axis=0), -1.0)
+    best, total = (), 0.0
+    for j in tl.static_range(TOP):
+        at = tl.minimum(tl.argmax(x, axis=0), EXPERTS - 1)
+        tl.store(chosen + row * TOP + j, at.to(tl.int64))
+        best += (tl.sum(tl.where(expert == at, x, 0.0), axis=0),)
+        total += best[j]
+        x = tl.where(expert == at, -1.0, x)
+    for j in tl.static_range(TOP):
+        tl.store(weights + row * TOP + j, best[j] / total if NORMALISED else best[j])
+
+
+def route(logits: Tensor, top: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """logits [T, experts] -> the softmax's `top` largest, fp32, divided by their sum if `normalised`, and whose they
+    are, int64, the largest first: [T, top] each."""
+    tokens, experts = logits.shape
+    assert logits.stride(1) == 1, "rows are contiguous"
+    weights = torch.empty((tokens, top), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((tokens, top), dtype=torch.int64, device=logits.device)
+    if tokens:
+        _route[(tokens,)](
+            logits, weights, chosen, logits.stride(0),
+            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, NORMALISED=normalised, num_warps=1,
+        )  # fmt: skip
+    return weights, chosen
+
+
+@triton.jit
+def _found(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+           BLOCK_M: tl.constexpr):  # fmt: skip
+    """(expert, pairs, which of them are real) of a tile; EXPERTS or more where there is none. Sorted pairs (PAIRS 0)
+    are given as an order, `chosen`, with its `bounds`; others, at most PAIRS, as their experts."""
+    experts = tl.arange(0, PADDED)
+    if PAIRS:
+        p = tl.arange(0, PAIRS)
+        of = tl.load(chosen + p, mask=p < pairs, other=-1).to(tl.int32)
+        counts = tl.sum((experts[:, None] == of[None, :]).to(tl.int32), axis=1)
+        begins = counts * 0
+    else:
+        begins = tl.load(bounds + experts, mask=experts < EXPERTS, other=pairs).to(tl.int32)
+        counts = tl.load(bounds + experts + 1, mask=experts < EXPERTS, other=pairs).to(tl.int32) - begins
+    tiles = tl.cdiv(counts, BLOCK_M)
+    passed = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((passed <= tile).to(tl.int32), axis=0)
+    mine = experts == expert
+    at = (tile - tl.sum(tl.where(mine, passed - tiles, 0), axis=0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = at < tl.sum(tl.where(mine, counts, 0), axis=0)
+    if PAIRS:
+        own = of == expert
+        rank = tl.where(own, tl.cumsum(own.to(tl.int32), axis=0) - 1, -1)
+        pair = tl.sum(tl.where(rank[None, :] == at[:, None], p[None, :], 0), axis=1).to(tl.int64)
+    else:
+        begin = tl.sum(tl.where(mine, begins, 0), axis=0)
+        pair = tl.load(chosen + begin + at, mask=real, other=0)
+    return expert, pair, real
+
+
+@quick
+@triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["chosen", "bounds"])
+def _experts(
+    x, weight, scales, out, chosen, bounds, pairs, tiles, x_stride, size, depth,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Of each pair: with a KIND, act(gate) * up of its token; without, its own row's product, times its scale."""
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     first = index // (GROUP * across) * GROUP
     beside = tl.minimum(tiles - first, GROUP)
     tile, left = first + index % (GROUP * across) % beside, index % (GROUP * across) // beside * BLOCK_N
-    experts = tl.arange(0, PADDED)
-    begins = tl.load(bounds + experts, mask=experts < EXPERTS, other=pairs)
-    ends = tl.load(bounds + experts + 1, mask=experts < EXPERTS, other=pairs)
-    counts = tl.cdiv(ends - begins, BLOCK_M)
-    passed = tl.cumsum(counts, axis=0)
-    expert = tl.sum((passed <= tile).to(tl.int32), axis=0)
+    expert, pair, real = _found(chosen, bounds, pairs, tile, EXPERTS, PADDED, PAIRS, BLOCK_M)
     if expert < EXPERTS:
-        mine = experts == expert
-        begin, end = tl.sum(tl.where(mine, begins, 0), axis=0), tl.sum(tl.where(mine, ends, 0), axis=0)
-        before = tl.sum(tl.where(mine, passed - counts, 0), axis=0)
-        row = begin + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
-        real = row < end
-        pair = tl.load(order + row, mask=real, other=0)
         n, k = left + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        source = row
+        source = pair
         if KIND is not None:
             source = pair // TOP
-        inputs = x + source.to(tl.int64)[None, :] * x_stride + k[:, None]
+        inputs = x + source[None, :] * x_stride + k[:, None]
         each = size if KIND is None else 2 * size
         rows = weight + (expert.to(tl.int64) * each + tl.minimum(n, size - 1))[:, None] * depth + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -78,11 +136,22 @@ def _experts(
                 up = tl.load(rows + start + size * depth, mask=inside[None, :], other=0.0)
                 other = tl.dot(up, v, other, input_precision="ieee")
         if KIND is not None:
-            acc, target = activate(acc, KIND) * other, row
+            acc = activate(acc, KIND) * other
         else:
-            acc, target = acc * tl.load(scales + pair, mask=real, other=0.0)[None, :], pair
-        place = out + target.to(tl.int64)[None, :] * size + n[:, None]
+            acc *= tl.load(scales + pair, mask=real, other=0.0)[None, :]
+        place = out + pair[None, :] * size + n[:, None]
         tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
+
+
+@quick
+@triton.jit
+def _sum(parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """out[row] = the sum of the row's TOP parts, in their order."""
+    row, columns = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP):
+        total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=columns < SIZE, other=0.0)
+    tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
 def tile_of(pairs: int, experts: int, deterministic: bool, weight: Tensor) -> Tile:
@@ -107,20 +176,27 @@ def mixture(
     assert gate_up.shape == (experts, 2 * inner, hidden), "gates and ups of one size"
     assert down.shape == (experts, hidden, inner), "experts of one size"
     assert x.stride(1) == 1, "rows are contiguous"
-    assert all(weight.is_contiguous() for weight in (gate_up, down, weights)), "weights are dense"
-    pairs = tokens * top
-    sorted_, order = chosen.flatten().sort(stable=True)
-    bounds = torch.searchsorted(sorted_, torch.arange(experts + 1, device=x.device))
+    assert all(tensor.is_contiguous() for tensor in (gate_up, down, weights, chosen)), "weights are dense"
+    pairs, out = tokens * top, torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if not pairs:
+        return out
+    few, order, bounds = pairs <= MOST_UNSORTED, chosen, chosen
+    if not few:
+        sorted_, order = chosen.flatten().sort(stable=True)
+        bounds = torch.searchsorted(sorted_, torch.arange(experts + 1, device=x.device))
     tile = tile_of(pairs, experts, deterministic, gate_up)
     tiles = min(pairs, pairs // tile.pairs + experts)
     between = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    parts = torch.empty((tokens, top, hidden), dtype=torch.float32, device=x.device)
-    for source, weight, out, kind in ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None)):
+    parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
+    for source, weight, target, kind in ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None)):
         size = weight.shape[1] if kind is None else weight.shape[1] // 2
-        if pairs:
-            _experts[(tiles * cdiv(size, tile.columns),)](
-                source, weight, weights, out, order, bounds, pairs, tiles, source.stride(0), size, weight.shape[2],
-                EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
-                BLOCK_K=tile.depth, GROUP=GROUP, KIND=kind, num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-    return parts.sum(dim=1).to(x.dtype)
+        _experts[(tiles * cdiv(size, tile.columns),)](
+            source, weight, weights, target, order, bounds, pairs, tiles, source.stride(0), size, weight.shape[2],
+            EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MOST_UNSORTED if few else 0, TOP=top,
+            BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=GROUP, KIND=kind,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    block = min(power_of_2(hidden), 1024)
+    blocks = cdiv(hidden, block)
+    _sum[(tokens * blocks,)](parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, num_warps=4)
+    return out

@@ -147,7 +147,8 @@ def _unrolled(
     x, dt, z, bc = x + offset * x_stride, dt + offset * dt_stride, z + offset * z_stride, bc + offset * SIZE
     out += offset * INNER
     last = length - 1  # what is loaded past the end is this one again, and comes to nothing
-    for run in range(start // RUN, (start + length + RUN - 1) // RUN):
+    stop = tl.where(length > 0, (start + last) // RUN + 1, start // RUN)
+    for run in range(start // RUN, stop):
         first = tl.maximum(run * RUN - start, 0)
         end = tl.minimum((run + 1) * RUN - start, length)
         one = _token(x, dt, z, bc, first, channel, inside, x_stride, dt_stride, z_stride, SIZE)
