@@ -201,6 +201,12 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
             "head, size) " + ", ".join(map(str, sorted(heads))),
             f"They take {MOST_GROUP} query heads a key head and even sizes up to {MOST_HEAD_DIM}; use --attention sdpa",
         )
+    if chosen in VENDORS and spec.vision is not None and spec.vision.both_ways:
+        raise StartupError(
+            f"--attention is {chosen}, whose kernels for prompts are causal, and tokens of this model's prompts attend "
+            "both ways",
+            "Use --attention triton",
+        )
     if chosen in ours and device.type == "cpu":
         raise StartupError(f"--attention is {chosen}, which needs a GPU", "Use --attention auto")
     if config.deterministic and chosen != "triton" and device.type != "cpu":

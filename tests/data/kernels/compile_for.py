@@ -121,7 +121,8 @@ def attend() -> None:
         attention.decode(zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows)
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
-            prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, small=small)
+            for whole in (False, True):
+                prompt.prompt(zeros(4, heads, dim), cache, tables, tiles, small=small, whole=whole)
         if CAPABILITY == 90 and prompt_hopper.takes(cache):
             apart = replace(cache, values=zeros(64, 2, kv, 16, dim)[:, 0], softcap=50.0)
             for one in (cache, replace(cache, contiguous=True), apart):

@@ -44,6 +44,10 @@ GEMMA3 = {**GEMMA, "num_hidden_layers": 7}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 3.0, 5.0],
+    "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+}  # fmt: skip
 LANGUAGE = "model.language_model."
 YARN_GEMMA = {"rope_theta": 300.0, **YARN}
 ROPES = {
@@ -81,6 +85,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, windows by layer_types": ("Qwen2", {**LLAMA, **QWEN_WINDOW, "layer_types": TYPES}),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16}),
     "qwen3, tied and biased": ("Qwen3", {**LLAMA, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {**LLAMA, "pad_token_id": None}),
+    "phi3, window, tied": ("Phi3", {**LLAMA, "pad_token_id": None, "sliding_window": 5, "tie_word_embeddings": True}),
+    "phi3, longrope": (
+        "Phi3",
+        {**LLAMA, "pad_token_id": None, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
+    ),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma2, bounds as published": ("Gemma2", {**GEMMA, "num_hidden_layers": 4}),
     "gemma2, no bounds": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),

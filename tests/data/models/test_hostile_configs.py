@@ -79,6 +79,7 @@ def test_any_value_of_models_that_see(architecture: str) -> None:
     config = {**shape, "architectures": [architecture]}
     if architecture != published:
         config["text_config"] = config.pop("llm_config") | {"model_type": "qwen2"}
+        config["image_token_id"] = 92546
     config["rope_scaling"] = {"factor": 2.0, "attention_factor": 1.0, **config.get("rope_scaling", {})}
     config[PREPARATION] |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_rescale": True, "rescale_factor": 0.1}
     if "vision_config" in config:

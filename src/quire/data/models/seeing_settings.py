@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from quire.data.models.fields import Fields
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.settings import LlamaSettings
 from quire.data.models.vision.settings import VisionSettings
@@ -38,8 +39,8 @@ class SeeingSettings:
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
         """StartupError for a value that is missing, wrong or not supported, and for eyes and a text that don't fit."""
-        vision = VisionSettings.read(config, config.get(PREPARATION))
         text = text_config(config)
+        vision = VisionSettings.read(config, Fields(config).section(PREPARATION))
         kind = GemmaSettings if text["architectures"] == ["Gemma2ForCausalLM"] else LlamaSettings
         settings = cls(text, kind.read(text), vision)
         if vision.both_ways != isinstance(settings.text, GemmaSettings):

@@ -325,7 +325,7 @@ def _least(least: int, most: int) -> int:
 def _merge(fields: Fields, side: int) -> int:
     """Patches a side that become one row: 2 for a downsample_ratio of a half."""
     ratio = fields.number("downsample_ratio", 0.5)
-    merge = round(1 / ratio) if ratio <= 1 else 0
+    merge = round(1 / ratio) if 1 / MAX_TILES <= ratio <= 1 else 0
     if merge < 1 or abs(merge * ratio - 1) > 1e-9 or side % merge:
         raise StartupError(
             f"downsample_ratio in {fields.where} is {shown(ratio)} for {side} x {side} patches a tile",

@@ -1,0 +1,157 @@
+"""Models that see, on a GPU: what is said of pictures is what transformers says; steps as graphs beside steps with
+pictures; shapes with tall heads in bf16, attending both ways; and no kernel is compiled when the first picture comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers of the tests there
+
+from pictured_models import MODELS
+from test_seeing_logits import check, chunk_of, engine_of, prompts, run, sampled
+
+from quire.build import build
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.data.models.configs import CONFIGS
+from quire.data.models.vision import VisionSettings
+from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+SMALL = {"num_hidden_layers": 4, "intermediate_size": 2048}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda case: MODELS[case](tmp_path_factory.mktemp("saved")))
+
+
+@pytest.mark.parametrize("vision_cache", ["pages", "inside", "off"])
+@pytest.mark.parametrize(("chunk", "preemption"), [(7, "recompute"), (512, "swap")])
+@pytest.mark.parametrize("case", MODELS)
+def test_logits(saved: Any, case: str, chunk: int, preemption: str, vision_cache: str) -> None:
+    """To what fp32 sums in another order leave, and exponentials of another library."""
+    settings = {"device": "cuda", "preemption": preemption, "vision_cache": vision_cache, "page_size": 4}
+    check(saved(case), case, 2, within=2e-3, max_num_batched_tokens=chunk_of(case, chunk), **settings)
+
+
+@pytest.mark.parametrize("case", ["llava", "paligemma"])
+def test_graphs_beside_pictures(saved: Any, case: str) -> None:
+    """Greedy tokens, with steps as graphs where no row touches a picture, and launch by launch."""
+    model, found = saved(case), []
+    for graphs in (True, False):
+        engine = engine_of(model, device="cuda", cuda_graphs=graphs, max_num_batched_tokens=chunk_of(case, 24))
+        given = prompts(model, case)
+        found.append([tokens for _, tokens, _ in run(engine, given * 2, sampled(temperature=0))])
+        assert (engine.runner.graphs is not None) == graphs
+        engine.close()
+    assert found[0] == found[1]
+
+
+def shape(name: str) -> dict[str, Any]:
+    """A named shape with few layers of text, and of its tower."""
+    config = {**CONFIGS[name]}
+    for key in ("text_config", "llm_config"):
+        if key in config:
+            config[key] = {**config[key], **SMALL}
+    config["vision_config"] = {**config["vision_config"], "num_hidden_layers": 3}
+    return config
+
+
+def started(name: str, folder: Path, **settings: Any) -> Engine:
+    config = shape(name)
+    said = config.pop("preprocessor_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(said))
+    both = {"kv_tokens": 16384, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "max_model_len": 4096, **settings}
+    return build(
+        EngineConfig(
+            model=str(folder), dummy_weights=True, skip_tokenizer_init=True, dtype="bfloat16", device="cuda",
+            swap_gib=0.25, **both,
+        )
+    ).engine  # fmt: skip
+
+
+def shown(name: str, height: int, width: int, seed: int) -> tuple[list[int], tuple[Medium, ...], list[Pixels]]:
+    """A prompt with one picture of noise."""
+    config = shape(name)
+    tiling = VisionSettings.read(config, config["preprocessor_config"]).tiling
+    grid = tiling.grid(height, width)
+    pixels = (tiling.parts(grid), tiling.tile, tiling.tile, 3)
+    data = np.random.default_rng(seed).integers(0, 256, pixels, dtype=np.uint8).tobytes()
+    rows = tiling.rows(grid)
+    medium = Medium(hashlib.sha256(data).digest(), 5, rows, rows, tiling.parts(grid))
+    tokens = [3 * seed + i for i in range(5)] + [100] * rows + [7 + i for i in range(9)]
+    return tokens, (medium,), [Pixels(medium.key, pixels, data, tuple(grid))]
+
+
+def answers(engine: Engine, name: str) -> list[list[int]]:
+    """Pictures and texts, in waves."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found: dict[str, list[int]] = {}
+    for i in range(8):
+        tokens, media, pixels = shown(name, 300 + 90 * i, 500, i % 5)
+        engine.add(f"picture {i}", tokens, params, media=media, pixels=pixels)
+        engine.add(f"text {i}", [(31 * i + 7 * j) % 5000 + 10 for j in range(20 + 30 * i)], params)
+        for _ in range(i % 3):
+            for output in engine.step():
+                found.setdefault(output.request, []).extend(output.tokens)
+    while engine.unfinished:
+        for output in engine.step():
+            found.setdefault(output.request, []).extend(output.tokens)
+    return [found[key] for key in sorted(found)]
+
+
+@pytest.mark.parametrize("name", ["llava-onevision-7b", "internvl2-8b", "paligemma2-10b"])
+def test_tokens_in_bf16(name: str, tmp_path: Path) -> None:
+    """Wherever rows lie. Products of towers are torch's, whose rounding may depend on how many parts share a step."""
+    found = []
+    for settings in ({}, {"vision_cache": "inside"}, {"cuda_graphs": False}, {"memory": "uniform"}):
+        engine = started(name, tmp_path, deterministic=True, **settings)
+        found.append(answers(engine, name))
+        engine.scheduler.memory.check()
+        engine.close()
+    assert all(len(tokens) == 12 for tokens in found[0])
+    differ = [sum(a != b for a, b in zip(one, found[0])) for one in found]
+    assert max(differ) <= 2, differ
+
+
+def test_both_ways_by_torch_and_by_our_kernels(tmp_path: Path) -> None:
+    found = []
+    for attention in ("triton", "sdpa"):
+        engine = started("paligemma2-10b", tmp_path, attention=attention, cuda_graphs=False)
+        found.append(answers(engine, "paligemma2-10b"))
+        engine.close()
+    same = sum(a[0] == b[0] for a, b in zip(*found))
+    assert same >= len(found[0]) - 2, "but for bf16's rounding their first tokens agree"
+
+
+@pytest.mark.parametrize("name", ["llava-onevision-7b", "internvl2-8b"])
+def test_no_kernel_is_compiled_for_the_first_picture(name: str, tmp_path: Path) -> None:
+    import triton
+
+    engine = started(name, tmp_path)
+    compiled: list[str] = []
+
+    def seen(*, fn: Any, repr: str, **_: Any) -> None:
+        compiled.append(f"{fn.name} {repr}")
+
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = seen
+    try:
+        answers(engine, name)
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+    engine.close()
+    assert not compiled, "\n".join(compiled)
