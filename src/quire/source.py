@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 BUNDLED = "tiny"
+ALL_BUNDLED = (BUNDLED, "tiny-draft", "tiny-vision")
 STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
@@ -55,7 +56,7 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
         return Source(config.model_config, None, shape, {}, read_spec(shape), _defaults(config, {}))
     model = config.model or BUNDLED
     bundled = Path(__file__).parent / "assets" / model
-    named = model in (BUNDLED, "tiny-draft") and not Path(model).is_dir()
+    named = model in ALL_BUNDLED and not Path(model).is_dir()
     if named and config.revision is not None:
         raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
     folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
