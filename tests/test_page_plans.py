@@ -174,16 +174,17 @@ def test_the_gallery_has_every_kind() -> None:
     kinds = {layer.kind for spec in specs for layer in spec.layers} | {"vision" for s in specs if s.takes_places}
     assert kinds == {"full", "window", "budget", "state", "cross", "vision"}
     assert any(layer.shares is not None for spec in specs for layer in spec.layers)
-    assert len(SEEING) == 5
+    assert len(SEEING) >= 5
 
 
 @pytest.mark.parametrize("mode", ["pages", "inside", "off"])
 @pytest.mark.parametrize("name", SEEING)
-def test_every_named_shape_that_sees_has_a_plan(name: str, mode: str) -> None:
+def test_every_named_shape_that_sees_has_a_plan(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its eyes' weights in it, and room for pictures, wherever their embeddings lie; in FP8 with more of it."""
+    monkeypatch.setattr(budget, "device_memory", lambda device: (2000 * GIB, 2000 * GIB))
     spec = read_spec(named_config(name))
     assert spec.vision is not None
-    config = settings(vision_cache=mode, max_num_seqs=64)
+    config = settings(vision_cache=mode, max_num_seqs=64, kv_gib=40)
     plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
     assert plan.weights == 2 * (spec.parameters + spec.vision.parameters)
     less = plan_memory(config, spec, name, "bfloat16", 2, "cuda", saved=spec.parameters)

@@ -17,7 +17,7 @@ from quire.data.models import read_spec
 from quire.data.models.configs import named_config
 from quire.vocabulary.pictures import Grid
 
-SEEING = ("llama-3.2-11b-vision", "llava-onevision-7b", "internvl2-8b", "phi-3-vision-4b", "paligemma2-10b")
+SEEING = ("llama3.2-vision-11b", "llava-onevision-7b", "internvl2-8b", "phi-3-vision-4b", "paligemma2-10b")
 
 
 def eyes(name: str) -> Eyes:
@@ -30,7 +30,7 @@ def eyes(name: str) -> Eyes:
 def test_the_papers_means_are_those_of_its_model() -> None:
     """6,193 rows and 43 tokens, and as many tokens for a model that sees nothing."""
     sketches = parse("mmmu-pro@1000").sketches(3)
-    placed = [eyes("llama-3.2-11b-vision").placed(sketch) for sketch in sketches]
+    placed = [eyes("llama3.2-vision-11b").placed(sketch) for sketch in sketches]
     assert np.mean([medium.rows for _, (medium,) in placed]) == pytest.approx(6193, abs=2)
     assert np.mean([length - 1 for length, _ in placed]) == pytest.approx(43, abs=1)
     assert [length - 1 for length, _ in placed] == [sketch.prompt_len - 6193 for sketch in sketches]
@@ -104,11 +104,11 @@ def test_an_engine_in_this_process_is_sent_pictures(tmp_path: Path) -> None:
 
 
 def test_a_model_that_sees_is_simulated_with_pictures(tmp_path: Path) -> None:
-    config = EngineConfig(model_config="llama-3.2-11b-vision", kv_gib=4.0)
+    config = EngineConfig(model_config="llama3.2-vision-11b", kv_gib=4.0)
     assert plant_of(config, "h200-llama3-8b").eyes is not None
     assert plant_of(EngineConfig(model_config="llama3-8b", kv_gib=4.0), "h200-llama3-8b").eyes is None
     out = tmp_path / "out.json"
-    args = ["--calibration", "h200-llama3-8b", "--model-config", "llama-3.2-11b-vision", "--kv-gib", "4"]
+    args = ["--calibration", "h200-llama3-8b", "--model-config", "llama3.2-vision-11b", "--kv-gib", "4"]
     assert main([*args, "--workload", "mmmu-pro@4", "--rate", "5", "--out", str(out)]) == 0
     [run] = json.loads(out.read_text())["results"]
     assert run["finished"]

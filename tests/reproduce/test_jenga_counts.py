@@ -50,7 +50,7 @@ def test_all_of_table_1_is_there() -> None:
     for model, (_, *sizes) in PAPER.items():
         for case, size in zip(CASES[model], sizes):
             assert case.halved == size.endswith("*"), f"{model}, {size}"
-            assert case.model.endswith(f"-{size.rstrip('*').lower()}") or model == "Llama Vision"
+            assert case.model.endswith(f"-{size.rstrip('*').lower()}")
     assert model_matrix.JAMBA_L4.device == L4
     assert Cell("", "", "", "", "", 1, -1).verdict == "OOM"
 

@@ -136,7 +136,7 @@ def test_throughputs_are_judged() -> None:
 
 @pytest.mark.parametrize("rule", ["uniform", "jenga"])
 def test_pictures_and_states_are_served(rule: str) -> None:
-    seeing = Case("llama-3.2-11b-vision", H100, "mmmu-pro@8", kv_gib=3.0)
+    seeing = Case("llama3.2-vision-11b", H100, "mmmu-pro@8", kv_gib=3.0)
     run = simulated(seeing, rule)
     assert (run.encoder_runs, run.encoder_parts) == (8, 8)
     assert 30 < (run.tokens - run.output) / 8 < 60, "a picture takes one token's place"

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 RULES = ("uniform", "jenga")
 MEASURES = {"e2e": "end to end", "ttft": "first token", "tpot": "each token after it"}
-REQUESTS = 600
-CASE = CASES["Llama Vision"][0]._replace(workload=f"mmmu-pro@{REQUESTS}", caching=False)
+CROWD, REQUESTS = 1200, 600  # some five times what two-level pages hold at once, for capacities; and of each run
+CASE = CASES["Llama Vision"][0]._replace(workload=f"mmmu-pro@{CROWD}", caching=False)
 WITHIN = (0.25, 0.5, 0.7)  # of what uniform pages serve at most
 BETWEEN, BEYOND = (0.5,), (0.95, 1.2)  # the way from that to what two-level pages serve; and shares of the latter
 ALIKE = 0.026  # by which latencies differ within both capacities, on average
@@ -37,7 +37,7 @@ SOONER = {"e2e": 2.24, "ttft": 29.43}  # times, at most
 MOST_OFF = 0.15  # the simulation's error, as a share
 # The real runs: a rate as a share of uniform pages' capacity and one of two-level pages', with how many requests each;
 # and the seconds that a run takes at most.
-REAL_WITHIN, REAL_BEYOND, MOST_SECONDS = (0.5, 160), (0.95, 320), 25.0
+REAL_WITHIN, REAL_BEYOND, MOST_SECONDS = (0.5, 140), (0.95, 280), 22.0
 
 
 class Latencies(NamedTuple):
@@ -53,10 +53,9 @@ class Latencies(NamedTuple):
     unfinished: int
 
 
-def trace(case: Case, rate: float, count: int, pixels: bool = False) -> list[Arriving]:
-    """Poisson arrivals of the first requests: the same ones at any rate."""
-    asked = burst(case.sketches()[:count], case.eyes, pixels)
-    return [one._replace(at=at / rate) for one, at in zip(asked, poisson(count, 1.0, SEED))]
+def timed(asked: Sequence[Arriving], rate: float) -> list[Arriving]:
+    """Poisson arrivals: the same ones at any rate, stretched."""
+    return [one._replace(at=at / rate) for one, at in zip(asked, poisson(len(asked), 1.0, SEED))]
 
 
 def latencies(rule: str, by: str, rate: float, capacity: float, served: Sequence[Served], end: float) -> Latencies:
@@ -68,7 +67,7 @@ def latencies(rule: str, by: str, rate: float, capacity: float, served: Sequence
 def run(case: Case, rule: str, rate: float, capacity: float, count: int) -> Latencies:
     """A simulated one, to the end."""
     made = case.plant(rule).simulation()
-    outcome = made.run(trace(case, rate, count))
+    outcome = made.run(timed(burst(case.sketches()[:count], case.eyes), rate))
     return latencies(rule, "simulated", rate, capacity, outcome.served, outcome.totals.seconds)
 
 
@@ -129,7 +128,7 @@ def text(case: Case, found: Sequence[Latencies]) -> str:
         f"{case.model}, {case.workload.partition('@')[0]}, Poisson arrivals; --kv-gib {case.budget:.2f}, an H100's\n"
         f"{table(head, rows)}\n"
         "Latencies are means over all requests of a run, which beyond a capacity grow with its length: how many\n"
-        f"times sooner is of these {REQUESTS} requests, or of fewer for real. {assumed()}"
+        f"times sooner is of {REQUESTS} requests, simulated alone, and of {REAL_BEYOND[1]} for real.\n{assumed()}"
     )
 
 
@@ -171,9 +170,10 @@ def real(case: Case, within: tuple[float, int] = REAL_WITHIN, beyond: tuple[floa
     from quire.reproduce.dummy_engines import release
     from quire.reproduce.unlike_gpu import built, warm
 
-    less, more = (capacity(case, rule) for rule in RULES)
+    less, more = in_parallel(capacity, [(case, rule) for rule in RULES])
+    every = burst(case.sketches()[: max(within[1], beyond[1])], case.eyes, pixels=True)
     rates = [(share * most, count) for (share, count), most in ((within, less), (beyond, more))]
-    traces = {rate: trace(case, rate, count, pixels=True) for rate, count in rates}
+    traces = {rate: timed(every[:count], rate) for rate, count in rates}
     span, found = Span(0.0, MOST_SECONDS, MOST_SECONDS), list[Latencies]()
     for rule in RULES:
         with built(case, rule) as made:

@@ -23,8 +23,8 @@ CHUNK = 2048  # tokens a step on the smaller device, whose windows else hold as 
 KEPT = (("pyramid_kv", {"average": 384}),)
 CASES: dict[str, tuple[Case, ...]] = {
     "Llama Vision": (
-        Case("llama-3.2-11b-vision", H100, PICTURES, caching=True),
-        Case("llama-3.2-11b-vision", L4, PICTURES, halved=True, caching=True),
+        Case("llama3.2-vision-11b", H100, PICTURES, caching=True),
+        Case("llama3.2-vision-11b", L4, PICTURES, halved=True, caching=True),
     ),
     "Gemma-2": (
         Case("gemma-2-27b", H100, ARTICLES, caching=True),

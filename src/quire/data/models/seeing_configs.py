@@ -80,27 +80,6 @@ _PHI3 = {
     "sliding_window": 131072,
     "eos_token_id": 2,
 }
-_MLLAMA = {
-    "model_type": "mllama_text_model",
-    "hidden_size": 4096,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
-    "eos_token_id": [128001, 128008, 128009],
-}
 
 
 def _llama_vision(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
@@ -133,5 +112,4 @@ SEEING: dict[str, dict[str, Any]] = {
     "llama3.2-vision-11b": _seeing("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
     "llama3.2-vision-90b": _seeing("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
     "paligemma2-10b": _seeing("paligemma2-10b", text_config=_GEMMA2),
-    "llama-3.2-11b-vision": _seeing("llama-3.2-11b-vision", text_config=_MLLAMA),
 }
