@@ -217,9 +217,8 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     widths = []
     for layers in layer_sets(config, spec, itemsize):
-        width = -(
-            -longest // (state_run(config, spec) if layers and spec.layers[layers[0]].state else config.page_size)
-        )
+        state = bool(layers) and bool(spec.layers[layers[0]].state)
+        width = -(-longest // (state_run(config, spec) if state else config.page_size))
         if spec.vision is not None and (not layers or spec.layers[layers[0]].cross):
             width = config.max_images * -(-spec.vision.most_rows // config.page_size)
         widths.append(width)
