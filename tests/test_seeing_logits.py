@@ -132,7 +132,7 @@ def test_logits_of_branches(
     saved: Any, case: str, page_size: int, chunk: int, preemption: str | None, vision_cache: str
 ) -> None:
     how = {} if preemption is None else {"preemption": preemption}
-    chunk = chunk_of(case, chunk)
+    chunk = chunk_of(case, chunk if case == "llava" else max(chunk, 5))  # token by token is slow
     check(saved(case), case, page_size=page_size, max_num_batched_tokens=chunk, vision_cache=vision_cache, **how)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST = 1e-12  # of a row's largest value: a row of zeros has a scale too
-STAY = re.compile(r"(^|\.)(head|router|vision|tower|projector)(\.|$)")
+STAY = re.compile(r"(^|\.)(head|router|vision|tower|projector|eyes)(\.|$)")
 """Modules that stay in the model's dtype, also where a checkpoint has them in FP8."""
 
 
