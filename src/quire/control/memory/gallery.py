@@ -207,11 +207,7 @@ class Gallery:
     def leave(self, resident: Resident) -> None:
         """A sequence leaves its slot. What it was encoding another one begins anew, if one needs it; what no journal
         tells of yet isn't done."""
-        mine = [(entry, coming) for entry, coming in self.untold if entry.slot == resident.slot]
-        for entry, coming in mine:
-            self.tables.entries.remove(entry)
-            self.untold.remove((entry, coming))
-            coming.done = 0
+        self.take_back(resident.slot)
         for place, coming in resident.pictures.items():
             coming.holders -= 1
             if not coming.complete and coming.by is not None and coming.by[0] == resident.slot:
@@ -281,6 +277,13 @@ class Gallery:
         self.tables.entries.append(entry)
         self.untold.append((entry, coming))
         coming.done += entry.parts
+
+    def take_back(self, slot: int | None = None) -> None:
+        """What no journal tells of yet isn't done, of this slot or of all."""
+        for entry, coming in [one for one in self.untold if slot in (None, one[0].slot)]:
+            self.tables.entries.remove(entry)
+            self.untold.remove((entry, coming))
+            coming.done -= entry.parts
 
     def told(self) -> None:
         """The journal is taken: its pictures will be encoded."""
