@@ -362,3 +362,15 @@ def test_pictures_without_pixels_are_refused_unless_the_runner_has_them() -> Non
     served.add("b", prompt(), picture(0, 2))
     served.engine.add("c", prompt(), SamplingParams(max_tokens=2), media=(picture(0, 2),))
     served.drain()
+
+
+@pytest.mark.parametrize("sizes", ["lcm", "own"])
+def test_a_reset_forgets_pictures_too(sizes: str) -> None:
+    made = memory(page_sizes=sizes)
+    served = Served(made)
+    for _ in range(2):
+        served.add("a", prompt(), picture(0, 2))
+        served.drain()
+        assert made.prefixes.reset() > 0
+        made.check()
+    assert made.account().sharing.encoder_runs == 2

@@ -227,9 +227,11 @@ class Prefixes:
         self.promised = [0] * len(self.policies)
 
     def reset(self) -> int:
-        """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
+        """Forget every cached prefix and picture that no sequence uses. Returns the number of pages emptied."""
         self.look_again()
-        return self.pages.drop_cached()
+        emptied = self.pages.drop_cached()
+        self.tables.gallery.tear()
+        return emptied
 
     # Registered prefixes (§4.4)
 
