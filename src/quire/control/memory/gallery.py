@@ -320,8 +320,8 @@ class Gallery:
         ]
 
     def check(self) -> None:
-        """Assert that what is coming is awaited by as many as it says, and that no picture is found in part. Models that
-        have the memory in common may have taken pages since this one last did."""
+        """Assert that what is coming is awaited by as many as it says, and that no picture is found in part. Models
+        that have the memory in common may have taken pages since this one last did."""
         self.tear()
         found: dict[int, int] = {}
         for resident in self.tables.residents.values():
