@@ -189,6 +189,20 @@ def test_a_picture_is_encoded_once(saved: Any, case: str, vision_cache: str) -> 
     engine.close()
 
 
+def test_parts_of_a_picture_are_let_go_with_its_request(saved: Any) -> None:
+    model = saved("llava")
+    engine = engine_of(model, max_num_batched_tokens=16, depth=1)
+    given = model.prompt(words(3, 0), model.shown(60, 50, 1))
+    engine.add("a", given.tokens, sampled(), media=given.media, pixels=[one.pixels for one in given.pictures])
+    engine.step()
+    engine.step()
+    assert engine.runner.pictures.coming
+    engine.abort("a")
+    while engine.unfinished:
+        engine.step()
+    assert not engine.runner.pictures.coming
+
+
 def test_off_encodes_for_every_chunk(saved: Any) -> None:
     model = saved("llava")
     engine = engine_of(model, max_num_batched_tokens=8, vision_cache="off")

@@ -61,15 +61,15 @@ def picture_half_evicted_that_counts_as_there(patch: Patch) -> None:
 
 
 def key_of_tokens_without_their_picture(patch: Patch) -> None:
-    more = Prefixes._with_pictures
+    more = Prefixes._beside
 
-    def blind(prefixes: Prefixes, seq: Sequence, data: bytes, first: int, last: int) -> bytes:
+    def blind(prefixes: Prefixes, seq: Sequence, run: int) -> bytes:
         media, seq.media = seq.media, ()
-        keys = more(prefixes, seq, data, first, last)
+        found = more(prefixes, seq, run)
         seq.media = media
-        return keys
+        return found
 
-    patch.setattr(Prefixes, "_with_pictures", blind)
+    patch.setattr(Prefixes, "_beside", blind)
 
 
 def encoder_run_skipped_after_a_preemption(patch: Patch) -> None:

@@ -159,6 +159,7 @@ class Checked:
         self.runner, self.memory, self.budget, self.depth = runner, memory, budget, runner.depth
         self.rows = self.parts = 0
         self.shown: set[bytes] = set()
+        self.media: dict[int, tuple[Medium, ...]] = {}  # by slot
 
     def see(self, pixels: Pixels) -> None:
         assert pixels.key not in self.shown, "a picture is sent twice"
@@ -175,9 +176,11 @@ class Checked:
     def submit(self, plan: StepPlan) -> int:
         encodes = [entry for entry in plan.journal if isinstance(entry, Encode)]
         assert plan.rows or plan.births or encodes, "a step does nothing"
+        self.media |= {birth.slot: birth.media for birth in plan.births}
         for entry in encodes:
             self.parts += entry.parts
-            assert self.shown, "a picture is encoded that the runner never got"
+            key = self.media[entry.slot][entry.medium].key
+            assert entry.first or key in self.shown, "a picture is encoded that the runner hasn't got"
         assert sum(len(row.tokens) for row in plan.rows) <= self.budget, "a step exceeds the budget"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows in a step"
         self.rows += len(plan.rows)

@@ -201,6 +201,7 @@ def test_refused_requests_leave_no_pictures() -> None:
         Add(0, (seeing(1, 1, 2),), LONG, "", pixels(1)),  # the other one's are missing
         Add(1, (seeing(2, 1), seeing(3, 1)), LONG, "", pixels(1)),  # more than may wait
         Add(2, (seeing(4, 1)._replace(prompt=(5, 10**6)),), LONG, "", pixels(1)),
+        Add(3, (seeing(6, 1),), LONG),  # there are none at all
     )
     told.turns(*[(0, message) for message in bad])
     answers = [message for _, message in told.messages if isinstance(message, Answer)]
@@ -208,10 +209,11 @@ def test_refused_requests_leave_no_pictures() -> None:
         "the pixels of a pict",
         "there are 2 prompts,",
         "prompt token 1 is 10",
+        "the pixels of a pict",
     ]
     assert told.host.gallery.bytes == len(told.host.gallery) == 0
     told.host.gallery.most = 20
-    told.turns((0, Add(3, (seeing(5, 1, 2),), LONG, "", pixels(1, 2))))
+    told.turns((0, Add(4, (seeing(5, 1, 2),), LONG, "", pixels(1, 2))))
     [*_, last] = [message for _, message in told.messages if isinstance(message, Answer)]
     assert isinstance(last.error, Overloaded)
     assert told.empty()

@@ -146,6 +146,10 @@ class Engine:
             if id in self.requests or id in accepted:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
             accepted[id] = self._accept(prompt, params, waits, tuple(media[i]) if media else ())
+        if media:
+            there = self.shown | {picture.key for picture in pixels}
+            if any(medium.key not in there for one in accepted.values() for medium in one.media):
+                raise InputError("the pixels of a picture are missing", "media")
         for id, one in accepted.items():
             self._queue(id, one, params, salt, prefix)
         for picture in pixels:

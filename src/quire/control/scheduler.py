@@ -95,7 +95,7 @@ class Scheduler:
         """The next step, or None: nothing to do, or memory is short and a result is awaited first."""
         rows: list[Row] = []
         if self.sight is not None:
-            self.sight.spent = 0
+            self.sight.begin()
         hurt = self._continue_running(rows)
         # What was spread over large pages finds room when it comes back together.
         if hurt is not None and (not hurt or not self.running):

@@ -15,6 +15,12 @@ class Sight:
         self.most = max(budget // max(memory.geometry.part_tokens, 1), 1)
         self.spent = 0  # parts, in the step that is planned
 
+    def begin(self) -> None:
+        """A step is planned. If the one before came to nothing, so did what it was to encode: who needed that may be
+        gone, and his pictures with him."""
+        self.spent = 0
+        self.memory.unencode()
+
     def clear(self, seq: Sequence, count: int) -> int:
         """How many of its next `count` tokens, for which there is room, a sequence can compute in this step."""
         if not seq.media:

@@ -217,7 +217,7 @@ class Host:
             if len({asked.number for asked in message.requests}) < len(message.requests):
                 raise InputError("request numbers must be distinct")
             prompts = [(asked.id, asked.prompt) for asked in message.requests]
-            if message.pixels:
+            if message.pixels or seen:
                 self._add_seeing(prompts, message, seen)
             else:
                 self.engine.add_all(prompts, message.params, salt=message.salt)

@@ -165,7 +165,7 @@ def test_which_one_goes_first_depends_on_the_seed_alone() -> None:
 
 def test_text_has_no_pages_of_pictures_and_text_before_a_picture_sees_none() -> None:
     served = Served(memory(spec(SELF, CROSS)), budget=4)
-    served.add("text", prompt(12))
+    served.add("text", [50] * 12)
     assert not any(served.drain())
     served.add("late", prompt(12), picture(0, 6, 1, rows=8))
     told = [served.step() for _ in range(2)]
@@ -300,3 +300,77 @@ def test_what_fits_is_admitted_in_an_idle_memory() -> None:
                     if running:
                         served.engine.scheduler._preempt(next(reversed(running)))
                 served.drain()
+
+
+def test_text_before_a_picture_is_found_whether_a_prompt_with_one_left_it_or_not() -> None:
+    for registered in (False, True):
+        for first, second in (((), (0,)), ((0,), ()), ((0,), (1,))):
+            made = memory(prefix_tokens=32, enable_prefix_caching=not registered)
+            served = Served(made, budget=48)
+            if registered:
+                served.engine.register_prefix("all", prompt(14))
+            else:
+                served.add("first", prompt(24), *(picture(one, 16) for one in first))
+            served.drain()
+            served.add("second", prompt(24), *(picture(one, 16) for one in second))
+            served.drain()
+            assert made.prefixes.hits == (14 if registered else 16)
+
+
+class Holding(EchoRunner):
+    """It asks for the pixels of what it is to encode."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth, vocab_size=64)
+        self.media: dict[int, tuple[Medium, ...]] = {}
+
+    def submit(self, plan: StepPlan) -> int:
+        self.media |= {birth.slot: birth.media for birth in plan.births}
+        for entry in plan.journal:
+            if isinstance(entry, Encode) and not entry.first:
+                assert self.media[entry.slot][entry.medium].key in self.pictures, "it was forgotten"
+        return super().submit(plan)
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("pages", 24), ("inside", 28)])
+def test_who_is_aborted_between_a_step_that_came_to_nothing_and_the_next_is_not_encoded(mode: str, tokens: int) -> None:
+    """There is no room for a younger sequence until a step in flight is done: that one's picture was to be encoded."""
+    made, runner = memory(tokens=tokens, enable_prefix_caching=False, vision_cache=mode), Holding(3)
+    runner.bind(made.geometry)
+    engine = Engine(Scheduler(made, budget=16, max_seqs=4, max_len=128), runner, Limits(64, 128, 16), clock=lambda: 0.0)
+    media = picture(0, 0, parts=12), picture(1, 8, parts=4)
+    pixels = [Pixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in media]
+    engine.add("a", prompt(20), SamplingParams(max_tokens=2, ignore_eos=True), media=media, pixels=pixels)
+    for id, length, count in (("b", 2, 20), ("c", 3, 2)):
+        engine.add(id, prompt(length), SamplingParams(max_tokens=count, ignore_eos=True))
+    engine.step()
+    engine.step()
+    assert not engine.requests["a"].live[0].quiet
+    engine.abort("a")
+    while engine.unfinished:
+        engine.step()
+    made.check()
+    assert not runner.pictures
+
+
+def test_pictures_without_pixels_are_refused_unless_the_runner_has_them() -> None:
+    served = Served(memory())
+    for _ in range(2):
+        with pytest.raises(InputError, match="pixels of a picture are missing"):
+            served.engine.add("a", prompt(), SamplingParams(max_tokens=2), media=(picture(0, 2),))
+        assert not served.engine.requests
+    served.add("b", prompt(), picture(0, 2))
+    served.engine.add("c", prompt(), SamplingParams(max_tokens=2), media=(picture(0, 2),))
+    served.drain()
+
+
+@pytest.mark.parametrize("sizes", ["lcm", "own"])
+def test_a_reset_forgets_pictures_too(sizes: str) -> None:
+    made = memory(page_sizes=sizes)
+    served = Served(made)
+    for _ in range(2):
+        served.add("a", prompt(), picture(0, 2))
+        served.drain()
+        assert made.prefixes.reset() > 0
+        made.check()
+    assert made.account().sharing.encoder_runs == 2

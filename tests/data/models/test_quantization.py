@@ -76,6 +76,7 @@ def test_published_configs(said: dict[str, Any] | None, scheme: FP8 | None) -> N
         ({**COMPRESSED, "ignore": ["re:(a+)+$"]}, "none of a group"),
         ({**COMPRESSED, "ignore": ["re:" + ".*" * 9]}, "4 repetitions"),
         ({**COMPRESSED, "ignore": ["re:(?P<a>.)(?P=a)"]}, "the pattern"),
+        ({**COMPRESSED, "ignore": [f"re:.*{i}" for i in range(65)]}, "65 patterns"),
     ],
 )
 def test_what_is_not_supported_is_refused(said: Any, words: str) -> None:

@@ -63,6 +63,10 @@ class KVMemory(Protocol):
         journal taken next comes first, and how many parts that one will have encoded."""
         ...
 
+    def unencode(self) -> None:
+        """Take back what `encode` said since the last journal: the step that it was for isn't done."""
+        ...
+
     def commit(self, seq: Sequence) -> None:
         """tokens[:seq.computed] are valid: publish full pages, drop what no layer needs any more."""
         ...

@@ -296,6 +296,9 @@ class PagedMemory(PageTables):
     def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
         return self.gallery.encode(seq, self.residents[seq.id], length, parts)
 
+    def unencode(self) -> None:
+        self.gallery.take_back()
+
     def place(self, seq: Sequence) -> Placement:
         resident = self.residents[seq.id]
         return Placement(resident.slot, tuple(tuple(table) for table in resident.tables))

@@ -77,25 +77,23 @@ class Prefixes:
             return
         data = array("q", seq.tokens[first * self.unit : last * self.unit]).tobytes()
         key = keys[-1] if keys else self._origin(seq.salt)
+        runs = [data[at : at + size] for at in range(0, len(data), size)]
         if seq.media or self.whole:
-            data, size = self._with_pictures(seq, data, first, last), 8 * self.unit + 32
-        for at in range(0, len(data), size):
-            key = hashlib.sha256(key + data[at : at + size]).digest()
+            runs = [run + self._beside(seq, i) for i, run in enumerate(runs, first)]
+        for run in runs:
+            key = hashlib.sha256(key + run).digest()
             keys.append(key)
 
-    def _with_pictures(self, seq: Sequence, data: bytes, first: int, last: int) -> bytes:
-        """Runs of tokens, `data`, each with what else their keys and values depend on: the pictures that the run
-        touches, and where they begin; where tokens attend both ways, all of the prompt."""
-        runs, size = [], 8 * self.unit
-        for i in range(first, last):
-            begin, end = i * self.unit, (i + 1) * self.unit
-            more = [m.key + m.start.to_bytes(8) for m in seq.media if m.start < end and m.end > begin]
-            if self.whole and not i:
-                prompt = [m.key + m.start.to_bytes(8) for m in seq.media]
-                more = [array("q", seq.tokens[: seq.prompt_len]).tobytes(), *prompt]
-            runs.append(data[(i - first) * size : (i - first + 1) * size])
-            runs.append(hashlib.sha256(b"".join(more)).digest() if more else bytes(32))
-        return b"".join(runs)
+    def _beside(self, seq: Sequence, run: int) -> bytes:
+        """What the keys and values of a run depend on beside its tokens: the pictures that it touches, and where they
+        begin; where tokens attend both ways, all of the prompt. Nothing, so that what stands before a picture has the
+        keys that it has without one."""
+        begin, end = run * self.unit, (run + 1) * self.unit
+        more = [m.key + m.start.to_bytes(8) for m in seq.media if m.start < end and m.end > begin]
+        if self.whole and not run:
+            prompt = [m.key + m.start.to_bytes(8) for m in seq.media]
+            more = [array("q", seq.tokens[: seq.prompt_len]).tobytes(), *prompt]
+        return hashlib.sha256(b"".join(more)).digest() if more else b""
 
     def _origin(self, salt: str) -> bytes:
         """The key of no pages: another adapter's keys and values, or another tenant's, begin elsewhere."""
@@ -229,9 +227,11 @@ class Prefixes:
         self.promised = [0] * len(self.policies)
 
     def reset(self) -> int:
-        """Forget every cached prefix that no sequence uses. Returns the number of pages emptied."""
+        """Forget every cached prefix and picture that no sequence uses. Returns the number of pages emptied."""
         self.look_again()
-        return self.pages.drop_cached()
+        emptied = self.pages.drop_cached()
+        self.tables.gallery.tear()
+        return emptied
 
     # Registered prefixes (§4.4)
 

@@ -268,6 +268,9 @@ class ReservedMemory:
     def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
         return length, 0  # it has no pictures
 
+    def unencode(self) -> None:
+        pass
+
     def take_journal(self) -> tuple[Journal, Journal]:
         journal, self.entries = tuple(self.entries), []
         return journal, ()

@@ -20,6 +20,7 @@ WHERE = "quantization_config of config.json"
 HEAD = "lm_head"  # is never quantised by two of the three methods, whether they name it or not
 REMEDY = "Use the unquantised checkpoint, with --quantization fp8"
 MAX_KEPT = 4096  # modules that are named as not quantised
+MAX_PATTERNS = 64  # of these that are regular expressions: each is matched with each module
 MAX_PATTERN = 200  # characters of one such name
 MAX_REPEATS = 4  # in one pattern: matching it takes at most so high a power of a name's length
 
@@ -133,6 +134,8 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
         raise StartupError(f"{name} in {fields.where} must be a list of names, got {shown(value)}")
     if len(value) > MAX_KEPT:
         raise StartupError(f"{name} in {fields.where} has {len(value)} names", f"At most {MAX_KEPT:,} are read")
+    if (count := sum(entry.startswith("re:") for entry in value)) > MAX_PATTERNS:
+        raise StartupError(f"{name} in {fields.where} has {count} patterns", f"At most {MAX_PATTERNS} are read")
     for entry in value:
         if entry.startswith("re:") and not _safe(entry[3:]):
             raise StartupError(

@@ -68,8 +68,10 @@ class Pictures:
         self.held[pixels.key] = pixels
 
     def forget(self, key: bytes) -> None:
-        """No plan that isn't submitted yet encodes it."""
+        """No plan that isn't submitted yet encodes it. If some of its parts are, they are of no use to anybody."""
         self.held.pop(key, None)
+        for slot, i in [place for place in self.coming if self.media[place[0]][place[1]].key == key]:
+            del self.coming[slot, i]
 
     def born(self, births: Sequence[Birth]) -> None:
         """These sequences get their slots, and who had one before is gone."""
