@@ -95,6 +95,25 @@ def test_a_simulation_reads_half_the_bytes() -> None:
     assert fp8.kv_tokens > plain.kv_tokens
 
 
+def test_a_simulation_reads_the_experts_that_tokens_take() -> None:
+    """Jamba's, two of sixteen by a token; FP8 halves what is read, whatever that is."""
+    from quire.cli.simulate import plant_of
+
+    plain, fp8 = (
+        plant_of(EngineConfig(model_config="jamba-52b", quantization=q), "h200-llama3-8b").cost.shape
+        for q in (None, "fp8")
+    )
+    expert = 3 * 4096 * 14336
+    assert plain.mixed == fp8.mixed == 16 * 16 * expert
+    assert plain.read(1) - 2 * 16 * 2 * expert == 2 * (plain.body + plain.head)
+    mixer = 28 * (3 * 4096 * 8192 + 2 * 8192 * (256 + 32 + 256))  # its small products have two bytes
+    rest = 4 * (4096 * 6144 + 4096 * 4096) + 16 * expert
+    head = 65536 * 4096
+    assert fp8.read(1) == pytest.approx(16 * 2 * expert + mixer + rest + 2 * head, rel=0.015)
+    assert fp8.read(10**6) == fp8.weight_bytes
+    assert fp8.weight_bytes == pytest.approx(plain.mixed + mixer + rest + 2 * head, rel=0.001)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
 def test_a_cpu_plans_with_the_models_dtype() -> None:
     plans = [build(EngineConfig(kv_tokens=256, dtype="float32", quantization=q)).plan for q in (None, "fp8")]

@@ -80,7 +80,7 @@ def plan_memory(
     config = config.sized(device)
     assert config.max_num_seqs is not None
     total, free = device_memory(device)
-    weights = (spec.parameters + (spec.vision.parameters if spec.vision is not None else 0)) * itemsize - saved
+    weights = spec.weight_bytes(itemsize) - saved
     activations = activation_bytes(config, spec, itemsize)
     if device != "cpu":
         activations += replay_bytes(config, spec, itemsize)

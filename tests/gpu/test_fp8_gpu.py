@@ -13,7 +13,6 @@ from test_deterministic import serve
 
 from quire.build import build
 from quire.config import EngineConfig
-from quire.data.layers.linear import Linear
 from quire.data.models.configs import named_config
 from quire.data.models.quantization import MADE
 from quire.data.weights import fp8
@@ -28,6 +27,12 @@ CUDA = torch.device("cuda")
 LENGTHS = (1, 5, 17, 30, 250, 64)
 OUTPUT = 24
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+JAMBA = {
+    **named_config("jamba-52b"), "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 32000, "max_position_embeddings": 2048,
+    "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 8, "mamba_dt_rank": 32,
+}  # fmt: skip
+SHAPES = {"llama-125m": named_config("llama-125m"), "jamba": JAMBA}
 
 
 def log_probs(
@@ -37,8 +42,6 @@ def log_probs(
     `follow` these are all prompts, and nothing is said."""
     given: dict[str, Any] = {"dtype": "bfloat16", "kv_tokens": 16384, "max_num_batched_tokens": tokens}
     given |= {"dummy_weights": True, "device": "cuda", "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    if "model" not in settings:
-        given["model_config"] = "llama-125m"
     engine = build(EngineConfig(**{**given, **settings})).engine
     prompts = follow or [[(31 * i + 7 * j) % 30000 + 10 for j in range(length)] for i, length in enumerate(LENGTHS)]
     said: list[list[int]] = [list(prompt) for prompt in prompts]
@@ -60,14 +63,18 @@ def log_probs(
 
 
 @pytest.fixture(scope="module", params=[None, BLOCKS], ids=["rows", "blocks"])
-def settings(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def settings(request: Any, shape: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Weights rounded at start, and as a checkpoint has them."""
-    if request.param is None:
-        return {"quantization": "fp8"}
-    folder: Path = tmp_path_factory.mktemp("blocks")
-    config = {**named_config("llama-125m"), "quantization_config": request.param}
-    (folder / "config.json").write_text(json.dumps(config))
-    return {"model": str(folder)}
+    folder: Path = tmp_path_factory.mktemp("shape")
+    said = {} if request.param is None else {"quantization_config": request.param}
+    (folder / "config.json").write_text(json.dumps({**SHAPES[shape], **said}))
+    return {"model": str(folder), "quantization": "fp8"}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request: Any) -> Any:
+    """Linear layers alone; and with experts and states."""
+    return request.param
 
 
 def test_log_probabilities(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +104,20 @@ def test_graphs_say_what_eager_steps_say() -> None:
     assert serve(**given)[0] == serve(cuda_graphs=False, **given)[0]
 
 
-@pytest.mark.parametrize("name", ["llama-125m", "llama3.2-1b"])
-def test_memory_is_as_planned_while_loading_too(name: str) -> None:
-    config = named_config(name)
-    planned = build_plan(name)
+def test_a_mixtures_batch_does_not_show_with_deterministic(tmp_path: Path) -> None:
+    """Nor do graphs."""
+    (tmp_path / "config.json").write_text(json.dumps(JAMBA))
+    given = {"quantization": "fp8", "model": str(tmp_path), "model_config": None, "skip_tokenizer_init": True}
+    said = serve(**given)[0]
+    assert said == serve(together=False, **given)[0]
+    assert said == serve(cuda_graphs=False, **given)[0]
+
+
+@pytest.mark.parametrize("name", ["llama-125m", "llama3.2-1b", "jamba"])
+def test_memory_is_as_planned_while_loading_too(name: str, tmp_path: Path) -> None:
+    config = SHAPES.get(name) or named_config(name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planned = build_plan(tmp_path)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -108,21 +125,22 @@ def test_memory_is_as_planned_while_loading_too(name: str) -> None:
     fill_dummy(model, 0, MADE)
     torch.cuda.synchronize()
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.scale is not None]
-    assert layers
-    real = sum(p.nbytes for p in model.parameters()) + sum(m.scale.nbytes for m in layers if m.scale is not None)
+    found = [fp8.scale_of(model, weight) for weight, _ in model.named_parameters()]
+    scales = [scale for scale in found if scale is not None]
+    assert scales
+    real = sum(p.nbytes for p in model.parameters()) + sum(scale.nbytes for scale in scales)
     assert real == planned
-    assert real <= held < real + 2**20 + 512 * 20 * len(layers)  # rounded up to pieces
+    assert real <= held < real + 2**20 + 512 * 20 * len(scales)  # rounded up to pieces
     assert peak < held + 2**27
 
 
-def build_plan(name: str) -> int:
+def build_plan(folder: Path) -> int:
     from quire.build import saved_by_fp8
     from quire.source import read_source
 
-    config = EngineConfig(model_config=name, quantization="fp8", dummy_weights=True)
+    config = EngineConfig(model=str(folder), quantization="fp8", dummy_weights=True)
     source = read_source(config)
-    return source.spec.parameters * 2 - saved_by_fp8(config, source, "bfloat16", "cuda")
+    return source.spec.weight_bytes(2) - saved_by_fp8(config, source, "bfloat16", "cuda")
 
 
 def test_an_unknown_method_is_refused(tmp_path: Path) -> None:

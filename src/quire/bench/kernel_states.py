@@ -124,16 +124,23 @@ def _calls(
 
 def experts() -> Iterator[Case]:
     """A layer's mixture, its choice given: beside reading the weights of the experts that were chosen, and for prompts
-    beside a product's rate."""
+    beside a product's rate. In bf16, and in FP8 where the GPU has it."""
     from quire.data.kernels.triton.experts import mixture
+    from quire.data.weights.fp8 import E4M3, native
 
-    several = [(_random(EXPERTS, 2 * FFN, HIDDEN), _random(EXPERTS, HIDDEN, FFN)) for _ in range(2)]
+    none, scales = (None, None), tuple(torch.ones(1, EXPERTS * n, device="cuda") for n in (2 * FFN, HIDDEN))
+    several = [((_random(EXPERTS, 2 * FFN, HIDDEN), _random(EXPERTS, HIDDEN, FFN)), none) for _ in range(2)]
+    formats = {"experts": several}
+    if native(torch.bfloat16, torch.device("cuda")):
+        formats["experts, FP8"] = [(tuple(weight.to(E4M3) for weight in pair), scales) for pair, _ in several]
     for rows in (1, 8, 64, 256, 2048, 8192):
         x = _random(rows, HIDDEN)
-        weights, chosen = torch.rand(rows, EXPERTS, device="cuda").topk(TOP, dim=1)
-        calls: list[Call] = [partial(mixture, x, weights, chosen, *pair, "silu") for pair in several]
+        shares, chosen = torch.rand(rows, EXPERTS, device="cuda").topk(TOP, dim=1)
         one, active = 3 * HIDDEN * FFN, len(chosen.unique())
-        if rows <= 256:
-            yield Case("experts", f"{rows} rows, {active} of {EXPERTS}", calls, active * one * 2)
-        else:
-            yield Case("experts", f"{rows} rows", calls, 2 * rows * TOP * one, "compute")
+        for name, layers in formats.items():
+            calls: list[Call] = [partial(mixture, x, shares, chosen, *pair, "silu", by) for pair, by in layers]
+            if rows <= 256:
+                moved = active * one * layers[0][0][0].element_size()
+                yield Case(name, f"{rows} rows, {active} of {EXPERTS}", calls, moved)
+            else:
+                yield Case(name, f"{rows} rows", calls, 2 * rows * TOP * one, "compute")

@@ -123,7 +123,8 @@ class VisionSpec:
 class ModelSpec:
     """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once; `rotaries`
     are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters` are those of all
-    experts of all layers that have `experts` of them each, of which a token takes `active_experts`."""
+    experts of all layers that have `experts` of them each, of which a token takes `active_experts`; and
+    `wide_parameters` are in float32 whatever the others are in."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -140,6 +141,12 @@ class ModelSpec:
     experts: int = 0
     active_experts: int = 0
     expert_parameters: int = 0
+    wide_parameters: int = 0
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes of all weights, eyes included, where numbers have `itemsize` bytes."""
+        eyes = self.vision.parameters if self.vision is not None else 0
+        return (self.parameters + eyes) * itemsize + self.wide_parameters * (4 - itemsize)
 
     @property
     def least_budget(self) -> int:

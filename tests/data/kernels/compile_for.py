@@ -171,11 +171,17 @@ def states() -> None:
 
 
 def mixtures() -> None:
-    """Of one token, of a batch, of prompts."""
-    gate_up, down = torch.empty(16, 2 * 1024, 4096, dtype=DTYPE), torch.empty(16, 4096, 1024, dtype=DTYPE)
+    """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group."""
+    shapes, half = ((16, 2 * 1024, 4096), (16, 4096, 1024)), (None, None)
+    kinds = [([torch.empty(shape, dtype=DTYPE) for shape in shapes], half)]
+    for group in (4096, 128) if CAPABILITY >= 89 else ():
+        scales = [torch.zeros(max(depth // group, 1), 16 * rows) for _, rows, depth in shapes]
+        kinds.append(([torch.empty(shape, dtype=linear.E4M3) for shape in shapes], tuple(scales)))
     for tokens in (1, 64, 512, 8192):
         experts.route(zeros(tokens, 16), 2, False)
-        experts.mixture(zeros(tokens, 4096), torch.zeros(tokens, 2), ints(tokens, 2), gate_up, down, "silu")
+        for (gate_up, down), scales in kinds:
+            x, shares = zeros(tokens, 4096), torch.zeros(tokens, 2)
+            experts.mixture(x, shares, ints(tokens, 2), gate_up, down, "silu", scales)
 
 
 def in_fp8() -> None:

@@ -345,6 +345,9 @@ def test_layers_of_jamba() -> None:
     spec = read_spec(named_config("jamba-52b"))
     assert [i for i, layer in enumerate(spec.layers) if not layer.state] == [4, 12, 20, 28]
     assert spec.parameters == 51_570_323_328
+    assert (spec.experts, spec.active_experts, spec.expert_parameters) == (16, 2, 16 * 16 * 3 * 4096 * 14336)
+    dense = read_spec({**named_config("jamba-52b"), "num_experts": 1})
+    assert (dense.experts, dense.active_experts, dense.expert_parameters) == (0, 0, 0)
     state = spec.layers[0].state
     assert [(part.name, part.shape, part.itemsize) for part in state] == [
         ("conv", (8192, 3), 2), ("ssm", (8192, 16), 4)

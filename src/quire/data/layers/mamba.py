@@ -79,6 +79,9 @@ class Mamba(nn.Module):
         """Call once, after loading. On a GPU kernels are chosen; if `deterministic`, ones by which a token's bits, with
         states in fp32, depend neither on the rows beside it nor on how its row is cut into steps."""
         self.decay = -torch.exp(self.decay_log)
+        for norm in self.norms:
+            if norm.weight is None:  # it has none
+                norm.weight = nn.Parameter(self.conv_weight.new_ones(norm.shape), requires_grad=False)
         if self.decay.is_cuda:
             from quire.data.kernels.triton import conv, scan
             from quire.data.kernels.triton.launch import early

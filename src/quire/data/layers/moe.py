@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ class SparseMLP(nn.Module):
     hidden], of each expert the gate's rows and then up's, and `down` [experts * hidden, intermediate].
     """
 
+    FP8: ClassVar[dict[str, str]] = {"gate_up": "gate_up_scale", "down": "down_scale"}
+    """As of `Linear`; the router's is its own."""
+
     def __init__(
         self, hidden: int, intermediate: int, experts: int, top: int, act: str, normalised: bool, dtype: torch.dtype,
         device: torch.device,
@@ -35,6 +39,8 @@ class SparseMLP(nn.Module):
 
         self.router = Linear(hidden, experts, False, dtype, device)
         self.gate_up, self.down = stacked(2 * intermediate, hidden), stacked(hidden, intermediate)
+        self.gate_up_scale: Tensor | None = None  # [groups, rows of all experts], of weights in FP8
+        self.down_scale: Tensor | None = None
         self.choose: Callable[..., tuple[Tensor, Tensor]] | None = None  # the choice in one launch
         self.grouped: Callable[..., Tensor] | None = None
         self.deterministic = False
@@ -43,7 +49,8 @@ class SparseMLP(nn.Module):
         weights, chosen = self.route(x)
         gate_up, down = self.gate_up.view(self.experts, -1, self.hidden), self.down.view(self.experts, self.hidden, -1)
         if self.grouped is not None:
-            return self.grouped(x, weights, chosen, gate_up, down, self.name, deterministic=self.deterministic)
+            scales = self.gate_up_scale, self.down_scale
+            return self.grouped(x, weights, chosen, gate_up, down, self.name, scales, deterministic=self.deterministic)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():
             rows, place = torch.where(chosen == expert)

@@ -36,8 +36,7 @@ def mixer_of(settings: MixerSettings, dtype: torch.dtype, device: torch.device) 
     s, eps = settings, None if settings.norms == "none" else settings.norm_eps
     mixer = Mixer(Widths(*s.widths), "silu", s.bias, s.conv_bias, eps, dtype, device)
     for norm in mixer.norms if s.norms == "plain" else ():
-        del norm.weight
-        norm.register_buffer("weight", torch.ones(norm.shape, dtype=dtype, device=device), persistent=False)
+        norm.weight = None  # `prepare` fills in ones
     return mixer
 
 

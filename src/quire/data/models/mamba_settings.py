@@ -52,6 +52,11 @@ class MixerSettings:
         return products + self.inner * (self.conv + self.conv_bias) + selection + self.inner * (self.state + 1) + norms
 
     @property
+    def wide(self) -> int:
+        """Of these, those that are in float32 whatever the model's dtype."""
+        return self.inner * (self.state + 2)
+
+    @property
     def widths(self) -> tuple[int, int, int, int, int]:
         """In the order of quire.data.layers.mamba."""
         return self.hidden, self.inner, self.rank, self.state, self.conv
@@ -117,6 +122,7 @@ class MambaSettings:
             parameters=self.parameters,
             eos_ids=self.eos_ids,
             rotaries=0,
+            wide_parameters=self.layers * self.mixer.wide,
         )
 
 
@@ -185,11 +191,16 @@ class JambaSettings:
         """Weights of the model, tied ones once, those of all experts."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * queries + 2 * keys)
-        block = 3 * self.hidden * self.intermediate
+        block, sparse = 3 * self.hidden * self.intermediate, sum(self.sparse)
         total = sum(attention if attends else self.mixer.parameters for attends in self.attends)
-        total += sum(self.experts * (block + self.hidden) if sparse else block for sparse in self.sparse)
+        total += self.expert_parameters + sparse * self.experts * self.hidden + (len(self.sparse) - sparse) * block
         embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden
         return total + len(self.attends) * 2 * self.hidden + self.hidden + embeddings
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of these, those of all experts; routers aren't among them."""
+        return sum(self.sparse) * self.experts * 3 * self.hidden * self.intermediate
 
     def spec(self) -> ModelSpec:
         state, attention = self.mixer.layer(self.itemsize), LayerSpec(self.kv_heads, self.head_dim)
@@ -205,6 +216,10 @@ class JambaSettings:
             parameters=self.parameters,
             eos_ids=self.eos_ids,
             rotaries=0,
+            experts=self.experts if any(self.sparse) else 0,
+            active_experts=self.active if any(self.sparse) else 0,
+            expert_parameters=self.expert_parameters,
+            wide_parameters=self.attends.count(False) * self.mixer.wide,
         )
 
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST = 1e-12  # of a row's largest value: a row of zeros has a scale too
-STAY = re.compile(r"(^|\.)(head|router|vision|tower|projector|eyes)(\.|$)")
-"""Modules that stay in the model's dtype, also where a checkpoint has them in FP8."""
+STAY = re.compile(r"(^|\.)(head|router|vision|tower|projector|eyes|mamba\.(parts|dt)|mixer\.(parts|dt))(\.|$)")
+"""Modules that stay in the model's dtype, also where a checkpoint has them in FP8. A Mamba's two small products make
+the steps by which its states decay, so that what is rounded in them adds up."""
 
 
 def native(dtype: torch.dtype, device: torch.device) -> bool:

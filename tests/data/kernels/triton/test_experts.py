@@ -88,7 +88,7 @@ def test_what_is_not_a_number_shows() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_tokens(dtype: torch.dtype) -> None:
     made = case(150, 2, 1, dtype, inner=70, hidden=72)
-    assert tile_of(150, 2, False, made[3])._replace(stages=0) == MANY._replace(stages=0)
+    assert tile_of(150, 2, False, made[0], *made[3:])._replace(stages=0) == MANY._replace(stages=0)
     check(made)
 
 
@@ -125,11 +125,11 @@ def test_no_tokens() -> None:
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """By pairs, and with no more stages than there is room for."""
     weight = torch.zeros(1, dtype=torch.bfloat16)
-    sizes = [tile_of(pairs, 16, False, weight).pairs for pairs in (2, 256, 257, 1024, 1025)]
+    sizes = [tile_of(pairs, 16, False, weight, weight).pairs for pairs in (2, 256, 257, 1024, 1025)]
     assert sizes == [FEW.pairs, FEW.pairs, SOME.pairs, SOME.pairs, MANY.pairs]
-    assert {tile_of(pairs, 16, True, weight) for pairs in (2, 5000)} == {SOME}
+    assert {tile_of(pairs, 16, True, weight, weight) for pairs in (2, 5000)} == {SOME}
     monkeypatch.setattr(experts, "shared_memory", lambda device: 101_376)
     for pairs in (2, 257, 1025):
-        tile = tile_of(pairs, 16, False, weight)
+        tile = tile_of(pairs, 16, False, weight, weight)
         assert 2 <= tile.stages <= 4
         assert (2 * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376

@@ -4,6 +4,9 @@ A program takes some pairs of token and expert, of one expert, and some rows of 
 kernel of `linear` has it. It finds its pairs by itself; where they are many, they are sorted by expert before. There
 are programs for as many tiles as there may be, however the pairs fall to experts: those without pairs end at once, so
 that a graph serves any choice. Nothing is added to from two sides: a result is the same every time.
+
+Weights may be in FP8 (e4m3), as those of `linear`: converted in registers, whatever the number of pairs, and sums
+multiplied by scales.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from torch import Tensor
 
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
 from quire.data.kernels.triton.launch import cdiv, power_of_2, shared_memory
+from quire.data.kernels.triton.linear import E4M3
 from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.tiles import GROUP
 
 
 class Tile(NamedTuple):
@@ -34,7 +39,7 @@ FEW, SOME, MANY = Tile(16, 32, 256, 4, 4), Tile(32, 64, 128, 4, 4), Tile(128, 64
 MOST_UNSORTED = 256
 """Pairs that each program looks through by itself, at most."""
 
-GROUP = 8
+SIDE = 8
 """Tiles of pairs that go through a weight side by side, so that it is read from memory once for all of them."""
 
 
@@ -105,18 +110,31 @@ def _found(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.conste
     return expert, pair, real
 
 
+@triton.jit
+def _add(acc, rows, v, inside, scale, GROUP: tl.constexpr):
+    """acc [N, M] + w [N, K] v [K, M], with the scales of a group of numbers, where there are groups."""
+    w = tl.load(rows, mask=inside[None, :], other=0.0).to(v.dtype)
+    if GROUP > 0:
+        part = tl.dot(w, v, input_precision="ieee")
+        acc = tl.fma(part, tl.broadcast_to(tl.load(scale)[:, None], part.shape), acc)
+    else:
+        acc = tl.dot(w, v, acc, input_precision="ieee")
+    return acc
+
+
 @quick
 @triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["chosen", "bounds"])
 def _experts(
-    x, weight, scales, out, chosen, bounds, pairs, tiles, x_stride, size, depth,
+    x, weight, scale, shares, out, chosen, bounds, pairs, tiles, x_stride, size, depth,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Of each pair: with a KIND, act(gate) * up of its token; without, its own row's product, times its scale."""
+    """Of each pair: with a KIND, act(gate) * up of its token; without, its own row's product, times its share. GROUP
+    numbers of a row have a scale in common: 0 for all of a row, -1 where the weight isn't in FP8."""
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
-    first = index // (GROUP * across) * GROUP
-    beside = tl.minimum(tiles - first, GROUP)
-    tile, left = first + index % (GROUP * across) % beside, index % (GROUP * across) // beside * BLOCK_N
+    first = index // (SIDE * across) * SIDE
+    beside = tl.minimum(tiles - first, SIDE)
+    tile, left = first + index % (SIDE * across) % beside, index % (SIDE * across) // beside * BLOCK_N
     expert, pair, real = _found(chosen, bounds, pairs, tile, EXPERTS, PADDED, PAIRS, BLOCK_M)
     if expert < EXPERTS:
         n, k = left + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -125,20 +143,25 @@ def _experts(
             source = pair // TOP
         inputs = x + source[None, :] * x_stride + k[:, None]
         each = size if KIND is None else 2 * size
-        rows = weight + (expert.to(tl.int64) * each + tl.minimum(n, size - 1))[:, None] * depth + k[None, :]
+        lines = expert.to(tl.int64) * each + tl.minimum(n, size - 1)
+        rows, factors = weight + lines[:, None] * depth + k[None, :], scale + lines
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in range(0, depth, BLOCK_K):
             inside = start + k < depth
             v = tl.load(inputs + start, mask=inside[:, None] & real[None, :], other=0.0)
-            acc = tl.dot(tl.load(rows + start, mask=inside[None, :], other=0.0), v, acc, input_precision="ieee")
+            by = factors + start // GROUP * (EXPERTS * each) if GROUP > 0 else factors
+            acc = _add(acc, rows + start, v, inside, by, GROUP)
             if KIND is not None:
-                up = tl.load(rows + start + size * depth, mask=inside[None, :], other=0.0)
-                other = tl.dot(up, v, other, input_precision="ieee")
+                other = _add(other, rows + start + size * depth, v, inside, by + size, GROUP)
+        if GROUP == 0:
+            acc *= tl.load(factors)[:, None]
+            if KIND is not None:
+                other *= tl.load(factors + size)[:, None]
         if KIND is not None:
             acc = activate(acc, KIND) * other
         else:
-            acc *= tl.load(scales + pair, mask=real, other=0.0)[None, :]
+            acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
         place = out + pair[None, :] * size + n[:, None]
         tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
 
@@ -154,22 +177,37 @@ def _sum(parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
-def tile_of(pairs: int, experts: int, deterministic: bool, weight: Tensor) -> Tile:
+def tile_of(pairs: int, experts: int, deterministic: bool, x: Tensor, *weights: Tensor, group: int = 0) -> Tile:
     """By the pairs that an expert has, if all have as many; `deterministic`: whatever their number. As many stages as
-    the device has room for."""
+    the device has room for, and no deeper than the `group` of numbers that have a scale in common, if there is one."""
     few, many = pairs <= 16 * experts, pairs > 64 * experts
     tile = SOME if deterministic else FEW if few else MANY if many else SOME
-    stage = (2 * tile.columns + tile.pairs) * tile.depth * weight.element_size()
-    return tile._replace(stages=max(1, min(tile.stages, shared_memory(weight.device) // stage)))
+    tile = tile._replace(depth=min(tile.depth, group or tile.depth))
+    widest = max(weight.element_size() for weight in weights)
+    stage = (2 * tile.columns * widest + tile.pairs * x.element_size()) * tile.depth
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
+
+
+def _group(weight: Tensor, scale: Tensor | None) -> int:
+    """Numbers of a row that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
+    assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
+    if scale is None:
+        return -1
+    experts, rows, depth = weight.shape
+    fits = len(scale) in (1, cdiv(depth, GROUP)) and scale.shape[1] == experts * rows
+    assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
+    assert scale.is_contiguous(), "the scale must be dense"
+    return 0 if len(scale) == 1 else GROUP
 
 
 def mixture(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-    *, deterministic: bool = False,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [T, hidden], weights and chosen [T, top] (fp32, int64), gate_up [experts, 2 * inner, hidden], down [experts,
     hidden, inner] -> [T, hidden]: the sum of the chosen experts' outputs, times their weights, in fp32, rounded once.
 
+    `scales`: of `gate_up` and `down`, where they are in FP8: [G, experts * rows], as `linear` has them.
     May be captured. `deterministic`: a row's bits don't depend on the number of rows.
     """
     (tokens, hidden), top, (experts, inner) = x.shape, chosen.shape[1], (len(gate_up), down.shape[2])
@@ -184,16 +222,18 @@ def mixture(
     if not few:
         sorted_, order = chosen.flatten().sort(stable=True)
         bounds = torch.searchsorted(sorted_, torch.arange(experts + 1, device=x.device))
-    tile = tile_of(pairs, experts, deterministic, gate_up)
+    groups = _group(gate_up, scales[0]), _group(down, scales[1])
+    tile = tile_of(pairs, experts, deterministic, x, gate_up, down, group=max(*groups, 0))
     tiles = min(pairs, pairs // tile.pairs + experts)
-    between = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
-    for source, weight, target, kind in ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None)):
+    between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
+    products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
+    for (source, weight, target, kind), scale, group in zip(products, scales, groups):
         size = weight.shape[1] if kind is None else weight.shape[1] // 2
         _experts[(tiles * cdiv(size, tile.columns),)](
-            source, weight, weights, target, order, bounds, pairs, tiles, source.stride(0), size, weight.shape[2],
+            source, weight, target if scale is None else scale, weights, target, order, bounds, pairs, tiles,
+            source.stride(0), size, weight.shape[2],
             EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MOST_UNSORTED if few else 0, TOP=top,
-            BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=GROUP, KIND=kind,
+            BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, SIDE=SIDE, GROUP=group, KIND=kind,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     block = min(power_of_2(hidden), 1024)
