@@ -7,12 +7,14 @@ in both kernels here; the sums over them are taken in another order, which may c
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.data.kernels.states import StateCache, StatePlan
+from quire.data.kernels.states import CONV_TILE, StateCache, StatePlan
 from quire.data.kernels.triton.launch import cdiv, power_of_2
 from quire.data.kernels.triton.quick import quick
 
@@ -87,44 +89,85 @@ def _scan(
 
 
 @triton.jit
-def _token(x, dt, z, bc, t, channel, inside, x_stride, dt_stride, z_stride, SIZE: tl.constexpr):
-    """A token's numbers: x, dt and z of the channels, and those of B and of C, one by one; two in a load, as they are
-    the same for all channels, and loads would be a third of all that is done."""
-    v = tl.load(x + t * x_stride + channel, mask=inside, other=0.0)
-    d = tl.load(dt + t * dt_stride + channel, mask=inside, other=0.0)
-    g = tl.load(z + t * z_stride + channel, mask=inside, other=0.0)
-    both = ()
-    for n in tl.static_range(SIZE):
-        two = tl.load(bc + t * SIZE + n)
-        low, high = two.to(tl.int32), (two >> 32).to(tl.int32)
-        both += (low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
-    return v, d, g, both
+def _apart(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The columns of [BLOCK, WIDE], of which a thread holds whole rows: nothing moves."""
+    if WIDE == 1:
+        return (tl.reshape(numbers, (BLOCK,)),)
+    if WIDE == 2:
+        return tl.split(numbers)
+    even, odd = tl.split(tl.reshape(numbers, (BLOCK, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
-def _after(h, decays, token, real, skip, shift, SIZE: tl.constexpr):
-    """(states after a token, its output). A token that isn't real leaves them as they are."""
-    v, d, g, both = token
-    v = v.to(tl.float32)
-    delta = tl.where(real, _softplus(d.to(tl.float32) + shift), 0.0)
+def _beside(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """[BLOCK, WIDE] of these columns."""
+    if WIDE == 1:
+        return tl.reshape(columns[0], (BLOCK, 1))
+    if WIDE == 2:
+        return tl.join(columns[0], columns[1])
+    return tl.reshape(tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3])), (BLOCK, 4))
+
+
+@triton.jit
+def _of_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """SIZE numbers of each channel from `place` [BLOCK] on, fp32, WIDE in a load."""
+    numbers = ()
+    for n in tl.static_range(0, SIZE, WIDE):
+        wide = tl.load(place[:, None] + n + tl.arange(0, WIDE)[None, :], mask=mask[:, None], other=0.0)
+        numbers += _apart(wide.to(tl.float32), BLOCK, WIDE)
+    return numbers
+
+
+@triton.jit
+def _to_channels(place, mask, numbers, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """They are written."""
+    for n in tl.static_range(0, SIZE, WIDE):
+        some = ()
+        for k in tl.static_range(WIDE):
+            some += (numbers[n + k],)
+        target = place[:, None] + n + tl.arange(0, WIDE)[None, :]
+        tl.store(target, _beside(some, BLOCK, WIDE).to(place.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit
+def _of_tokens(base, t, last, stride, channel, inside, TILE: tl.constexpr):
+    """The channels' numbers of TILE tokens; of those past the last one, that one's."""
+    numbers = ()
+    for i in tl.static_range(TILE):
+        numbers += (tl.load(base + tl.minimum(t + i, last) * stride + channel, mask=inside, other=0.0),)
+    return numbers
+
+
+@triton.jit
+def _after(h, decays, v, delta, both, skip, SIZE: tl.constexpr, ENDS: tl.constexpr):
+    """(states after a token, its output before the gate)."""
     moved, y, states = delta * v, skip * v, ()
     for n in tl.static_range(SIZE):
         state = _advanced(h[n], decays[n], delta, moved, both[n])
-        y = tl.fma(state, both[SIZE + n], y)
+        if not ENDS:
+            y = tl.fma(state, both[SIZE + n], y)
         states += (state,)
-    return states, _gated(y, g.to(tl.float32))
+    return states, y
 
 
 @quick
-@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"])
+@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes", "tiles"])
 def _unrolled(
-    x, dt, A, bc, D, z, bias, out, states, offsets, lengths, starts, reads, writes,
+    x, dt, A, bc, D, z, bias, out, states, ends, totals, offsets, lengths, starts, reads, writes, tiles,
     x_stride, dt_stride, z_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, ENDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_scan`, and each thread holds all SIZE states of its channels: no sum crosses threads. Two tokens are
-    computed while the next two are loaded. `bc`: B and C side by side, fp32, in pairs."""
+    """As `_scan`, and each thread holds all SIZE states of its channel: no sum crosses threads. TILE tokens are
+    computed while the next ones are loaded. `bc`: B and C side by side, fp32.
+
+    PART: tokens of a part of a row, which has a program of its own; 0: rows are whole. A part starts from what those
+    before it leave, which another launch, with ENDS, has found and written: their last states when they start from
+    none (the first one: from the row's), and the sums of their steps."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -132,44 +175,128 @@ def _unrolled(
     inside = channel < INNER
     skip = tl.load(D + channel, mask=inside, other=0.0)
     shift = tl.load(bias + channel, mask=inside, other=0.0) if BIAS else 0.0
-    decays = ()
+    begin = 0
+    if PART:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        begin = tl.load(tiles + 2 * row + 1)
+        row = tl.load(tiles + 2 * row).to(tl.int64)
+        if begin % PART != 0:
+            return
+    slopes, decays = _of_channels(A + channel * SIZE, inside, SIZE, BLOCK, WIDE), ()
     for n in tl.static_range(SIZE):
-        decays += (tl.load(A + channel * SIZE + n, mask=inside, other=0.0) * LOG2E,)
-    if PDL:
+        decays += (slopes[n] * LOG2E,)
+    if PDL and not PART:
         tl.extra.cuda.gdc_wait()
     offset, length = tl.load(offsets + row), tl.load(lengths + row)
     start, read = tl.load(starts + row), tl.load(reads + row)
-    h = ()
-    old = states + read * page_stride + channel * SIZE
-    for n in tl.static_range(SIZE):
-        h += (tl.load(old + n, mask=inside & (read >= 0), other=0.0).to(tl.float32),)
+    stop = length
+    if PART:
+        stop = tl.minimum(length, begin + PART)
+        if ENDS and begin + PART >= length:
+            return
+    slot = 0
+    if PART:
+        slot = offset // PART
+    old, known = states + read * page_stride + channel * SIZE, inside & (read >= 0)
+    h = _of_channels(old, known & (begin == 0), SIZE, BLOCK, WIDE)
+    if PART and not ENDS:
+        for part in range(begin // PART):
+            place = (slot + part) * INNER + channel
+            delta, left = tl.load(totals + place, mask=inside, other=0.0), ()
+            found = _of_channels(ends + place * SIZE, inside, SIZE, BLOCK, WIDE)
+            for n in tl.static_range(SIZE):
+                left += (tl.fma(tl.exp2(delta * decays[n]), h[n], found[n]),)
+            h = left
     tl.debug_barrier()  # what is written may be what another thread reads
-    x, dt, z, bc = x + offset * x_stride, dt + offset * dt_stride, z + offset * z_stride, bc + offset * SIZE
+    x, dt, z, bc = x + offset * x_stride, dt + offset * dt_stride, z + offset * z_stride, bc + offset * (2 * SIZE)
     out += offset * INNER
-    last = length - 1  # what is loaded past the end is this one again, and comes to nothing
-    stop = tl.where(length > 0, (start + last) // RUN + 1, start // RUN)
-    for run in range(start // RUN, stop):
-        first = tl.maximum(run * RUN - start, 0)
-        end = tl.minimum((run + 1) * RUN - start, length)
-        one = _token(x, dt, z, bc, first, channel, inside, x_stride, dt_stride, z_stride, SIZE)
-        t = tl.minimum(first + 1, last)
-        two = _token(x, dt, z, bc, t, channel, inside, x_stride, dt_stride, z_stride, SIZE)
-        for pair in range(first, end, 4):
-            for half in tl.static_range(0, 4, 2):  # so that what is loaded stays in its registers
-                t = pair + half
-                at, beyond = tl.minimum(t + 2, last), tl.minimum(t + 3, last)
-                third = _token(x, dt, z, bc, at, channel, inside, x_stride, dt_stride, z_stride, SIZE)
-                fourth = _token(x, dt, z, bc, beyond, channel, inside, x_stride, dt_stride, z_stride, SIZE)
-                h, y = _after(h, decays, one, t < end, skip, shift, SIZE)
-                h, later = _after(h, decays, two, t + 1 < end, skip, shift, SIZE)
-                place = out + t * INNER + channel
-                tl.store(place, y.to(out.dtype.element_ty), mask=inside & (t < end))
-                tl.store(place + INNER, later.to(out.dtype.element_ty), mask=inside & (t + 1 < end))
-                one, two = third, fourth
-        page = tl.load(writes + row * width + run - start // RUN)
-        place = states + page * page_stride + channel * SIZE
-        for n in tl.static_range(SIZE):
-            tl.store(place + n, h[n].to(states.dtype.element_ty), mask=inside)
+    last, total = length - 1, tl.zeros((BLOCK,), tl.float32)  # what is loaded past the end comes to nothing
+    final = tl.where(stop > begin, (start + stop - 1) // RUN + 1, (start + begin) // RUN)
+    for run in range((start + begin) // RUN, final):
+        first = tl.maximum(run * RUN - start, begin)
+        end = tl.minimum((run + 1) * RUN - start, stop)
+        vs = _of_tokens(x, first, last, x_stride, channel, inside, TILE)
+        ds = _of_tokens(dt, first, last, dt_stride, channel, inside, TILE)
+        gs = vs
+        if not ENDS:
+            gs = _of_tokens(z, first, last, z_stride, channel, inside, TILE)
+        for tile in range(first, end, TILE):
+            next_vs = _of_tokens(x, tile + TILE, last, x_stride, channel, inside, TILE)
+            next_ds = _of_tokens(dt, tile + TILE, last, dt_stride, channel, inside, TILE)
+            next_gs = next_vs
+            if not ENDS:
+                next_gs = _of_tokens(z, tile + TILE, last, z_stride, channel, inside, TILE)
+            for i in tl.static_range(TILE):
+                t = tile + i
+                same = bc + tl.minimum(t, last) * (2 * SIZE) + tl.zeros((BLOCK,), tl.int32)
+                everywhere = tl.full((BLOCK,), True, tl.int1)
+                both = _of_channels(same, everywhere, SIZE if ENDS else 2 * SIZE, BLOCK, WIDE)
+                delta = tl.where(t < end, _softplus(ds[i].to(tl.float32) + shift), 0.0)
+                h, y = _after(h, decays, vs[i].to(tl.float32), delta, both, skip, SIZE, ENDS)
+                total += delta
+                if not ENDS:
+                    y = _gated(y, gs[i].to(tl.float32))
+                    tl.store(out + t * INNER + channel, y.to(out.dtype.element_ty), mask=inside & (t < end))
+            vs, ds, gs = next_vs, next_ds, next_gs
+        if not ENDS and ((start + end) % RUN == 0 or end == length):
+            page = tl.load(writes + row * width + run - start // RUN)
+            _to_channels(states + page * page_stride + channel * SIZE, inside, h, SIZE, BLOCK, WIDE)
+    if ENDS:
+        place = (slot + begin // PART) * INNER + channel
+        tl.store(totals + place, total, mask=inside)
+        _to_channels(ends + place * SIZE, inside, h, SIZE, BLOCK, WIDE)
+
+
+class Unrolled(NamedTuple):
+    """How prompts are divided: tokens computed while as many are loaded, warps of a program, 32 channels to each, and
+    registers that a thread may have; 128 let four warps take turns on each scheduler."""
+
+    tile: int = 4
+    warps: int = 1
+    registers: int = 128
+
+
+UNROLLED = Unrolled()
+
+BUSY = 2048
+"""Warps that an H200 computes at once, of these registers, 16 to a multiprocessor."""
+
+
+def part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
+    """Tokens of the parts that rows are cut into, such that a long row keeps the GPU busy, where that is at least twice
+    as quick for all that parts but the last are computed twice; 0 where it isn't. No less than a run: a row's page that
+    is read and written is in its first part then."""
+    if plan.tiles is None or plan.writes.shape[1] < 4:
+        return 0
+    fair = tokens * cdiv(inner, 32) // BUSY  # tokens of a warp if all were as busy
+    part = power_of_2(max(CONV_TILE, plan.run_tokens, fair))
+    return part if plan.writes.shape[1] * plan.run_tokens >= 4 * part else 0
+
+
+def _prompts(
+    x: Tensor, dt: Tensor, A: Tensor, bc: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, out: Tensor,
+    states: Tensor, plan: StatePlan, part: int, options: dict[str, Any], how: Unrolled = UNROLLED,
+) -> None:  # fmt: skip
+    """Rows whole, or in parts: their ends first."""
+    (tokens, inner), size, ends, totals = x.shape, A.shape[1], None, None
+    block = 32 * how.warps
+    blocks, wide = cdiv(inner, block), min(4, size & -size)
+    programs = len(plan.offsets)
+    if part:
+        assert plan.tiles is not None, "rows of one token each are whole"
+        assert part % CONV_TILE == 0 and part >= plan.run_tokens, "a part starts with a tile, and has its row's page"
+        programs = len(plan.tiles)
+        ends = torch.empty((tokens // part + 1, inner, size), dtype=torch.float32, device=x.device)
+        totals = torch.empty((tokens // part + 1, inner), dtype=torch.float32, device=x.device)
+    for only_ends in (True, False) if part else (False,):
+        _unrolled[(programs * blocks,)](
+            x, dt, A, bc, D, z, bias, out, states, ends, totals,
+            plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
+            x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.writes.stride(0),
+            BLOCK=block, BLOCKS=blocks, TILE=how.tile, WIDE=wide, PART=part, ENDS=only_ends, **options,
+            num_warps=how.warps, maxnreg=how.registers,
+        )  # fmt: skip
 
 
 def selective_scan(
@@ -190,12 +317,9 @@ def selective_scan(
     options |= {"launch_pdl": True} if pdl else {}
     ends = (cache.ssm.stride(0), plan.writes.stride(0))
     if size <= MOST_UNROLLED and (deterministic or plan.tiles is not None):
-        block = min(max(power_of_2(inner), 32), 64 if size <= 16 else 32)
-        blocks, bc = cdiv(inner, block), torch.cat((B, C), dim=1).float().view(torch.int64)
-        _unrolled[(rows * blocks,)](
-            x, dt, A, bc, D, z, bias, out, cache.ssm, *numbers, x.stride(0), dt.stride(0), z.stride(0), *ends,
-            BLOCK=block, BLOCKS=blocks, num_warps=1, **options,
-        )  # fmt: skip
+        bc = torch.cat((B, C), dim=1).float()
+        part = 0 if deterministic else part_tokens(plan, tokens, inner)
+        _prompts(x, dt, A, bc, D, z, bias, out, cache.ssm, plan, part, options)
         return out
     padded = power_of_2(size)
     block = min(power_of_2(inner), max(1, 1024 // padded))
