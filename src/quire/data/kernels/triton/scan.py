@@ -36,6 +36,17 @@ def _softplus(x):
 
 
 @triton.jit
+def _exp2(x):
+    """2 ** x, fp32, within 2e-7 of itself, by a polynomial alone; below -126 that of -126, which is next to nothing."""
+    x = tl.minimum(tl.maximum(x, -126.0), 127.0)
+    moved = x + 12582912.0  # 1.5 * 2 ** 23: rounds to a whole number, which the last bits are
+    f = x - (moved - 12582912.0)
+    p = tl.fma(f, tl.fma(f, 0.00133989, 0.00961844), 0.05550327)
+    p = tl.fma(f, tl.fma(f, tl.fma(f, p, 0.24022650), 0.69314718), 1.0)
+    return ((moved.to(tl.int32, bitcast=True) << 23) + p.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _gated(y, z):
     return y * (z / (1.0 + tl.exp2(-z * LOG2E)))
 
@@ -122,35 +133,71 @@ def _of_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def _to_channels(place, mask, numbers, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """They are written."""
-    for n in tl.static_range(0, SIZE, WIDE):
-        some = ()
-        for k in tl.static_range(WIDE):
-            some += (numbers[n + k],)
-        target = place[:, None] + n + tl.arange(0, WIDE)[None, :]
-        tl.store(target, _beside(some, BLOCK, WIDE).to(place.dtype.element_ty), mask=mask[:, None])
+def _written(
+    place, channel, inside, h, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """All channels' states are, from `place` on."""
+    for k in tl.static_range(GROUPS):
+        for n in tl.static_range(0, SIZE, WIDE):
+            some = ()
+            for m in tl.static_range(WIDE):
+                some += (h[k * SIZE + n + m],)
+            target = place + (channel[k] * SIZE)[:, None] + n + tl.arange(0, WIDE)[None, :]
+            tl.store(target, _beside(some, BLOCK, WIDE).to(place.dtype.element_ty), mask=inside[k][:, None])
 
 
 @triton.jit
-def _of_tokens(base, t, last, stride, channel, inside, TILE: tl.constexpr):
-    """The channels' numbers of TILE tokens; of those past the last one, that one's."""
+def _of_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    """The channels' numbers of TILE tokens from `base` on."""
     numbers = ()
     for i in tl.static_range(TILE):
-        numbers += (tl.load(base + tl.minimum(t + i, last) * stride + channel, mask=inside, other=0.0),)
+        for k in tl.static_range(GROUPS):
+            numbers += (tl.load(base + i * stride + channel[k], mask=inside[k], other=0.0),)
     return numbers
 
 
 @triton.jit
-def _after(h, decays, v, delta, both, skip, SIZE: tl.constexpr, ENDS: tl.constexpr):
-    """(states after a token, its output before the gate)."""
+def _after(
+    h, decays, v, delta, skip, both,
+    FIRST: tl.constexpr, SIZE: tl.constexpr, FMA: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """(A channel's states after a token, h from FIRST on before it; its output before the gate). FMA: states, the last
+    ones, whose exponentials are computed without special functions."""
     moved, y, states = delta * v, skip * v, ()
     for n in tl.static_range(SIZE):
-        state = _advanced(h[n], decays[n], delta, moved, both[n])
+        if n < SIZE - FMA:
+            state = _advanced(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
+        else:
+            state = tl.fma(_exp2(delta * decays[FIRST + n]), h[FIRST + n], moved * both[n])
         if not ENDS:
             y = tl.fma(state, both[SIZE + n], y)
         states += (state,)
     return states, y
+
+
+@triton.jit
+def _computed(
+    h, totals, tokens, bc, out, channel, inside, decays, skips, shifts, INNER: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
+    ENDS: tl.constexpr,
+):  # fmt: skip
+    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS."""
+    vs, ds, gs = tokens
+    everywhere = tl.full((BLOCK,), True, tl.int1)
+    for i in tl.static_range(TILE):
+        same = bc + i * 2 * SIZE + tl.zeros((BLOCK,), tl.int32)
+        both = _of_channels(same, everywhere, SIZE if ENDS else 2 * SIZE, BLOCK, WIDE)
+        states, sums = (), ()
+        for k in tl.static_range(GROUPS):
+            delta = _softplus(ds[i * GROUPS + k].to(tl.float32) + shifts[k])
+            left, y = _after(h, decays, vs[i * GROUPS + k].to(tl.float32), delta, skips[k], both, k * SIZE, SIZE, FMA, ENDS)
+            states += left
+            sums += (totals[k] + delta,)
+            if not ENDS:
+                y = _gated(y, gs[i * GROUPS + k].to(tl.float32))
+                tl.store(out + i * INNER + channel[k], y.to(out.dtype.element_ty), mask=inside[k])
+        h, totals = states, sums
+    return h, totals
 
 
 @quick
@@ -159,10 +206,10 @@ def _unrolled(
     x, dt, A, bc, D, z, bias, out, states, ends, totals, offsets, lengths, starts, reads, writes, tiles,
     x_stride, dt_stride, z_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    BIAS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, ENDS: tl.constexpr,
-    PDL: tl.constexpr,
+    BIAS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
+    PART: tl.constexpr, ENDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_scan`, and each thread holds all SIZE states of its channel: no sum crosses threads. TILE tokens are
+    """As `_scan`, and each thread holds all SIZE states of its GROUPS channels: no sum crosses threads. TILE tokens are
     computed while the next ones are loaded. `bc`: B and C side by side, fp32.
 
     PART: tokens of a part of a row, which has a program of its own; 0: rows are whole. A part starts from what those
@@ -171,10 +218,6 @@ def _unrolled(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    channel = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < INNER
-    skip = tl.load(D + channel, mask=inside, other=0.0)
-    shift = tl.load(bias + channel, mask=inside, other=0.0) if BIAS else 0.0
     begin = 0
     if PART:
         if PDL:
@@ -183,78 +226,91 @@ def _unrolled(
         row = tl.load(tiles + 2 * row).to(tl.int64)
         if begin % PART != 0:
             return
-    slopes, decays = _of_channels(A + channel * SIZE, inside, SIZE, BLOCK, WIDE), ()
-    for n in tl.static_range(SIZE):
-        decays += (slopes[n] * LOG2E,)
+    channel, inside, skips, shifts, decays, sums = (), (), (), (), (), ()
+    for k in tl.static_range(GROUPS):
+        c = (tl.program_id(0) % BLOCKS * GROUPS + k) * BLOCK + tl.arange(0, BLOCK)
+        there = c < INNER if INNER % (BLOCK * GROUPS) else tl.full((BLOCK,), True, tl.int1)
+        channel, inside = channel + (c,), inside + (there,)
+        skips += (tl.load(D + c, mask=there, other=0.0),)
+        shifts += (tl.load(bias + c, mask=there, other=0.0) if BIAS else 0.0,)
+        slopes = _of_channels(A + c * SIZE, there, SIZE, BLOCK, WIDE)
+        for n in tl.static_range(SIZE):
+            decays += (slopes[n] * LOG2E,)
+        sums += (tl.zeros((BLOCK,), tl.float32),)
     if PDL and not PART:
         tl.extra.cuda.gdc_wait()
     offset, length = tl.load(offsets + row), tl.load(lengths + row)
     start, read = tl.load(starts + row), tl.load(reads + row)
-    stop = length
+    stop, slot, h = length, 0, ()
     if PART:
-        stop = tl.minimum(length, begin + PART)
+        stop, slot = tl.minimum(length, begin + PART), offset // PART
         if ENDS and begin + PART >= length:
             return
-    slot = 0
-    if PART:
-        slot = offset // PART
-    old, known = states + read * page_stride + channel * SIZE, inside & (read >= 0)
-    h = _of_channels(old, known & (begin == 0), SIZE, BLOCK, WIDE)
+    for k in tl.static_range(GROUPS):
+        old, known = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
+        h += _of_channels(old, known, SIZE, BLOCK, WIDE)
     if PART and not ENDS:
         for part in range(begin // PART):
-            place = (slot + part) * INNER + channel
-            delta, left = tl.load(totals + place, mask=inside, other=0.0), ()
-            found = _of_channels(ends + place * SIZE, inside, SIZE, BLOCK, WIDE)
-            for n in tl.static_range(SIZE):
-                left += (tl.fma(tl.exp2(delta * decays[n]), h[n], found[n]),)
+            place, left = (slot + part) * INNER, ()
+            for k in tl.static_range(GROUPS):
+                delta = tl.load(totals + place + channel[k], mask=inside[k], other=0.0)
+                found = _of_channels(ends + (place + channel[k]) * SIZE, inside[k], SIZE, BLOCK, WIDE)
+                for n in tl.static_range(SIZE):
+                    left += (tl.fma(tl.exp2(delta * decays[k * SIZE + n]), h[k * SIZE + n], found[n]),)
             h = left
     tl.debug_barrier()  # what is written may be what another thread reads
     x, dt, z, bc = x + offset * x_stride, dt + offset * dt_stride, z + offset * z_stride, bc + offset * (2 * SIZE)
     out += offset * INNER
-    last, total = length - 1, tl.zeros((BLOCK,), tl.float32)  # what is loaded past the end comes to nothing
     final = tl.where(stop > begin, (start + stop - 1) // RUN + 1, (start + begin) // RUN)
     for run in range((start + begin) // RUN, final):
         first = tl.maximum(run * RUN - start, begin)
         end = tl.minimum((run + 1) * RUN - start, stop)
-        vs = _of_tokens(x, first, last, x_stride, channel, inside, TILE)
-        ds = _of_tokens(dt, first, last, dt_stride, channel, inside, TILE)
-        gs = vs
-        if not ENDS:
-            gs = _of_tokens(z, first, last, z_stride, channel, inside, TILE)
-        for tile in range(first, end, TILE):
-            next_vs = _of_tokens(x, tile + TILE, last, x_stride, channel, inside, TILE)
-            next_ds = _of_tokens(dt, tile + TILE, last, dt_stride, channel, inside, TILE)
-            next_gs = next_vs
+        whole = first + (end - first) // TILE * TILE
+        if whole > first:
+            vs = _of_tokens(x + first * x_stride, x_stride, channel, inside, TILE, GROUPS)
+            ds = _of_tokens(dt + first * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+            gs = vs
             if not ENDS:
-                next_gs = _of_tokens(z, tile + TILE, last, z_stride, channel, inside, TILE)
-            for i in tl.static_range(TILE):
-                t = tile + i
-                same = bc + tl.minimum(t, last) * (2 * SIZE) + tl.zeros((BLOCK,), tl.int32)
-                everywhere = tl.full((BLOCK,), True, tl.int1)
-                both = _of_channels(same, everywhere, SIZE if ENDS else 2 * SIZE, BLOCK, WIDE)
-                delta = tl.where(t < end, _softplus(ds[i].to(tl.float32) + shift), 0.0)
-                h, y = _after(h, decays, vs[i].to(tl.float32), delta, both, skip, SIZE, ENDS)
-                total += delta
+                gs = _of_tokens(z + first * z_stride, z_stride, channel, inside, TILE, GROUPS)
+            for t in range(first, whole, TILE):
+                then = tl.minimum(t + TILE, whole - TILE)  # behind the last tile that one again
+                later_vs = _of_tokens(x + then * x_stride, x_stride, channel, inside, TILE, GROUPS)
+                later_ds = _of_tokens(dt + then * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+                later_gs = later_vs
                 if not ENDS:
-                    y = _gated(y, gs[i].to(tl.float32))
-                    tl.store(out + t * INNER + channel, y.to(out.dtype.element_ty), mask=inside & (t < end))
-            vs, ds, gs = next_vs, next_ds, next_gs
+                    later_gs = _of_tokens(z + then * z_stride, z_stride, channel, inside, TILE, GROUPS)
+                h, sums = _computed(
+                    h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips,
+                    shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, FMA, ENDS,
+                )  # fmt: skip
+                vs, ds, gs = later_vs, later_ds, later_gs
+        for t in range(whole, end):
+            vs = _of_tokens(x + t * x_stride, x_stride, channel, inside, 1, GROUPS)
+            ds = _of_tokens(dt + t * dt_stride, dt_stride, channel, inside, 1, GROUPS)
+            gs = _of_tokens(z + t * z_stride, z_stride, channel, inside, 1, GROUPS)
+            h, sums = _computed(
+                h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips, shifts,
+                INNER, SIZE, BLOCK, 1, GROUPS, WIDE, FMA, ENDS,
+            )  # fmt: skip
         if not ENDS and ((start + end) % RUN == 0 or end == length):
             page = tl.load(writes + row * width + run - start // RUN)
-            _to_channels(states + page * page_stride + channel * SIZE, inside, h, SIZE, BLOCK, WIDE)
+            _written(states + page * page_stride, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
     if ENDS:
-        place = (slot + begin // PART) * INNER + channel
-        tl.store(totals + place, total, mask=inside)
-        _to_channels(ends + place * SIZE, inside, h, SIZE, BLOCK, WIDE)
+        place = (slot + begin // PART) * INNER
+        for k in tl.static_range(GROUPS):
+            tl.store(totals + place + channel[k], sums[k], mask=inside[k])
+        _written(ends + place * SIZE, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
 
 
 class Unrolled(NamedTuple):
-    """How prompts are divided: tokens computed while as many are loaded, warps of a program, 32 channels to each, and
-    registers that a thread may have; 128 let four warps take turns on each scheduler."""
+    """How prompts are divided: tokens computed while as many are loaded, channels of a thread, warps of a program,
+    registers that a thread may have, and exponentials of a channel's that are left to polynomials."""
 
     tile: int = 4
+    groups: int = 1
     warps: int = 1
     registers: int = 128
+    fma: int = 0
 
 
 UNROLLED = Unrolled()
@@ -281,7 +337,7 @@ def _prompts(
     """Rows whole, or in parts: their ends first."""
     (tokens, inner), size, ends, totals = x.shape, A.shape[1], None, None
     block = 32 * how.warps
-    blocks, wide = cdiv(inner, block), min(4, size & -size)
+    blocks, wide = cdiv(inner, block * how.groups), min(4, size & -size)
     programs = len(plan.offsets)
     if part:
         assert plan.tiles is not None, "rows of one token each are whole"
@@ -294,8 +350,8 @@ def _prompts(
             x, dt, A, bc, D, z, bias, out, states, ends, totals,
             plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
             x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.writes.stride(0),
-            BLOCK=block, BLOCKS=blocks, TILE=how.tile, WIDE=wide, PART=part, ENDS=only_ends, **options,
-            num_warps=how.warps, maxnreg=how.registers,
+            BLOCK=block, BLOCKS=blocks, TILE=how.tile, GROUPS=how.groups, WIDE=wide, FMA=how.fma, PART=part, ENDS=only_ends,
+            **options, num_warps=how.warps, maxnreg=how.registers,
         )  # fmt: skip
 
 
