@@ -137,10 +137,13 @@ def _after(
 def _computed(
     h, totals, tokens, bc, out, channel, inside, decays, skips, shifts, INNER: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
-    ENDS: tl.constexpr,
+    LATE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS."""
+    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS. LATE: behind the
+    last token, since the compiler moves no load in front of a store: B and C may be loaded before their turn then, if
+    there are registers."""
     vs, ds, gs = tokens
+    ys = ()
     everywhere = tl.full((BLOCK,), True, tl.int1)
     for i in tl.static_range(TILE):
         same = bc + i * 2 * SIZE + tl.zeros((BLOCK,), tl.int32)
@@ -154,9 +157,16 @@ def _computed(
             states += left
             sums += (totals[k] + delta,)
             if not ENDS:
-                y = gated(y, gs[i * GROUPS + k].to(tl.float32))
-                tl.store(out + i * INNER + channel[k], y.to(out.dtype.element_ty), mask=inside[k])
+                y = gated(y, gs[i * GROUPS + k].to(tl.float32)).to(out.dtype.element_ty)
+                if LATE:
+                    ys += (y,)
+                else:
+                    tl.store(out + i * INNER + channel[k], y, mask=inside[k])
         h, totals = states, sums
+    if LATE and not ENDS:
+        for i in tl.static_range(TILE):
+            for k in tl.static_range(GROUPS):
+                tl.store(out + i * INNER + channel[k], ys[i * GROUPS + k], mask=inside[k])
     return h, totals
 
 
@@ -167,7 +177,7 @@ def _unrolled(
     x_stride, dt_stride, z_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     BIAS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
-    PART: tl.constexpr, ENDS: tl.constexpr, PDL: tl.constexpr,
+    LATE: tl.constexpr, PART: tl.constexpr, ENDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_scan`, and each thread holds all SIZE states of its GROUPS channels: no sum crosses threads. TILE tokens are
     computed while the next ones are loaded. `bc`: B and C side by side, fp32.
@@ -242,7 +252,7 @@ def _unrolled(
                     later_gs = _of_tokens(z + then * z_stride, z_stride, channel, inside, TILE, GROUPS)
                 h, sums = _computed(
                     h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips,
-                    shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, FMA, ENDS,
+                    shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, FMA, LATE, ENDS,
                 )  # fmt: skip
                 vs, ds, gs = later_vs, later_ds, later_gs
         for t in range(whole, end):
@@ -251,7 +261,7 @@ def _unrolled(
             gs = _of_tokens(z + t * z_stride, z_stride, channel, inside, 1, GROUPS)
             h, sums = _computed(
                 h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips, shifts,
-                INNER, SIZE, BLOCK, 1, GROUPS, WIDE, FMA, ENDS,
+                INNER, SIZE, BLOCK, 1, GROUPS, WIDE, FMA, LATE, ENDS,
             )  # fmt: skip
         if not ENDS and ((start + end) % RUN == 0 or end == length):
             page = tl.load(writes + row * width + run - start // RUN)
@@ -265,13 +275,15 @@ def _unrolled(
 
 class Unrolled(NamedTuple):
     """How prompts are divided: tokens computed while as many are loaded, channels of a thread, warps of a program,
-    registers that a thread may have, and exponentials of a channel's that are left to polynomials."""
+    registers that a thread may have, exponentials of a channel's that are left to polynomials, and whether outputs are
+    written together."""
 
     tile: int = 4
     groups: int = 1
     warps: int = 1
     registers: int = 128
     fma: int = 0
+    late: bool = False
 
 
 UNROLLED = Unrolled()
@@ -313,5 +325,5 @@ def prompts(
             plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
             x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.writes.stride(0),
             BLOCK=block, BLOCKS=blocks, TILE=how.tile, GROUPS=how.groups, WIDE=wide, FMA=how.fma,
-            PART=part, ENDS=only_ends, **options, num_warps=how.warps, maxnreg=how.registers,
+            LATE=how.late, PART=part, ENDS=only_ends, **options, num_warps=how.warps, maxnreg=how.registers,
         )  # fmt: skip
