@@ -161,8 +161,9 @@ def states() -> None:
     for inner, size, ssm in ((8192, 16, torch.float32), (8192, 16, DTYPE), (3072, 64, torch.float32)):
         cache = StateCache(zeros(4, inner, 3), zeros(4, inner, size, dtype=ssm))
         xz, small, wide = zeros(4, 2 * inner), zeros(4, size), torch.zeros(inner)
-        for tiles in (None, zeros(1, 2, dtype=torch.int32)):
-            plan = StatePlan(*ints(4, 4), ints(4, 1), 512, tiles)
+        tiles = zeros(1, 2, dtype=torch.int32)
+        for some, width in ((None, 1), (tiles, 1), (tiles, 4)):  # the last is for rows in parts
+            plan = StatePlan(*ints(4, 4), ints(4, width), 512, some)
             conv.causal_conv(xz[:, :inner], zeros(inner, 4), zeros(inner), cache, plan, pdl=PDL)
             A = torch.zeros(inner, size)
             scan.selective_scan(

@@ -15,7 +15,7 @@ import pytest
 
 FOR_ALL = {
     "_decode", "_join", "_prompt", "_rope_write", "_norm", "_gate", "_act", "_softcap", "_peaks", "_choose", "_spread",
-    "_collect", "_search", "_weigh", "_draw", "_copy", "_conv", "_scan", "_unrolled",
+    "_collect", "_search", "_weigh", "_draw", "_copy", "_conv", "_conv_single", "_scan", "_unrolled",
     "_experts", "_route", "_sum",
 }  # fmt: skip
 LARGE = {"_one", "_few"}  # for few rows, where there is room

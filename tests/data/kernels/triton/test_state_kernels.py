@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.data.kernels import states
 from quire.data.kernels.batch import Batch
 from quire.data.kernels.states import StatePlan
-from quire.data.kernels.triton import conv, scan
+from quire.data.kernels.triton import conv, scan, scan_prompt
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
 KERNELS: dict[str, Any] = {
@@ -131,6 +131,26 @@ def test_a_state_after_each_token(kernels: Any) -> None:
 
 def test_more_than_a_tile(kernels: Any) -> None:
     check(step([Row(3, 130), Row(0, 64), Row(1, 1)], Shape(6, 2, 3, 40)), kernels)
+
+
+def test_rows_in_parts() -> None:
+    """Long rows, beside short ones: each part goes on from what the parts before it leave."""
+    made = step([Row(3, 290), Row(0, 64), Row(41, 1), Row(79, 65)], Shape(6, 4, 3, 40))
+    assert scan_prompt.part_tokens(made.plan, len(made.x), 6) == 64
+    check(made, KERNELS["Triton"])
+
+
+def test_a_polynomial_for_exponentials() -> None:
+    """Some of a channel's states by it, in both of a thread's channels."""
+    made = step([Row(3, 9), Row(0, 13)], Shape(72, 4))
+    want, out, bc = looped(made), torch.empty_like(made.x), torch.cat((made.B, made.C), dim=1)
+    how = scan_prompt.Unrolled(tile=2, groups=2, fma=3)
+    args = (made.x, made.dt, made.A, bc, made.D, made.z, made.bias, out, made.cache.ssm, made.plan)
+    options = {"RUN": 8, "INNER": 72, "SIZE": 4, "BIAS": True, "PDL": False}
+    scan_prompt.prompts(*args, 0, options, how)
+    near(out, want.scan)
+    for page, state in want.ssm_states.items():
+        near(made.cache.ssm[page], state)
 
 
 @pytest.mark.parametrize("name", list(KERNELS))

@@ -17,6 +17,9 @@ from quire.data.kernels.triton.activation import ACTIVATIONS, activate
 from quire.data.kernels.triton.launch import cdiv, power_of_2
 from quire.data.kernels.triton.quick import quick
 
+SINGLE_BLOCK = 128
+"""Channels of a program that has one row's single token."""
+
 
 @triton.jit
 def _input(x, old, read, at, columns, mask, x_stride, BEHIND: tl.constexpr, FIRST: tl.constexpr):
@@ -35,7 +38,7 @@ def _conv(
     x, weight, bias, out, states, offsets, lengths, starts, reads, writes, tiles,
     x_stride, out_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE tokens of a row by BLOCK channels a program."""
     if PDL:
@@ -43,12 +46,8 @@ def _conv(
         tl.extra.cuda.gdc_wait()
     columns = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    first = 0
-    if not SINGLE:
-        tile = tiles + row * 2
-        first = tl.load(tile + 1)
-        row = tl.load(tile).to(tl.int64)
+    tile = tiles + (tl.program_id(0) // BLOCKS).to(tl.int64) * 2
+    first, row = tl.load(tile + 1), tl.load(tile).to(tl.int64)
     length, read, offset = tl.load(lengths + row), tl.load(reads + row), tl.load(offsets + row)
     x += offset * x_stride
     old = states + read * page_stride
@@ -86,6 +85,51 @@ def _conv(
                 tl.store(states + page * page_stride + columns * (TAPS - 1) + k, last, mask=inside)
 
 
+@quick
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes"])
+def _conv_single(
+    x, weight, bias, out, states, reads, writes, x_stride, out_stride, page_stride, width,
+    INNER: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_conv`, for rows of one token: BLOCK channels, one a thread, since the few numbers of a channel in the states
+    lie side by side, and what a warp touches at once should too. They are written in the order in which they lie."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    BEHIND: tl.constexpr = TAPS - 1
+    row, begin = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK
+    columns = begin + tl.arange(0, BLOCK)
+    inside, scales = columns < INNER, ()
+    for k in tl.static_range(TAPS):
+        scales += (tl.load(weight + columns * TAPS + k, mask=inside, other=0.0).to(tl.float32),)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    if BIAS:
+        acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    read, page = tl.load(reads + row), tl.load(writes + row * width)
+    x, old, new = x + row * x_stride, states + read * page_stride, states + page * page_stride
+    token, before, after = tl.load(x + columns, mask=inside, other=0.0), (), ()
+    for k in tl.static_range(BEHIND):
+        before += (tl.load(old + columns * BEHIND + k, mask=inside & (read >= 0), other=0.0),)
+    for k in tl.static_range(BEHIND):
+        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
+        here, latest = place < INNER * BEHIND, place % BEHIND == BEHIND - 1
+        moved = tl.load(old + place + 1, mask=here & (read >= 0) & (latest == 0), other=0.0)
+        added = tl.load(x + place // BEHIND, mask=here & latest, other=0.0)
+        after += (tl.where(latest, added.to(moved.dtype), moved),)
+    for k in tl.static_range(BEHIND):
+        acc = tl.fma(before[k].to(tl.float32), scales[k], acc)
+    acc = tl.fma(token.to(tl.float32), scales[BEHIND], acc)
+    if KIND is not None:
+        acc = activate(acc, KIND)
+    tl.store(out + row * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # what is written may be what another thread reads
+    for k in tl.static_range(BEHIND):
+        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
+        tl.store(new + place, after[k], mask=place < INNER * BEHIND)
+
+
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, activation: str | None = "silu",
     *, pdl: bool = False,
@@ -97,16 +141,23 @@ def causal_conv(
     assert (weight.shape, weight.is_contiguous()) == ((inner, taps), True), "a weight for each tap of a channel"
     assert states.shape[1:] == (inner, taps - 1), "the cache is another layer's"
     out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
-    single = plan.tiles is None
-    tile, block = (1, min(power_of_2(inner), 256)) if single else (CONV_TILE, min(power_of_2(inner), 64))
-    blocks, programs = cdiv(inner, block), len(plan.offsets if plan.tiles is None else plan.tiles)
+    kind, options = None if activation is None else ACTIVATIONS[activation], {"launch_pdl": True} if pdl else {}
+    if plan.tiles is None:
+        block, programs = min(max(power_of_2(inner), 32), SINGLE_BLOCK), len(plan.offsets)
+    else:
+        block, programs = min(power_of_2(inner), 64), len(plan.tiles)
     if not programs:
+        return out
+    blocks = cdiv(inner, block)
+    options |= {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None, "KIND": kind}
+    strides = x.stride(0), out.stride(0), states.stride(0), plan.writes.stride(0)
+    if plan.tiles is None:
+        _conv_single[(programs * blocks,)](
+            x, weight, bias, out, states, plan.reads, plan.writes, *strides, PDL=pdl, num_warps=block // 32, **options
+        )
         return out
     _conv[(programs * blocks,)](
         x, weight, bias, out, states, plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
-        x.stride(0), out.stride(0), states.stride(0), plan.writes.stride(0),
-        RUN=plan.run_tokens, INNER=inner, TAPS=taps, TILE=tile, BLOCK=block, BLOCKS=blocks, BIAS=bias is not None,
-        KIND=None if activation is None else ACTIVATIONS[activation], SINGLE=single, PDL=pdl,
-        num_warps=1 if single else 8, **({"launch_pdl": True} if pdl else {}),
+        *strides, RUN=plan.run_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
     )  # fmt: skip
     return out

@@ -1,0 +1,329 @@
+"""The selective scan of prompts: each thread holds all states of its channels and walks along a row's tokens, or along
+those of a part of a row, and what every scan computes of a token.
+
+What bounds it is a GPU's unit for exponentials, one of which each state of each token takes, so all else is kept below
+that: loads are wide, no sum crosses threads, and the next tokens are on their way while some are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.data.kernels.states import CONV_TILE, StatePlan
+from quire.data.kernels.triton.launch import cdiv, power_of_2
+from quire.data.kernels.triton.quick import quick
+
+MOST_UNROLLED = 32
+"""States of a channel, at most, that a thread holds all of."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), fp32, within 3e-7 of itself, also where it is small: the steps of slow channels are. By a
+    polynomial in exp(-|x|), so that of the few special functions that a GPU has a second one is left to the states."""
+    e = tl.exp2(-tl.abs(x) * LOG2E)
+    part = tl.fma(e, 0.00510582561, -0.0289919563)
+    part = tl.fma(e, tl.fma(e, tl.fma(e, part, 0.0773807392), -0.135905996), 0.190713093)
+    part = tl.fma(e, tl.fma(e, tl.fma(e, tl.fma(e, part, -0.248339459), 0.333179355), -0.499994367), 0.99999994)
+    return tl.fma(e, part, tl.maximum(x, 0.0))
+
+
+@triton.jit
+def exp2(x):
+    """2 ** x, fp32, within 2e-7 of itself, by a polynomial alone; below -126 that of -126, which is next to nothing."""
+    x = tl.minimum(tl.maximum(x, -126.0), 127.0)
+    moved = x + 12582912.0  # 1.5 * 2 ** 23: rounds to a whole number, which the last bits are
+    f = x - (moved - 12582912.0)
+    p = tl.fma(f, tl.fma(f, 0.00132647, 0.00967151), 0.05550734)
+    p = tl.fma(f, tl.fma(f, tl.fma(f, p, 0.24022242), 0.69314698), 1.0)
+    return ((moved.to(tl.int32, bitcast=True) << 23) + p.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def gated(y, z):
+    return y * (z / (1.0 + tl.exp2(-z * LOG2E)))
+
+
+@triton.jit
+def advanced(h, decay, delta, moved, b):
+    """A state after the next token. What is fused with what is said, so that its bits are the same everywhere."""
+    return tl.fma(tl.exp2(delta * decay), h, moved * b)
+
+
+@triton.jit
+def _apart(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The columns of [BLOCK, WIDE], of which a thread holds whole rows: nothing moves."""
+    if WIDE == 1:
+        return (tl.reshape(numbers, (BLOCK,)),)
+    if WIDE == 2:
+        return tl.split(numbers)
+    even, odd = tl.split(tl.reshape(numbers, (BLOCK, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _beside(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """[BLOCK, WIDE] of these columns."""
+    if WIDE == 1:
+        return tl.reshape(columns[0], (BLOCK, 1))
+    if WIDE == 2:
+        return tl.join(columns[0], columns[1])
+    return tl.reshape(tl.join(tl.join(columns[0], columns[2]), tl.join(columns[1], columns[3])), (BLOCK, 4))
+
+
+@triton.jit
+def _of_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """SIZE numbers of each channel from `place` [BLOCK] on, fp32, WIDE in a load."""
+    numbers = ()
+    for n in tl.static_range(0, SIZE, WIDE):
+        wide = tl.load(place[:, None] + n + tl.arange(0, WIDE)[None, :], mask=mask[:, None], other=0.0)
+        numbers += _apart(wide.to(tl.float32), BLOCK, WIDE)
+    return numbers
+
+
+@triton.jit
+def _written(
+    place, channel, inside, h, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """All channels' states are, from `place` on."""
+    for k in tl.static_range(GROUPS):
+        for n in tl.static_range(0, SIZE, WIDE):
+            some = ()
+            for m in tl.static_range(WIDE):
+                some += (h[k * SIZE + n + m],)
+            target = place + (channel[k] * SIZE)[:, None] + n + tl.arange(0, WIDE)[None, :]
+            tl.store(target, _beside(some, BLOCK, WIDE).to(place.dtype.element_ty), mask=inside[k][:, None])
+
+
+@triton.jit
+def _of_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    """The channels' numbers of TILE tokens from `base` on."""
+    numbers = ()
+    for i in tl.static_range(TILE):
+        for k in tl.static_range(GROUPS):
+            numbers += (tl.load(base + i * stride + channel[k], mask=inside[k], other=0.0),)
+    return numbers
+
+
+@triton.jit
+def _after(
+    h, decays, v, delta, skip, both,
+    FIRST: tl.constexpr, SIZE: tl.constexpr, FMA: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """(A channel's states after a token, h from FIRST on before it; its output before the gate). FMA: states, the last
+    ones, whose exponentials are computed without special functions."""
+    moved, y, states = delta * v, skip * v, ()
+    for n in tl.static_range(SIZE):
+        if n < SIZE - FMA:
+            state = advanced(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
+        else:
+            state = tl.fma(exp2(delta * decays[FIRST + n]), h[FIRST + n], moved * both[n])
+        if not ENDS:
+            y = tl.fma(state, both[SIZE + n], y)
+        states += (state,)
+    return states, y
+
+
+@triton.jit
+def _computed(
+    h, totals, tokens, bc, out, channel, inside, decays, skips, shifts, INNER: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
+    LATE: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS. LATE: behind the
+    last token, since the compiler moves no load in front of a store: B and C may be loaded before their turn then, if
+    there are registers."""
+    vs, ds, gs = tokens
+    ys = ()
+    everywhere = tl.full((BLOCK,), True, tl.int1)
+    for i in tl.static_range(TILE):
+        same = bc + i * 2 * SIZE + tl.zeros((BLOCK,), tl.int32)
+        both = _of_channels(same, everywhere, SIZE if ENDS else 2 * SIZE, BLOCK, WIDE)
+        states, sums = (), ()
+        for k in tl.static_range(GROUPS):
+            delta = softplus(ds[i * GROUPS + k].to(tl.float32) + shifts[k])
+            left, y = _after(
+                h, decays, vs[i * GROUPS + k].to(tl.float32), delta, skips[k], both, k * SIZE, SIZE, FMA, ENDS
+            )
+            states += left
+            sums += (totals[k] + delta,)
+            if not ENDS:
+                y = gated(y, gs[i * GROUPS + k].to(tl.float32)).to(out.dtype.element_ty)
+                if LATE:
+                    ys += (y,)
+                else:
+                    tl.store(out + i * INNER + channel[k], y, mask=inside[k])
+        h, totals = states, sums
+    if LATE and not ENDS:
+        for i in tl.static_range(TILE):
+            for k in tl.static_range(GROUPS):
+                tl.store(out + i * INNER + channel[k], ys[i * GROUPS + k], mask=inside[k])
+    return h, totals
+
+
+@quick
+@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes", "tiles"])
+def _unrolled(
+    x, dt, A, bc, D, z, bias, out, states, ends, totals, offsets, lengths, starts, reads, writes, tiles,
+    x_stride, dt_stride, z_stride, page_stride, width,
+    RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BIAS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, FMA: tl.constexpr,
+    LATE: tl.constexpr, PART: tl.constexpr, ENDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_scan`, and each thread holds all SIZE states of its GROUPS channels: no sum crosses threads. TILE tokens are
+    computed while the next ones are loaded. `bc`: B and C side by side, fp32.
+
+    PART: tokens of a part of a row, which has a program of its own; 0: rows are whole. A part starts from what those
+    before it leave, which another launch, with ENDS, has found and written: their last states when they start from
+    none (the first one: from the row's), and the sums of their steps."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    begin = 0
+    if PART:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        begin = tl.load(tiles + 2 * row + 1)
+        row = tl.load(tiles + 2 * row).to(tl.int64)
+        if begin % PART != 0:
+            return
+    channel, inside, skips, shifts, decays, sums = (), (), (), (), (), ()
+    for k in tl.static_range(GROUPS):
+        c = (tl.program_id(0) % BLOCKS * GROUPS + k) * BLOCK + tl.arange(0, BLOCK)
+        there = c < INNER if INNER % (BLOCK * GROUPS) else tl.full((BLOCK,), True, tl.int1)
+        channel += (c,)
+        inside += (there,)
+        skips += (tl.load(D + c, mask=there, other=0.0),)
+        shifts += (tl.load(bias + c, mask=there, other=0.0) if BIAS else 0.0,)
+        slopes = _of_channels(A + c * SIZE, there, SIZE, BLOCK, WIDE)
+        for n in tl.static_range(SIZE):
+            decays += (slopes[n] * LOG2E,)
+        sums += (tl.zeros((BLOCK,), tl.float32),)
+    if PDL and not PART:
+        tl.extra.cuda.gdc_wait()
+    offset, length = tl.load(offsets + row), tl.load(lengths + row)
+    start, read = tl.load(starts + row), tl.load(reads + row)
+    stop, slot, h = length, 0, ()
+    if PART:
+        stop, slot = tl.minimum(length, begin + PART), offset // PART
+        if ENDS and begin + PART >= length:
+            return
+    for k in tl.static_range(GROUPS):
+        old, known = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
+        h += _of_channels(old, known, SIZE, BLOCK, WIDE)
+    if PART and not ENDS:
+        for part in range(begin // PART):
+            place, left = (slot + part) * INNER, ()
+            for k in tl.static_range(GROUPS):
+                delta = tl.load(totals + place + channel[k], mask=inside[k], other=0.0)
+                found = _of_channels(ends + (place + channel[k]) * SIZE, inside[k], SIZE, BLOCK, WIDE)
+                for n in tl.static_range(SIZE):
+                    left += (tl.fma(tl.exp2(delta * decays[k * SIZE + n]), h[k * SIZE + n], found[n]),)
+            h = left
+    tl.debug_barrier()  # what is written may be what another thread reads
+    x, dt, z, bc = x + offset * x_stride, dt + offset * dt_stride, z + offset * z_stride, bc + offset * (2 * SIZE)
+    out += offset * INNER
+    final = tl.where(stop > begin, (start + stop - 1) // RUN + 1, (start + begin) // RUN)
+    for run in range((start + begin) // RUN, final):
+        first = tl.maximum(run * RUN - start, begin)
+        end = tl.minimum((run + 1) * RUN - start, stop)
+        whole = first + (end - first) // TILE * TILE
+        if whole > first:
+            vs = _of_tokens(x + first * x_stride, x_stride, channel, inside, TILE, GROUPS)
+            ds = _of_tokens(dt + first * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+            gs = vs
+            if not ENDS:
+                gs = _of_tokens(z + first * z_stride, z_stride, channel, inside, TILE, GROUPS)
+            for t in range(first, whole, TILE):
+                then = tl.minimum(t + TILE, whole - TILE)  # behind the last tile that one again
+                later_vs = _of_tokens(x + then * x_stride, x_stride, channel, inside, TILE, GROUPS)
+                later_ds = _of_tokens(dt + then * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
+                later_gs = later_vs
+                if not ENDS:
+                    later_gs = _of_tokens(z + then * z_stride, z_stride, channel, inside, TILE, GROUPS)
+                h, sums = _computed(
+                    h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips,
+                    shifts, INNER, SIZE, BLOCK, TILE, GROUPS, WIDE, FMA, LATE, ENDS,
+                )  # fmt: skip
+                vs, ds, gs = later_vs, later_ds, later_gs
+        for t in range(whole, end):
+            vs = _of_tokens(x + t * x_stride, x_stride, channel, inside, 1, GROUPS)
+            ds = _of_tokens(dt + t * dt_stride, dt_stride, channel, inside, 1, GROUPS)
+            gs = _of_tokens(z + t * z_stride, z_stride, channel, inside, 1, GROUPS)
+            h, sums = _computed(
+                h, sums, (vs, ds, gs), bc + t * (2 * SIZE), out + t * INNER, channel, inside, decays, skips, shifts,
+                INNER, SIZE, BLOCK, 1, GROUPS, WIDE, FMA, LATE, ENDS,
+            )  # fmt: skip
+        if not ENDS and ((start + end) % RUN == 0 or end == length):
+            page = tl.load(writes + row * width + run - start // RUN)
+            _written(states + page * page_stride, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
+    if ENDS:
+        place = (slot + begin // PART) * INNER
+        for k in tl.static_range(GROUPS):
+            tl.store(totals + place + channel[k], sums[k], mask=inside[k])
+        _written(ends + place * SIZE, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
+
+
+class Unrolled(NamedTuple):
+    """How prompts are divided: tokens computed while as many are loaded, channels of a thread, warps of a program,
+    registers that a thread may have, exponentials of a channel's that are left to polynomials, and whether outputs are
+    written together."""
+
+    tile: int = 4
+    groups: int = 1
+    warps: int = 1
+    registers: int = 128
+    fma: int = 0
+    late: bool = False
+
+
+UNROLLED = Unrolled()
+
+BUSY = 2048
+"""Warps that an H200 computes at once, of these registers, 16 to a multiprocessor."""
+
+
+def part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
+    """Tokens of the parts that rows are cut into, such that a long row keeps the GPU busy, where that is at least twice
+    as quick for all that parts but the last are computed twice; 0 where it isn't. No less than a run: a row's page that
+    is read and written is in its first part then."""
+    if plan.tiles is None or plan.writes.shape[1] < 4:
+        return 0
+    fair = tokens * cdiv(inner, 32) // BUSY  # tokens of a warp if all were as busy
+    part = power_of_2(max(CONV_TILE, plan.run_tokens, fair))
+    return part if plan.writes.shape[1] * plan.run_tokens >= 4 * part else 0
+
+
+def prompts(
+    x: Tensor, dt: Tensor, A: Tensor, bc: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, out: Tensor,
+    states: Tensor, plan: StatePlan, part: int, options: dict[str, Any], how: Unrolled = UNROLLED,
+) -> None:  # fmt: skip
+    """Rows whole, or in parts: their ends first."""
+    (tokens, inner), size, ends, totals = x.shape, A.shape[1], None, None
+    block = 32 * how.warps
+    blocks, wide = cdiv(inner, block * how.groups), min(4, size & -size)
+    programs = len(plan.offsets)
+    if part:
+        assert plan.tiles is not None, "rows of one token each are whole"
+        assert part % CONV_TILE == 0, "a part starts where a tile does"
+        assert part >= plan.run_tokens, "a row's page that is read and written is in its first part"
+        programs = len(plan.tiles)
+        ends = torch.empty((tokens // part + 1, inner, size), dtype=torch.float32, device=x.device)
+        totals = torch.empty((tokens // part + 1, inner), dtype=torch.float32, device=x.device)
+    for only_ends in (True, False) if part else (False,):
+        _unrolled[(programs * blocks,)](
+            x, dt, A, bc, D, z, bias, out, states, ends, totals,
+            plan.offsets, plan.lengths, plan.starts, plan.reads, plan.writes, plan.tiles,
+            x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.writes.stride(0),
+            BLOCK=block, BLOCKS=blocks, TILE=how.tile, GROUPS=how.groups, WIDE=wide, FMA=how.fma,
+            LATE=how.late, PART=part, ENDS=only_ends, **options, num_warps=how.warps, maxnreg=how.registers,
+        )  # fmt: skip
