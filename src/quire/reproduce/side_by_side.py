@@ -144,9 +144,10 @@ def serve(
     usages: list[Usage] = []
     while (now := clock() - began) < span.until and (len(served) < len(trace) or engine.unfinished):
         while len(served) < len(trace) and trace[len(served)].at <= now:
-            at, prompt, params, media, pixels = trace[len(served)]
+            asked = trace[len(served)]
+            at, prompt, params = asked[:3]
             assert params.max_tokens is not None, "a request of a trace has a length"
-            engine.add(str(len(served)), prompt, params, media=media, pixels=pixels)
+            engine.add(str(len(served)), prompt, params, media=asked.media, pixels=asked.seen)
             served.append(Served(at, len(prompt), params.max_tokens))
         if engine.unfinished:
             steps.append(_step(engine, served, began))

@@ -306,7 +306,7 @@ def serve(
     while len(latencies) < len(trace):
         while len(came) < len(trace) and (concurrency is None or len(came) - len(latencies) < concurrency):
             one = trace[len(came)]
-            engine.add(str(len(came)), one.prompt, one.params, media=one.media, pixels=one.pixels)
+            engine.add(str(len(came)), one.prompt, one.params, media=one.media, pixels=one.seen)
             came.append(clock())
         for output in engine.step():
             if output.finish_reason == "error":

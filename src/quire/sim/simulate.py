@@ -44,6 +44,11 @@ class Arriving(NamedTuple):
     media: tuple[Medium, ...] = ()
     pixels: tuple[Pixels, ...] = ()
 
+    @property
+    def seen(self) -> tuple[Pixels, ...]:
+        """Its pixels; of no bytes where the runner has no eyes."""
+        return self.pixels or tuple(Pixels(medium.key, (0,), b"") for medium in self.media)
+
 
 class Served:
     """What became of one request. `events` are the moments that brought tokens, and how many each."""
@@ -228,10 +233,11 @@ class Simulation:
         look = LOOKS
         while len(served) < len(trace) or engine.unfinished:
             while len(served) < len(trace) and trace[len(served)].at <= clock.now:
-                at, prompt, params, media, _ = trace[len(served)]
+                asked = trace[len(served)]
+                at, prompt, params = asked[:3]
                 assert params.max_tokens is not None, "a request of a trace has a length"
                 name = str(len(served))
-                engine.add(name, prompt, params, media=media)
+                engine.add(name, prompt, params, media=asked.media, pixels=asked.seen)
                 going[name] = one = Served(at, len(prompt), params.max_tokens)
                 served.append(one)
             if not engine.unfinished:
