@@ -87,12 +87,12 @@ def test_a_picture_beside_a_prompt(served: Served) -> None:
 def test_a_picture_s_token_may_lie_beyond_the_vocabulary() -> None:
     """As Llama 3.2's does: only where a picture stands."""
     limits, media = Limits(100, 50, 1), [Medium(bytes(32), 1, 2, 4)]
-    assert limits.tokens([5, 100, 120, 6], media) == [5, 100, 120, 6]
-    for wrong in ([100, 5, 5, 5], [5, 5, 5, 100], [5, -1, 5, 5], [5, 2**31, 5, 5], [5, 100.0, 5, 5]):
+    assert limits.tokens([5, 100, 107, 6], media) == [5, 100, 107, 6]
+    for wrong in ([100, 5, 5, 5], [5, 5, 5, 100], [5, -1, 5, 5], [5, 108, 5, 5], [5, 2**31, 5, 5], [5, 100.0, 5, 5]):
         with pytest.raises(InputError, match="token ids are integers from 0 to 99"):
             limits.tokens(wrong, media)  # type: ignore[arg-type]
     with pytest.raises(InputError):
-        limits.tokens([5, 100, 120, 6])
+        limits.tokens([5, 100, 107, 6])
 
 
 def test_requests_are_logged_with_their_pictures(caplog: pytest.LogCaptureFixture) -> None:

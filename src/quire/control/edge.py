@@ -14,7 +14,7 @@ from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import Geometry
 
 MAX_SALT = 1024
-MOST_ID = 2**31  # of a token
+BEYOND = 8  # ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
 
 Fits = Callable[[list[int], int], bool]
 """Whether branches that reach these lengths, with a common prompt of so many tokens, fit into an empty memory."""
@@ -52,7 +52,8 @@ class Limits(NamedTuple):
         self.check_length(len(prompt))
         for i, token in enumerate(prompt):
             if type(token) is not int or not 0 <= token < self.vocab_size:
-                if type(token) is int and 0 <= token < MOST_ID and any(one.start <= i < one.end for one in media):
+                beyond = type(token) is int and 0 <= token < self.vocab_size + BEYOND
+                if beyond and any(one.start <= i < one.end for one in media):
                     continue
                 shown, most = repr(token)[:40], self.vocab_size - 1
                 raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {most}", "prompt")

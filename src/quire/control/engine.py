@@ -158,7 +158,8 @@ class Engine:
                 self.runner.see(picture)
 
     def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
-        tokens = self.limits.tokens(prompt, media)
+        geometry = self.scheduler.memory.geometry
+        tokens = self.limits.tokens(prompt, () if geometry.sight else media)
         if media and params.prompt_logprobs is not None and max(tokens) >= self.limits.vocab_size:
             raise InputError(
                 f"prompt_logprobs is {params.prompt_logprobs}, and token {max(tokens)}, which stands for a picture, is "
@@ -168,7 +169,6 @@ class Engine:
         method = checked_method(params, self.limits.vocab_size, waits)
         width = params.width if method is None else method.width
         fits, max_seqs = self.scheduler.memory.fits, self.scheduler.max_seqs
-        geometry = self.scheduler.memory.geometry
         check_media(media, tokens, geometry)
         if media:
             fits = partial(fits, media=media)
