@@ -18,6 +18,7 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.errors import InputError
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.media import Pixels
 from quire.vocabulary.plan import Copy, Encode, In, Out, StepPlan
 
 KINDS = {Copy: "copies", Out: "pages_out", In: "pages_in"}
@@ -58,7 +59,8 @@ def soak(requests: int, *, seed: int = 0, depth: int = 2, name: str = "paged-4")
             asked = trace.draw(rng, str(added))
             added += 1
             try:
-                engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt, media=asked.media)
+                pixels = [Pixels(medium.key, (1, 1, 1, 3), b"") for medium in asked.media]
+                engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt, media=asked.media, pixels=pixels)
             except InputError:
                 trace.refused += 1
                 continue
