@@ -1,5 +1,6 @@
-"""Settings of all tests: hypothesis profiles (`HYPOTHESIS_PROFILE=soak pytest -m soak` runs the long ones), and Triton's
-interpreter where there is no GPU: it must be told before anything imports Triton, as parts of transformers do."""
+"""Settings of all tests: hypothesis profiles (`HYPOTHESIS_PROFILE=soak pytest -m soak` runs the long ones), and
+Triton's interpreter where there is no GPU: it must be told before anything imports Triton, as transformers does in
+parts."""
 
 from __future__ import annotations
 
