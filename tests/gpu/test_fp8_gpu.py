@@ -130,7 +130,7 @@ def test_memory_is_as_planned_while_loading_too(name: str, tmp_path: Path) -> No
     assert scales
     real = sum(p.nbytes for p in model.parameters()) + sum(scale.nbytes for scale in scales)
     assert real == planned
-    assert real <= held < real + 2**20 + 512 * 20 * len(scales)  # rounded up to pieces
+    assert real <= held < 1.02 * real  # rounded up to pieces
     assert peak < held + 2**27
 
 

@@ -12,7 +12,10 @@ from test_unlike_logits import assert_said, preempting
 
 from quire import SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning"),  # transformers, of itself
+]
 
 MANY: list[Mixed] = [
     *PROMPTS, *([*text(3 + i, i), str(i % 5), *text(30 + 9 * i, i + 1)] for i in range(12)), text(90, 8)
