@@ -17,7 +17,7 @@ from pathlib import Path
 from quire.cli import parsers
 from quire.config import EngineConfig
 from quire.files import LIMITS
-from quire.link import gallery
+from quire.link import held_pixels
 from quire.server import connections, descriptors, guards, run, sampling, size
 from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
 from quire.text import image_headers, images, library, messages, prompts, sight
@@ -73,7 +73,7 @@ def limits() -> Iterator[str]:
         ("scans of a JPEG; chunks of a PNG or WebP; blocks of a GIF", f"{image_headers.MAX_SCANS}; "
          f"{image_headers.MAX_BLOCKS:,}; {image_headers.MAX_GIF_BLOCKS:,}", "400", ""),
         ("requests whose pictures wait to be decoded", f"{sight.MAX_WAITING}", "503", ""),
-        ("pictures of all requests under way, prepared", bytes_of(gallery.MOST_HELD), "503", ""),
+        ("pictures of all requests under way, prepared", bytes_of(held_pixels.MOST_HELD), "503", ""),
         ("`n`, `best_of`; beams", f"{params.MAX_N}; {params.MAX_BEAM_WIDTH}", "400", "`--max-num-seqs`"),
         ("`logprobs`, `top_logprobs`, `prompt_logprobs`", f"{params.MAX_LOGPROBS}", "400", "`--max-logprobs`"),
         ("`logprob_token_ids`", f"{params.MAX_LOGPROB_IDS}", "400", ""),

@@ -107,6 +107,7 @@ def build_engine(
         runner = _runner(
             config, source, getattr(torch, dtype), torch.device(device), ends, plan.max_len, progress, common
         )
+    tiling = runner.model.eyes.tiling if source.spec.vision is not None else None
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
@@ -121,7 +122,7 @@ def build_engine(
     held_by = "the KV memory" if plan.clipped else "the model"
     limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT
-    engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs)
+    engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling)
     if member is not None:
         member.pool.turns.add(engine)
     notices = _notices(config, plan, ends, source.defaults)

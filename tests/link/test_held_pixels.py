@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import Overloaded
-from quire.link.gallery import Gallery
+from quire.link.held_pixels import HeldPixels
 from quire.vocabulary.media import Pixels
 
 
@@ -14,33 +14,33 @@ def pixels(name: int, size: int = 12) -> Pixels:
 
 
 def test_a_picture_is_held_once() -> None:
-    gallery = Gallery()
+    held = HeldPixels()
     first, again = pixels(1), pixels(1)
-    assert gallery.hang([first]) == (first,)
-    assert gallery.hang([again, pixels(2)])[0] is first
-    assert (len(gallery), gallery.bytes) == (2, 24)
-    gallery.drop([first.key])
-    assert (len(gallery), gallery.bytes) == (2, 24)
-    gallery.drop([first.key, pixels(2).key])
-    assert (len(gallery), gallery.bytes) == (0, 0)
+    assert held.hold([first]) == (first,)
+    assert held.hold([again, pixels(2)])[0] is first
+    assert (len(held), held.bytes) == (2, 24)
+    held.drop([first.key])
+    assert (len(held), held.bytes) == (2, 24)
+    held.drop([first.key, pixels(2).key])
+    assert (len(held), held.bytes) == (0, 0)
 
 
 def test_two_users_in_one_request() -> None:
-    gallery = Gallery()
-    gallery.hang([pixels(1), pixels(1)])
-    gallery.drop([pixels(1).key])
-    assert len(gallery) == 1
-    gallery.drop([pixels(1).key])
-    assert len(gallery) == 0
+    held = HeldPixels()
+    held.hold([pixels(1), pixels(1)])
+    held.drop([pixels(1).key])
+    assert len(held) == 1
+    held.drop([pixels(1).key])
+    assert len(held) == 0
 
 
 def test_it_is_bounded() -> None:
-    gallery = Gallery(most=30)
-    gallery.hang([pixels(1), pixels(2)])
+    held = HeldPixels(most=30)
+    held.hold([pixels(1), pixels(2)])
     with pytest.raises(Overloaded, match="have 24 bytes; with the 12 of this one they are more than 30"):
-        gallery.hang([pixels(1), pixels(3)])
-    gallery.hang([pixels(1)])
-    assert (len(gallery), gallery.bytes) == (2, 24)
-    gallery.drop([pixels(1).key] * 2)
-    gallery.hang([pixels(3)])
-    assert gallery.bytes == 24
+        held.hold([pixels(1), pixels(3)])
+    held.hold([pixels(1)])
+    assert (len(held), held.bytes) == (2, 24)
+    held.drop([pixels(1).key] * 2)
+    held.hold([pixels(3)])
+    assert held.bytes == 24

@@ -184,14 +184,14 @@ def test_pictures_stay_as_long_as_their_requests() -> None:
     shown = Shown(told)
     first = Add(0, (seeing(1, 1, 2),), LONG, "", pixels(1, 2))
     told.turns((0, first), (0, Add(1, (seeing(2, 2, 2),), LONG, "", pixels(2))), most=2)
-    assert told.host.gallery.bytes == 24
+    assert told.host.pictures.bytes == 24
     assert shown.pixels[2] is shown.pixels[[one.key for one in shown.pixels[:2]].index(shown.pixels[2].key)]
     told.turns((0, Abort((1,))), most=3)
-    assert told.host.gallery.bytes == 12
+    assert told.host.pictures.bytes == 12
     told.turns()
     assert told.done() == [1, 2]
     assert told.empty()
-    assert (told.host.gallery.bytes, len(told.host.gallery)) == (0, 0)
+    assert (told.host.pictures.bytes, len(told.host.pictures)) == (0, 0)
 
 
 def test_refused_requests_leave_no_pictures() -> None:
@@ -211,8 +211,8 @@ def test_refused_requests_leave_no_pictures() -> None:
         "prompt token 1 is 10",
         "the pixels of a pict",
     ]
-    assert told.host.gallery.bytes == len(told.host.gallery) == 0
-    told.host.gallery.most = 20
+    assert told.host.pictures.bytes == len(told.host.pictures) == 0
+    told.host.pictures.most = 20
     told.turns((0, Add(4, (seeing(5, 1, 2),), LONG, "", pixels(1, 2))))
     [*_, last] = [message for _, message in told.messages if isinstance(message, Answer)]
     assert isinstance(last.error, Overloaded)
@@ -225,6 +225,6 @@ def test_a_number_in_use_keeps_its_own_pictures() -> None:
     told.turns(
         (0, Add(0, (seeing(1, 1),), LONG, "", pixels(1))), (0, Add(1, (seeing(1, 2),), LONG, "", pixels(2))), most=2
     )
-    assert told.host.gallery.bytes == 12
+    assert told.host.pictures.bytes == 12
     told.turns()
-    assert told.host.gallery.bytes == 0
+    assert told.host.pictures.bytes == 0

@@ -16,7 +16,8 @@ from PIL import Image, ImageCms, PngImagePlugin
 from quire.errors import InputError
 from quire.text import images
 from quire.text.image_headers import MAX_SCANS, read_header
-from quire.text.images import MAX_SIDE, ImageLimits, check_size, checked_header, decode, from_uri
+from quire.text.images import ImageLimits, check_size, checked_header, decode, from_uri
+from quire.vocabulary.pictures import MAX_SIDE
 
 LIMITS = ImageLimits()
 AT = "messages[1].content[0].image_url"

@@ -11,6 +11,7 @@ from quire.control.engine import Engine, Runner
 from quire.control.memory import KVMemory
 from quire.control.memory.reserved import STATIC
 from quire.control.scheduler import Scheduler
+from quire.vocabulary.pictures import Tiling
 
 
 def assemble(
@@ -23,9 +24,10 @@ def assemble(
     eos_ids: tuple[int, ...] = (),
     costs: Costs = DEFAULT,
     depth: int | None = None,
+    tiling: Tiling | None = None,
 ) -> Engine:
     """An engine of `config`, which is sized for its device, over a memory and a runner that is bound to it. `depth` is
-    the config's where it isn't given, and else the runner's."""
+    the config's where it isn't given, and else the runner's. `tiling`: see Engine."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     scheduler = Scheduler(
@@ -38,4 +40,5 @@ def assemble(
         costs=costs,
         static=config.memory in STATIC,
     )
-    return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth or config.depth)
+    depth = depth or config.depth
+    return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth, tiling=tiling)

@@ -4,13 +4,15 @@ the limit.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.errors import InputError, Overloaded, PromptTooLong
-from quire.vocabulary.media import Medium
+from quire.errors import InputError, Overloaded, PromptTooLong, shown
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.pictures import MAX_SIDE, Grid, Tiling
 from quire.vocabulary.specs import Geometry
 
 MAX_SALT = 1024
@@ -99,6 +101,38 @@ def check_media(media: Sequence[Medium], tokens: Sequence[int], geometry: Geomet
         if geometry.sight and medium.rows != medium.tokens:
             raise InputError(f"picture {i} has {medium.rows} rows for {medium.tokens} tokens", "media")
         end = medium.end
+
+
+def check_pixels(i: int, medium: Medium, pixels: Pixels, tiling: Tiling, joins: bool) -> None:
+    """InputError unless these are the pixels of a picture that `tiling` cuts so, or with `joins` of some that are seen
+    as one; and the prompt's picture `i` takes as much as these do."""
+    size, numbers = len(Grid._fields), pixels.grid
+    grids = [Grid(*numbers[at : at + size]) for at in range(0, len(numbers) - size + 1, size)]
+    known = 1 <= len(grids) == len(numbers) / size and (joins or len(grids) == 1)
+    if not known or not all(_cut(grid, tiling) for grid in grids):
+        raise InputError(f"picture {i} is cut as {shown(numbers)}, which the model doesn't do", "media")
+    shape = sum(map(tiling.tiles, grids)), tiling.tile, tiling.tile, 3
+    if pixels.shape != shape or len(pixels.data) != math.prod(shape):
+        raise InputError(
+            f"picture {i} has {len(pixels.data)} bytes of shape {shown(pixels.shape)}; cut as it is, it has {shape}",
+            "media",
+        )
+    rows, parts = sum(map(tiling.rows, grids)), sum(map(tiling.parts, grids))
+    takes = len(grids) if joins else rows, rows, parts
+    if (medium.tokens, medium.rows, medium.parts) != takes:
+        raise InputError(
+            f"picture {i} has {medium.tokens} tokens, {medium.rows} rows and {medium.parts} parts; cut as it is, it "
+            f"has {takes[0]}, {rows} and {parts}",
+            "media",
+        )
+
+
+def _cut(grid: Grid, tiling: Tiling) -> bool:
+    """Whether a picture of this size is cut so."""
+    sides = grid.height, grid.width
+    if not all(1 <= side <= MAX_SIDE for side in sides):
+        return False
+    return any(tiling.grid(*sides, alone) == grid for alone in (True, False))
 
 
 def check_salt(salt: str) -> None:

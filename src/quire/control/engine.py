@@ -7,14 +7,14 @@ Time comes in as a function, so that a simulator is this engine with another run
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
-from quire.control.edge import Limits, check_media, check_salt
+from quire.control.edge import Limits, check_media, check_pixels, check_salt
 from quire.control.outcomes import Outcomes, Output, Stats
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
@@ -22,6 +22,7 @@ from quire.control.turns import Turns
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.pictures import Tiling
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.seeds import branch_seed
 from quire.vocabulary.specs import Geometry
@@ -80,8 +81,11 @@ class Engine:
         clock: Callable[[], float],
         seed: int = 0,
         depth: int | None = None,
+        tiling: Tiling | None = None,
     ) -> None:
+        """`tiling` is how the model's pictures are cut; None: they are taken as they come."""
         self.scheduler, self.runner, self.limits, self.clock = scheduler, runner, limits, clock
+        self.tiling = tiling
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
@@ -94,7 +98,7 @@ class Engine:
         self.turns: Turns | None = None  # with engines that have the memory in common
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
-        self.shown: set[bytes] = set()  # those that the runner keeps
+        self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
 
     # In
 
@@ -147,14 +151,12 @@ class Engine:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
             accepted[id] = self._accept(prompt, params, waits, tuple(media[i]) if media else ())
         if media:
-            there = self.shown | {picture.key for picture in pixels}
-            if any(medium.key not in there for one in accepted.values() for medium in one.media):
-                raise InputError("the pixels of a picture are missing", "media")
+            self._look(accepted.values(), pixels)
         for id, one in accepted.items():
             self._queue(id, one, params, salt, prefix)
         for picture in pixels:
             if picture.key not in self.shown and picture.key in self.seen:
-                self.shown.add(picture.key)
+                self.shown[picture.key] = picture
                 self.runner.see(picture)
 
     def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
@@ -182,6 +184,17 @@ class Engine:
         if method is not None:
             method.settle(context_of(params, max_tokens, self.scheduler.eos_ids))
         return Accepted(tokens, max_tokens, width, method, media)
+
+    def _look(self, accepted: Iterable[Accepted], pixels: Seq[Pixels]) -> None:
+        """InputError for pictures without pixels, or with others than they say: those that count are the first ones of
+        their key."""
+        there = {picture.key: picture for picture in reversed(pixels)} | self.shown
+        for i, medium in ((i, medium) for one in accepted for i, medium in enumerate(one.media)):
+            if medium.key not in there:
+                raise InputError("the pixels of a picture are missing", "media")
+            if self.tiling is not None:
+                joins = not self.scheduler.memory.geometry.sight
+                check_pixels(i, medium, there[medium.key], self.tiling, joins)
 
     def _queue(self, id: str, accepted: Accepted, params: SamplingParams, salt: str, prefix: str | None) -> None:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.added << 20)
@@ -235,7 +248,7 @@ class Engine:
             self.seen[key] -= 1
             if not self.seen[key]:
                 del self.seen[key]
-                self.shown.discard(key)
+                self.shown.pop(key, None)
                 self.runner.forget(key)
 
     def _stop_all(self, request: Request, reason: str) -> bool:

@@ -18,7 +18,7 @@ from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.errors import EngineDead, InputError
-from quire.link.gallery import Gallery
+from quire.link.held_pixels import HeldPixels
 from quire.link.messages import (
     Abort,
     Add,
@@ -89,7 +89,7 @@ class Host:
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
         self._computed = 0
-        self.gallery = Gallery()
+        self.pictures = HeldPixels()
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
@@ -231,12 +231,12 @@ class Host:
         used = [key for keys in seen.values() for key in keys]
         if not shown.keys() >= set(used):
             raise InputError("the pixels of a picture are missing")
-        pixels = self.gallery.hang([shown[key] for key in used])
+        pixels = self.pictures.hold([shown[key] for key in used])
         try:
             media = [asked.media for asked in message.requests]
             self.engine.add_all(prompts, message.params, salt=message.salt, media=media, pixels=pixels)
         except BaseException:
-            self.gallery.drop(used)
+            self.pictures.drop(used)
             raise
 
     def _register(self, front: int, message: Register) -> None:
@@ -297,6 +297,6 @@ class Host:
             self.close()
 
     def _forget(self, owned: Owned) -> None:
-        self.gallery.drop(owned.seen)
+        self.pictures.drop(owned.seen)
         del self._owned[owned.id]
         del self._numbered[owned.front, owned.number]

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from quire.errors import InputError, Overloaded
 from quire.text.image_headers import BadImage, Header, read_header
+from quire.vocabulary.pictures import MAX_SIDE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_SIDE = 1 << 14  # pixels
 WHITE = (255, 255, 255)  # what stands behind transparent pixels
 SLICE = 1 << 20  # characters of base64 that are decoded in one go: each holds up other threads
 SHOWN = 40  # characters of a URL in an error

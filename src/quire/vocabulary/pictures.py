@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+MAX_SIDE = 1 << 14
+"""Pixels a side of any picture."""
+
 
 class Grid(NamedTuple):
     """`rows` x `columns` tiles cover a picture of `height` x `width` pixels. No tiles at all: only the whole, in one
@@ -52,6 +55,10 @@ class Tiling(Protocol):
         """How a picture of `height` x `width` pixels, both at least 1, is cut. `alone`: it is its prompt's only one."""
         ...
 
+    def tiles(self, grid: Grid) -> int:
+        """Tiles that its encoder is given."""
+        ...
+
     def parts(self, grid: Grid) -> int:
         """Equal shares that it can be encoded in, one after another: tiles, those that the encoder makes itself
         included; or one, where tiles see one another."""
@@ -79,6 +86,9 @@ class Single:
 
     def grid(self, height: int, width: int, alone: bool = True) -> Grid:
         return Grid(0, 0, height, width)
+
+    def tiles(self, grid: Grid) -> int:
+        return 1
 
     def parts(self, grid: Grid) -> int:
         return 1
@@ -117,6 +127,9 @@ class Closest:
             if self.least <= rows * columns and (off < difference or (off == difference and fits)):
                 best, difference = (rows, columns), off
         return Grid(*best, height, width)
+
+    def tiles(self, grid: Grid) -> int:
+        return self.parts(grid)
 
     def parts(self, grid: Grid) -> int:
         tiles = grid.rows * grid.columns
@@ -161,11 +174,14 @@ class Fitted:
             return min(math.floor(grid.height * by_width) or 1, high), wide
         return high, min(math.floor(grid.width * by_height) or 1, wide)
 
+    def tiles(self, grid: Grid) -> int:
+        return grid.rows * grid.columns
+
     def parts(self, grid: Grid) -> int:
         return 1
 
     def rows(self, grid: Grid) -> int:
-        return grid.rows * grid.columns * (self.side**2 + 1)
+        return self.tiles(grid) * (self.side**2 + 1)
 
     def shape(self, grid: Grid) -> int:
         """The number of the grid's shape, from 1 on: among those of a tile row, then of two, and so on."""
@@ -207,8 +223,11 @@ class HighDefinition:
         longer = self.columns(height, width) * self.tile
         return int(longer / (max(height, width) / min(height, width))) or 1, longer
 
+    def tiles(self, grid: Grid) -> int:
+        return grid.rows * grid.columns
+
     def parts(self, grid: Grid) -> int:
-        return grid.rows * grid.columns + 1
+        return self.tiles(grid) + 1
 
     def rows(self, grid: Grid) -> int:
         half = self.side // 2
@@ -271,6 +290,9 @@ class AnyResolution:
         high, wide = grid.rows * self.side - 2 * above, grid.columns * self.side - 2 * left
         ratio = math.sqrt(high * wide / (self.area * self.side**2))
         return (int(high // ratio), int(wide // ratio)) if ratio > 1.1 else (high, wide)
+
+    def tiles(self, grid: Grid) -> int:
+        return self.parts(grid)
 
     def parts(self, grid: Grid) -> int:
         return 1 + grid.rows * grid.columns

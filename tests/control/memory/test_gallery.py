@@ -109,6 +109,18 @@ def test_two_that_need_the_same_picture_at_once_have_it_encoded_once() -> None:
     assert served.memory.account().sharing.encoder_runs == 1
 
 
+@pytest.mark.parametrize("order", [(4, 9), (9, 4)])
+def test_pictures_of_one_key_and_two_sizes_are_two(order: tuple[int, int]) -> None:
+    """As when one who lies about a picture comes while an aborted one of that key is still in a step."""
+    served = Served(memory(), budget=48)
+    for i, tokens in enumerate(order):
+        served.add(str(i), [i + 1] * 12, picture(0, 2, tokens=tokens, parts=tokens))
+    assert sum(entry.parts for step in served.drain() for entry in step) == sum(order)
+    served.add("again", [5] * 12, picture(0, 2, tokens=9, parts=9))
+    served.drain()
+    assert not served.memory.gallery.coming
+
+
 def test_encoding_is_cut_to_fit_while_neighbours_go_on() -> None:
     """A part counts as 4 tokens: a step of 8 encodes two of five, and the row waits for the last one."""
     served = Served(memory(max_num_batched_tokens=8), budget=8)

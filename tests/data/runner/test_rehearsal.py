@@ -10,8 +10,10 @@ import torch
 
 from quire.build import build
 from quire.config import EngineConfig
+from quire.data.models.vision import VisionSettings, build_encoder
 from quire.data.runner import rehearsal
 from quire.data.runner.model_runner import ModelRunner
+from quire.data.runner.pictures import Pictures
 from quire.data.runner.rehearsal import _plans
 from quire.errors import StartupError
 from quire.vocabulary.params import SamplingParams
@@ -142,3 +144,19 @@ def test_other_errors_at_start_are_their_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ModelRunner, "warm_up", broken)
     with pytest.raises(RuntimeError, match="illegal"):
         build(EngineConfig(device="cpu", kv_tokens=512))
+
+
+def test_an_encoder_that_makes_a_tile_itself_is_rehearsed() -> None:
+    """Phi-3-Vision's is given fewer tiles than it has parts."""
+    tower = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+    processor = {"image_dim_out": 32, "vision_config": {**tower, "image_size": 28, "patch_size": 7}}
+    said = {"architectures": ["Phi3VForCausalLM"], "hidden_size": 32, "img_processor": processor}
+    eyes = build_encoder(VisionSettings.read(said, {"num_crops": 4}), torch.float32, torch.device("cpu"))
+    eyes.prepare()
+    seen: list[int] = []
+    encode = eyes.encode
+    eyes.encode = lambda pixels, grid=None: seen.append(len(pixels)) or encode(pixels, grid)  # type: ignore[func-returns-value]
+    of: Any = SimpleNamespace(eyes=eyes, store=SimpleNamespace(device=torch.device("cpu")))
+    with torch.inference_mode():
+        Pictures.rehearse(of)
+    assert seen == [5, 5]

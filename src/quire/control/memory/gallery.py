@@ -51,6 +51,11 @@ class Asked(NamedTuple):
     found: list[tuple[int, int]]
 
 
+def one_of(g: int, medium: Medium, count: int) -> tuple[int, bytes]:
+    """A picture that is coming, in so many pages of a group: one of another size is another, whatever its key."""
+    return g, medium.key + count.to_bytes(4) + medium.parts.to_bytes(4)
+
+
 def names(key: bytes, count: int) -> list[bytes]:
     """The names of a picture's pages."""
     return [key + i.to_bytes(4) for i in range(count)]
@@ -91,7 +96,7 @@ class Gallery:
         asked = Asked([0] * len(stops), [])
         for g in self.policies:
             for _, (medium, first, stop) in self._between(g, seq, firsts[g], stops[g]):
-                picture = g, medium.key
+                picture = one_of(g, medium, stop - first)
                 if picture in known or picture in self.coming:
                     continue
                 known.add(picture)
@@ -160,12 +165,13 @@ class Gallery:
         table = resident.tables[g]
         at, fresh = len(table), list[int]()
         for i, (medium, first, last) in self._between(g, seq, at, stop):
-            coming, pages = self.coming.get((g, medium.key)), self._found(g, medium.key, last - first)
+            picture = one_of(g, medium, last - first)
+            coming, pages = self.coming.get(picture), self._found(g, medium.key, last - first)
             if coming is None and pages is not None:
                 self.hits += 1
             elif coming is None:
                 pages = self.tables.take(g, last - first, resident.owner, resident.slot, first)
-                coming = self.coming[g, medium.key] = Encoding(medium.parts, pages)
+                coming = self.coming[picture] = Encoding(medium.parts, pages)
             else:
                 pages = list(coming.pages)
             if coming is not None:
@@ -306,8 +312,8 @@ class Gallery:
                 if self.caching:
                     for page, name in zip(coming.pages, names(medium.key, len(coming.pages))):
                         self.pages.publish(g, page, name)
-                    self.counts[g, medium.key] = len(coming.pages)
-                del self.coming[g, medium.key]
+                    self.counts[g, medium.key] = max(len(coming.pages), self.counts.get((g, medium.key), 0))
+                del self.coming[one_of(g, medium, len(coming.pages))]
             del resident.pictures[g, i]
             coming.holders -= 1
 

@@ -179,8 +179,8 @@ class Pictures:
         side = tiling.tile * PARTS_AT_ONCE
         for height, width in ((tiling.tile, tiling.tile), (side, side)):
             grid = tiling.grid(height, width)
-            tiles = max(grid.rows * grid.columns + (not self.eyes.whole and tiling.parts(grid) > 1), 1)
-            pixels = torch.zeros((tiles, tiling.tile, tiling.tile, 3), dtype=torch.uint8, device=self.store.device)
+            shape = tiling.tiles(grid), tiling.tile, tiling.tile, 3
+            pixels = torch.zeros(shape, dtype=torch.uint8, device=self.store.device)
             opened = self.eyes.open(pixels, grid)[: tiling.parts(grid)]
             found = [self.eyes.encode(some, grid) for some in opened.split(PARTS_AT_ONCE)]
             self.eyes.join(torch.cat(found), grid)

@@ -11,7 +11,7 @@ from quire.vocabulary.media import Pixels
 MOST_HELD = 1 << 32  # bytes
 
 
-class Gallery:
+class HeldPixels:
     """Pictures by key. `bytes` is what they have together, `most` at most."""
 
     def __init__(self, most: int = MOST_HELD) -> None:
@@ -22,7 +22,7 @@ class Gallery:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hang(self, pixels: Sequence[Pixels]) -> tuple[Pixels, ...]:
+    def hold(self, pixels: Sequence[Pixels]) -> tuple[Pixels, ...]:
         """Count one more user of each; a picture that is here already is returned in place of its like. Overloaded if
         they don't fit, and then nothing changed."""
         new = {one.key: one for one in pixels if one.key not in self._held}

@@ -1,0 +1,138 @@
+"""A front that lies about pictures is refused by its request, whatever it says: the engine goes on, a neighbour gets
+the tokens that it gets without it, and an honest request is answered after it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.build import Built, build
+from quire.config import EngineConfig
+from quire.errors import InputError
+from quire.link.frames import Frame, read_front, write_front
+from quire.link.host import Host
+from quire.link.messages import Add, Answer, Asked, FromEngine, Stepped
+from quire.text.messages import Given
+from quire.vocabulary.columns import WireError
+from quire.vocabulary.media import Medium, Pixels
+from quire.vocabulary.params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0, detokenize=False)
+NUMBERS = (0, 1, 2, 3, 4, 5, 46, 48, 49, 96, 1000, 2**14, 2**31, 2**32 - 1)
+ENTRIES = (*NUMBERS, -1, -(2**31), 2**63 - 1, -(2**63))
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Built]:
+    config = EngineConfig(
+        model="tiny-vision", device="cpu", kv_tokens=2048, max_num_seqs=4, max_num_batched_tokens=64, swap_gib=0
+    )
+    made = build(config)
+    yield made
+    made.engine.close()
+
+
+class Fronts:
+    """A host of that engine, and what its fronts send and are told."""
+
+    def __init__(self, built: Built) -> None:
+        self.built, self.engine = built, built.engine
+        self.told: list[FromEngine] = []
+        self.host = Host(built.engine, lambda front, message: self.told.append(message))
+        self.sent = 0
+
+    def asked(self, seed: int = 0, size: tuple[int, int] = (60, 80)) -> tuple[Asked, tuple[Pixels, ...]]:
+        """A request with a picture, as an honest front has it."""
+        assert self.built.sight is not None
+        array = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+        pixels = self.built.sight.see([Given("here", array)], "")
+        ids = [9, self.built.sight.eyes.token, 10, 11]
+        prompt, media = self.built.sight.placed(ids, pixels, self.engine.limits)
+        self.sent += 1
+        return Asked(self.sent, f"r{self.sent}", tuple(prompt), media), tuple(pixels)
+
+    def ask(self, asked: Asked, pixels: tuple[Pixels, ...], turns: int = 0) -> Exception | None:
+        """What is answered to a request; after so many turns."""
+        kind, body = write_front(Add(self.sent, (asked,), PARAMS, "", pixels))
+        self.host.send(0, read_front(Frame(kind, memoryview(body))))
+        for _ in range(1 + turns):
+            self.host._turn()
+        return next(one.error for one in reversed(self.told) if isinstance(one, Answer))
+
+    def tokens(self, number: int) -> list[int]:
+        """What a request got, once nothing is left to do."""
+        while self.engine.unfinished:
+            self.host._turn()
+        self.engine.scheduler.memory.check()
+        assert (len(self.engine.requests), len(self.engine.shown), self.host.pictures.bytes) == (0, 0, 0)
+        steps = [one for one in self.told if isinstance(one, Stepped)]
+        return [token for one in steps for own, output in one.outputs if own == number for token in output.tokens]
+
+
+def lied(rng: random.Random, medium: Medium, pixels: Pixels) -> tuple[Medium, Pixels]:
+    """Some numbers of a picture are others. Its bytes are as many as its shape says: frames say so themselves."""
+    grid, shape = list(pixels.grid), list(pixels.shape)
+    for _ in range(rng.randint(1, 3)):
+        what = rng.randrange(5)
+        if what == 0:
+            grid[rng.randrange(len(grid))] = rng.choice(ENTRIES)
+        elif what == 1:
+            grid = grid * rng.randint(0, 3) if rng.random() < 0.5 else grid[: rng.randrange(4)]
+        elif what == 2:
+            shape[rng.randrange(3)] = rng.choice((1, 2, 3, 5, 47, 48, 49, 96))
+        elif what == 3:
+            medium = medium._replace(**{rng.choice(("rows", "parts")): rng.choice(NUMBERS)})
+        else:
+            medium = medium._replace(tokens=rng.choice((1, 2, medium.tokens - 1, medium.tokens + 1)))
+        grid = grid or [0]
+    size = shape[0] * shape[1] * shape[2] * 3
+    data = (pixels.data * (size // len(pixels.data) + 1))[:size]
+    return medium, pixels._replace(grid=tuple(grid), shape=tuple(shape), data=data)
+
+
+def test_lies_are_refused_and_neighbours_undisturbed(seeing: Built) -> None:
+    fronts = Fronts(seeing)
+    asked, pixels = fronts.asked()
+    assert fronts.ask(asked, pixels) is None
+    alone = fronts.tokens(asked.number)
+    rng, refused, passed = random.Random(7), 0, 0
+    for round in range(25):
+        neighbour, own = fronts.asked()
+        assert fronts.ask(neighbour, own, turns=round % 3) is None
+        for number in range(12):
+            liar, honest = fronts.asked(seed=1 + number % 2, size=(48, 90))
+            medium, seen = lied(rng, liar.media[0], honest[0])
+            if (medium, seen) == (liar.media[0], honest[0]):
+                continue
+            try:
+                error = fronts.ask(liar._replace(media=(medium,)), (seen,))
+            except WireError:
+                continue
+            if error is None:  # a picture of another size, which takes as much
+                passed += 1
+                continue
+            assert isinstance(error, InputError), (medium[1:], seen.shape, seen.grid)
+            assert liar.id not in fronts.engine.requests
+            refused += 1
+        assert fronts.tokens(neighbour.number) == alone
+    assert refused > 150
+    assert passed < 20
+
+
+def test_a_key_in_use_brings_no_other_pixels_in(seeing: Built) -> None:
+    """The first pixels of a key count, and places for others are refused."""
+    fronts = Fronts(seeing)
+    asked, pixels = fronts.asked(3)
+    other, wider = fronts.asked(4, (48, 200))
+    assert asked.media[0].rows != other.media[0].rows
+    key = pixels[0].key
+    liar: dict[str, Any] = {"media": (other.media[0]._replace(key=key),)}
+    assert fronts.ask(asked, pixels) is None
+    error = fronts.ask(other._replace(**liar), (wider[0]._replace(key=key),))
+    assert isinstance(error, InputError)
+    assert "cut as it is" in str(error)
+    assert len(fronts.tokens(asked.number)) == 6
