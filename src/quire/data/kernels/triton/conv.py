@@ -17,7 +17,7 @@ from quire.data.kernels.triton.activation import ACTIVATIONS, activate
 from quire.data.kernels.triton.launch import cdiv, power_of_2
 from quire.data.kernels.triton.quick import quick
 
-SINGLE_BLOCK = 128
+SINGLE_BLOCK = 256
 """Channels of a program that has one row's single token."""
 
 

@@ -279,11 +279,11 @@ class Unrolled(NamedTuple):
     written together."""
 
     tile: int = 4
-    groups: int = 1
+    groups: int = 2
     warps: int = 1
-    registers: int = 128
+    registers: int = 255
     fma: int = 0
-    late: bool = False
+    late: bool = True
 
 
 UNROLLED = Unrolled()
