@@ -1,0 +1,53 @@
+"""The instruction sets that the kernels are built for, and which of them this machine has. It imports nothing heavy:
+what builds the kernels reads it too."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Variant(NamedTuple):
+    """`flags`: the compiler's; `needs`: what the machine must say that it has."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
+_V4_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+_BF16_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512bf16")
+
+VARIANTS = {
+    "x86_64": (
+        Variant("amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+                _V4_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
+        Variant("avx512bf16", _BF16_FLAGS, _V4_BF16),
+        Variant("avx512", _V4_FLAGS, _V4),
+        Variant("avx2", ("-march=x86-64-v3",), _V3),
+    ),
+    "aarch64": (Variant("neon", ("-march=armv8.2-a+fp16+dotprod",), frozenset({"asimd", "asimdhp", "asimddp"})),),
+}  # fmt: skip
+"""By machine, the best first."""
+
+
+def variants() -> tuple[Variant, ...]:
+    machine = platform.machine().lower()
+    return VARIANTS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), ())
+
+
+def features() -> frozenset[str]:
+    """What the machine says that it has, in Linux's words; empty where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
