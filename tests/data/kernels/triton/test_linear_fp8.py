@@ -102,12 +102,15 @@ def test_any_rows_of_their_own_bits(rows: int, shape: tuple[int, int], groups: b
 @pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (4096, 14336), (1000, 1040)])
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1000, 1040), (2304, 768), (6144, 768), (768, 2048)],
+)
 def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], groups: bool, dtype: torch.dtype) -> None:
     numbers, scale, _ = weights(*shape, groups)
     x = random(1100, shape[1], dtype=dtype)
     want = invariant(x, numbers, None, scale)
-    for rows in (1, 2, 5, 16, 33, 64, 65, 100, 257, 1024, 1025):
+    for rows in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100, 257, 1024, 1025):
         for first in (0, 7, 1100 - rows):
             assert torch.equal(invariant(x[first : first + rows], numbers, None, scale), want[first : first + rows])
 

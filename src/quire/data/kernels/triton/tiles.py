@@ -54,25 +54,16 @@ TILES = {
     },
 }
 
-# The same of FP8 weights, of which a tile is half as many bytes; of one row measured as above, of more rows derived.
+# The same of FP8 weights, of which a tile is half as many bytes: of one row measured as above, of more, which only
+# `invariant` takes, derived. These are in tiles of one width for all numbers of rows: wide enough for a group of warps
+# to multiply together, which takes the numbers of 8 bits in the order that the tiles of many rows take them in. (A warp
+# by itself, as in narrow tiles, takes them in another, and a row would have other bits.)
 TILES_FP8 = {
     1: {
         "deep": Tile(0, 8, 1024, 3, 4),
         "square": Tile(0, 4, 1024, 3, 2),
         "middle": Tile(0, 8, 512, 4, 2, 1),
         "tall": Tile(0, 8, 512, 5, 4),
-    },
-    8: {
-        "deep": Tile(8, 32, 512, 5, 4, 1),
-        "square": Tile(8, 32, 512, 4, 2, 2),
-        "middle": Tile(8, 16, 256, 6, 1, 1),
-        "tall": Tile(8, 32, 256, 4, 2, 2),
-    },
-    16: {
-        "deep": Tile(16, 32, 512, 5, 4),
-        "square": Tile(16, 64, 256, 5, 4, 1),
-        "middle": Tile(16, 64, 256, 5, 4, 1),
-        "tall": Tile(16, 64, 256, 4, 4, 1),
     },
     32: {
         "deep": Tile(32, 64, 256, 5, 4),
@@ -87,12 +78,13 @@ GROUP = 128
 
 def few_rows(rows: int, size: int, depth: int, fp8: bool = False) -> Tile:
     """The tile for a weight [size, depth]."""
-    block = 1 if rows == 1 else 8 if rows <= 8 else 16 if rows <= 16 else 32
+    tiles = TILES_FP8 if fp8 else TILES
+    block = next(block for block in tiles if rows <= block)
     if size > 8192:
         shape = "tall" if size < 65536 or fp8 else "vocabulary"
     else:
         shape = "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
-    tile = (TILES_FP8 if fp8 else TILES)[block][shape]
+    tile = tiles[block][shape]
     return tile._replace(depth=min(tile.depth, max(16, power_of_2(depth))))
 
 
