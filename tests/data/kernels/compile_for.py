@@ -196,6 +196,9 @@ def in_fp8() -> None:
             for rows in (1, 2, 9, 32) if SHARED >= linear.SHARED else ():
                 linear.linear(zeros(rows, depth), weight, None, scale, pdl=PDL)
                 linear.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
+            for rows in (2, 17, 33) if SHARED >= linear.SHARED else ():
+                scaled.few(zeros(rows, depth), weight, None, scale, pdl=PDL)
+                scaled.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
 
 
 def samples() -> None:
