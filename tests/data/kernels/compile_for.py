@@ -144,6 +144,7 @@ def layers() -> None:
     wide = torch.zeros(3584)  # Gemma's weights are float32
     norm.rms_norm(zeros(4, 3584), wide, 1e-6, delta=zeros(4, 3584), behind=wide, pdl=PDL)
     activation.softcap(zeros(4, 256_000), 30.0, pdl=PDL)
+    norm.rms_norms(zeros(4, 288), (zeros(256), zeros(16), zeros(16)), 1e-6, pdl=PDL)
     norm.layer_norm(zeros(4, 5120), zeros(5120), zeros(5120), 1e-5, delta=zeros(4, 5120), pdl=PDL)
     activation.act(zeros(4, 20480), "relu", zeros(20480), pdl=PDL)
     if CAPABILITY >= 89:
