@@ -24,6 +24,7 @@ from quire.build import ITEMSIZE, build
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
 from quire.errors import StartupError
+from quire.link.collector import spare_the_loaded
 from quire.sim.cost import Shape, work_of
 from quire.source import read_source
 from quire.vocabulary.plan import StepPlan
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError(f"--repeat is {args.repeat}", "It must be at least 1")
     workloads = [parse(name) for name in args.workload or WORKLOADS]
     built = build(config)
+    spare_the_loaded()
     engine = built.engine
     try:
         if built.plan.device != "cpu":
