@@ -88,9 +88,11 @@ def test_engines_take_turns_and_one_that_failed_is_left_out(monkeypatch: pytest.
         return {"error": "no"} if engine == "vllm" else found(1.0 + number)
 
     monkeypatch.setattr(compare_cpu, "run_one", run_one)
-    results = compare_cpu.measure(given("--rounds", "2", "--workloads", "W2"))
+    kept: list[int] = []
+    results = compare_cpu.measure(given("--rounds", "2", "--workloads", "W2"), lambda some: kept.append(len(some)))
     assert turns == [(0, "quire"), (0, "vllm"), (0, "llama"), (1, "quire"), (1, "llama")]
     assert [len(one["rounds"]) for one in results] == [2, 1, 2]
+    assert kept == [3] * 5
 
 
 def test_another_gguf_than_the_published_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

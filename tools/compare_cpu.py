@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +217,10 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     save(drawn, path)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rounds. An engine that failed once isn't tried again."""
+def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """All rounds; what is known is kept after each process. An engine that failed once isn't tried again."""
     rounds: dict[tuple[str, str], list[dict[str, Any]]] = {one: [] for one in contestants(args)}
+    results: list[dict[str, Any]] = []
     for number in range(args.rounds):
         for (engine, kind), found in rounds.items():
             if any("error" in one for one in found):
@@ -229,7 +230,18 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             best = summary(engine, kind, found[-1:])
             print(f"  {best.get('error') or ', '.join(f'{n} {short(v)}' for n, v in best['medians'].items())}",
                   file=sys.stderr, flush=True)  # fmt: skip
-    return [summary(engine, kind, found) for (engine, kind), found in rounds.items()]
+            results = [summary(engine, kind, found) for (engine, kind), found in rounds.items()]
+            keep(results)
+    return results
+
+
+def keep(args: argparse.Namespace, given: Sequence[str], results: list[dict[str, Any]]) -> None:
+    """Write the document, if --out asks for it. The folder's own name is left out."""
+    if args.out:
+        said = ["FOLDER" if Path(one).resolve() == args.folder else one for one in given]
+        content = document("compare_cpu", "python tools/compare_cpu.py", said, results)
+        facts = {"threads": args.threads, "model": args.model, "busy": args.busy, "ratios": ratios(results)}
+        write(args.out, {**content, **facts})
 
 
 def main(given: list[str]) -> int:
@@ -243,13 +255,8 @@ def main(given: list[str]) -> int:
         args.folder.mkdir(parents=True, exist_ok=True)
         for peer in dict.fromkeys([*args.peers, "llama"]):  # llama.cpp's also writes the models
             compare_models.environment(args.folder, peer)
-        results = measure(args)
+        results = measure(args, lambda results: keep(args, given, results))
     print(show(results))
-    if args.out:
-        said = ["FOLDER" if args.folder and Path(one).resolve() == args.folder else one for one in given]
-        content = document("compare_cpu", "python tools/compare_cpu.py", said, results)
-        write(args.out, {**content, "threads": args.threads, "model": args.model, "busy": args.busy,
-                         "ratios": ratios(results)})  # fmt: skip
     if args.picture:
         draw(results, args.picture)
     return 0
