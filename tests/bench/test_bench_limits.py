@@ -80,10 +80,12 @@ def test_clocks_leave_an_engine_as_it_was() -> None:
         engine.close()
 
 
-def test_the_fastest_quarter_counts() -> None:
-    steps = [limits.Step("decode", seconds, {}, 1, 1, 0, 0) for seconds in (5.0, 1.0, 9.0, 2.0, 7.0)]
-    assert [step.seconds for step in limits.fastest(steps)] == [1.0, 2.0]
-    assert limits.fastest(steps[:1]) == steps[:1]
+def test_of_each_step_the_fastest_of_all_runs_counts() -> None:
+    runs = [[limits.Step("decode", seconds, {}, 1, tokens, 0, 0) for tokens, seconds in enumerate(run)]
+            for run in ((5.0, 1.0, 9.0), (2.0, 7.0, 3.0))]  # fmt: skip
+    assert [step.seconds for step in limits.fastest(runs)] == [2.0, 1.0, 3.0]
+    with pytest.raises(AssertionError, match="same steps"):
+        limits.fastest([runs[0], runs[1][:2]])
 
 
 def test_the_longer_of_reading_and_multiplying_is_an_operations_limit() -> None:

@@ -2,15 +2,16 @@
 cores read and multiply in the same run, and what each operation of a step takes beside both.
 
 Steps are timed twice, without clocks in them and with a clock around each operation (quire.bench.spent). Whatever
-disturbs a step makes it slower, so the fastest quarter counts, apart for steps with prompts and for those in which all
-sequences decode. On one thread the clock is the process's own time, which other processes don't lengthen.
+disturbs a step makes it slower, so the fastest of the runs counts, for each step. Steps with prompts and those in which
+all sequences decode are told apart. On one thread the clock is the process's own time, which other processes don't
+lengthen.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from quire.bench.calibrate import shape_of
@@ -88,9 +89,9 @@ def measured(engine: Engine, jobs: Sequence[Job], shape: Shape, repeat: int) -> 
     """A result for each kind of step that the jobs need."""
     others = Others()
     drive_once(engine, jobs)
-    plain = [step for _ in range(repeat) for step in steps(engine, jobs, shape)]
+    plain = fastest([steps(engine, jobs, shape) for _ in range(repeat)])
     with watched(engine) as spent:
-        timed = [step for _ in range(repeat) for step in steps(engine, jobs, shape, spent)]
+        timed = fastest([steps(engine, jobs, shape, spent) for _ in range(repeat)])
     return [
         {"steps": kind, **told([s for s in plain if s.kind == kind], [s for s in timed if s.kind == kind]),
          "cores_used_by_others": others.load()}
@@ -142,30 +143,29 @@ def steps(engine: Engine, jobs: Sequence[Job], shape: Shape, spent: Spent | None
     return found
 
 
-def fastest(found: Sequence[Step]) -> list[Step]:
-    """The fastest quarter of steps, at least one."""
-    ordered = sorted(found, key=lambda step: step.seconds)
-    return ordered[: -(-len(ordered) // 4)]
+def fastest(runs: Sequence[Sequence[Step]]) -> list[Step]:
+    """Of each step of a run the fastest of all runs, which plan the same steps."""
+    assert len({tuple(step[3:] for step in run) for run in runs}) == 1, "runs of the same jobs have the same steps"
+    return [min(same, key=lambda step: step.seconds) for same in zip(*runs)]
 
 
 def told(plain: Sequence[Step], timed: Sequence[Step]) -> dict[str, Any]:
-    """Means of the fastest quarter of steps: what one takes with and without clocks in it, and its operations."""
-    inner = fastest(timed)
-    names = sorted({name for step in inner for name in step.spent})
+    """Means of steps of a kind: what one takes with and without clocks in it, and its operations."""
 
-    def mean(of: Callable[[Step], float]) -> float:
-        return sum(map(of, inner)) / len(inner)
+    def mean(numbers: Iterable[float]) -> float:
+        return sum(numbers) / len(timed)
 
-    undisturbed = fastest(plain)
-    operations = {name: _mean([step.spent.get(name, Work()) for step in inner]) for name in names}
+    names = sorted({name for step in timed for name in step.spent})
+    operations = {name: _mean([step.spent.get(name, Work()) for step in timed]) for name in names}
     if ATTENTION in operations:
-        operations[ATTENTION] |= {"bytes": mean(lambda s: s.kv_bytes), "operations": mean(lambda s: s.attention)}
+        kv, computed = mean(step.kv_bytes for step in timed), mean(step.attention for step in timed)
+        operations[ATTENTION] |= {"bytes": kv, "operations": computed}
     return {
         "count": len(timed),
-        "rows": mean(lambda step: step.rows),
-        "tokens": mean(lambda step: step.tokens),
-        "step_ms": 1e3 * sum(step.seconds for step in undisturbed) / len(undisturbed),
-        "step_ms_with_clocks": 1e3 * mean(lambda step: step.seconds),
+        "rows": mean(step.rows for step in timed),
+        "tokens": mean(step.tokens for step in timed),
+        "step_ms": 1e3 * mean(step.seconds for step in plain),
+        "step_ms_with_clocks": 1e3 * mean(step.seconds for step in timed),
         "operations": operations,
     }
 
