@@ -65,6 +65,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--load-time", action="store_true",
                         help="quire quantises the bf16 folder (int8, int4); else it reads the GGUF file")  # fmt: skip
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation")
+    parser.add_argument("--no-repack", action="store_true", help="llama.cpp leaves weights as the file has them")
     parser.add_argument("--kv-gib", type=float, metavar="X", help="quire's and vLLM's KV (default: what is needed)")
     parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="of one process")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
@@ -96,7 +97,8 @@ def job_of(args: argparse.Namespace, engine: str, kind: str, number: int) -> dic
         "engine": engine, "model": str(path), "settings": settings, "threads": args.threads, "busy": args.busy,
         "repeats": args.repeats, "wait": args.wait, "seed": number, "vocabulary": VOCABULARY[model],
         "workloads": chosen, "tokens": tokens, "length": max(length for _, length in sizes),
-        "sequences": max(requests for requests, _ in sizes), "eager": args.eager, "source": str(HERE.parent / "src"),
+        "sequences": max(requests for requests, _ in sizes), "eager": args.eager, "repack": not args.no_repack,
+        "source": str(HERE.parent / "src"),
         "kv_gib": args.kv_gib or -(-tokens * token_bytes(root, model) * 4 // GIB) / 4,
     }  # fmt: skip
 

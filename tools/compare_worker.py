@@ -93,7 +93,7 @@ class Llama:
         lib.llama_log_set(self.silent, None)
         lib.llama_backend_init()
         settings = lib.llama_model_default_params()
-        settings.n_gpu_layers = 0
+        settings.n_gpu_layers, settings.use_extra_bufts = 0, job["repack"]
         self.model = lib.llama_model_load_from_file(job["model"].encode(), settings)
         assert self.model, f"llama.cpp can't load {job['model']}"
         room = lib.llama_context_default_params()
