@@ -195,6 +195,26 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
+def _limits(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from quire.bench import limits  # the same
+
+    return limits.run(args)
+
+
+def _show_limits(results: Sequence[dict[str, Any]]) -> str:
+    from quire.bench import limits
+
+    return limits.show(results)
+
+
+def _limits_flags(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--workload", action="append", metavar="NAME",
+                       help=f"{EXPECTED}; may be given repeatedly (default: W1 to W4 of benchmarks.md)")  # fmt: skip
+    group.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each kind (default: %(default)s)")
+
+
 def _control_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, nargs="+", metavar="N",
                         help="running sequences (default: 1 256 1000)")  # fmt: skip
@@ -221,6 +241,7 @@ ENTRIES: dict[str, Entry] = {
     "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),
+    "limits": Entry("what a CPU allows, and where each operation's time goes", _limits, _show_limits, _limits_flags),
     "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
     "sights": Entry("what a picture costs, to encode and to decode beside", sights.run, sights.show, _sights_flags),
     "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),

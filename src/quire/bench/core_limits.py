@@ -1,0 +1,121 @@
+"""What the cores of this machine read and multiply, by threads, in plain torch: the ceilings of `quire bench limits`.
+
+The fastest of some attempts counts: whatever disturbs one makes it slower. One thread's clock is the process's own
+time, which other processes don't lengthen.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+ATTEMPTS = 5
+SMALLEST, LARGEST = 2**28, 2**31  # bytes of a buffer that no cache holds
+ROW = 2048  # numbers of a row of the matrix that is read
+SIDE = 2048  # of the matrices that are multiplied
+
+
+class CoreLimits(NamedTuple):
+    """Of so many threads: bytes a second that they read of `buffer` bytes, more than the caches hold; and, where asked,
+    again and again of as many bytes as a model's weights have, which a large cache may hold. Operations a second in
+    products of square matrices; `int8` is None where torch has no such product."""
+
+    threads: int
+    buffer: int
+    read: float
+    read_weights: float | None
+    bf16: float
+    fp32: float
+    int8: float | None
+
+    def multiply(self, itemsize: int) -> float:
+        """Operations a second on numbers of so many bytes. Two bytes are bf16's."""
+        return {1: self.int8 or self.bf16, 2: self.bf16}.get(itemsize, self.fp32)
+
+    def better(self, other: CoreLimits) -> CoreLimits:
+        """The larger of each of two measurements: whatever disturbs one makes it smaller."""
+        return CoreLimits(
+            *(one if one is None or other is None else max(one, other) for one, other in zip(self, other))
+        )
+
+
+def core_limits(threads: Iterable[int], weights: int | None = None) -> list[CoreLimits]:
+    """A measurement for each number of threads; torch's own number is as it was afterwards."""
+    kept, size = torch.get_num_threads(), buffer_bytes()
+    buffer = torch.ones(size // 4)
+    found = []
+    try:
+        for count in threads:
+            torch.set_num_threads(count)
+            again = None if weights is None else reading(buffer[: min(weights, size) // 4])
+            found.append(CoreLimits(
+                count, size, reading(buffer), again, multiplying(torch.bfloat16), multiplying(torch.float32), _int8(),
+            ))  # fmt: skip
+    finally:
+        torch.set_num_threads(kept)
+    return found
+
+
+def buffer_bytes() -> int:
+    """Twice the largest cache that the system tells of, but at most an eighth of the memory."""
+    return min(max(2 * largest_cache(), SMALLEST), LARGEST, psutil.virtual_memory().total // 8)
+
+
+def largest_cache() -> int:
+    """Bytes of the largest cache of the first core, as Linux tells; 0 if it doesn't. A virtual machine may be told of
+    one that it has in common with others."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        if match := re.fullmatch(r"(\d+)([KM]?)", path.read_text().strip()):
+            sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]])
+    return max(sizes)
+
+
+def reading(buffer: torch.Tensor) -> float:
+    """Bytes a second of the faster of two operations that read fp32 numbers once and write next to nothing: a dot
+    product with itself, a product of a matrix and a vector."""
+    matrix = buffer[: len(buffer) // ROW * ROW].view(-1, ROW)
+    vector = torch.ones(ROW)
+    calls: list[Callable[[], Any]] = [lambda: torch.dot(buffer, buffer)]
+    if len(matrix):
+        calls.append(lambda: torch.mv(matrix, vector))
+    return buffer.nbytes / min(map(quickest, calls))
+
+
+def multiplying(dtype: torch.dtype) -> float:
+    """Operations a second of a product of square matrices, a multiplication and an addition counted as two."""
+    left = torch.randn(SIDE, SIDE).to(dtype)
+    return 2 * SIDE**3 / quickest(lambda: torch.mm(left, left))
+
+
+def _int8() -> float | None:
+    left = torch.ones((SIDE, SIDE), dtype=torch.int8)
+    try:
+        return 2 * SIDE**3 / quickest(lambda: torch._int_mm(left, left))
+    except (AttributeError, RuntimeError):  # private to torch, and not there on every machine
+        return None
+
+
+def quickest(call: Callable[[], Any]) -> float:
+    """Seconds of the fastest of ATTEMPTS calls, after one that isn't counted."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    call()
+    seconds = []
+    for _ in range(ATTEMPTS):
+        began = clock()
+        call()
+        seconds.append(clock() - began)
+    return min(seconds)
+
+
+def thread_counts(most: int) -> list[int]:
+    """1, powers of two, and `most`, which is at most the cores that this process may use."""
+    most = min(most, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return sorted({*(1 << i for i in range(most.bit_length()) if 1 << i < most), most})

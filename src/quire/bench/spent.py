@@ -1,0 +1,140 @@
+"""Where the time of an engine's steps goes on a CPU, operation by operation: clocks around what a step calls.
+
+On a CPU a call returns when its work is done, so that clocks around the layers' modules and the runner's parts tell it
+all; each costs about a microsecond, where torch's profiler costs as much as a small operation takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import quire.data.runner.model_runner as running
+import quire.data.runner.step as stepping
+from quire.bench.steps import clock_of
+from quire.control.engine import Engine
+from quire.data.layers.embedding import Embedding
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import MLP, GatedMLP
+from quire.data.layers.norm import LayerNorm, RMSNorm
+
+CONTROL, RUNNER, MODEL = "control plane", "runner, the rest", "model, the rest"
+ATTENTION, PRODUCT = "attention", "product "
+KINDS: dict[type, str] = {
+    RMSNorm: "norms and sums", LayerNorm: "norms and sums", GatedMLP: "activation", MLP: "activation",
+    Embedding: "embedding",
+}  # fmt: skip
+# What of the runner is timed as what: the operation, where the call is, its name. What a version lacks is passed over.
+RUNNERS = (
+    (RUNNER, "", "submit"),
+    (RUNNER, "", "collect"),
+    ("journal and tables", "store", "replay"),
+    ("attention, planned", "backend", "plan"),
+    (ATTENTION, "backend", "attend"),
+    (ATTENTION, "backend", "rotate_and_attend"),
+    ("pages, gathered", "backend", "_gathered"),
+    ("cache writes", "backend", "_write"),
+    ("sampling", "sampler", "sample"),
+    ("sampling", "sampler", "finish"),
+    (MODEL, "model", "forward"),
+)
+
+
+class Work(NamedTuple):
+    """Seconds that an operation took itself, without what others took within it; its calls; and, of products, the
+    bytes of weights and the operations."""
+
+    seconds: float = 0.0
+    calls: int = 0
+    bytes: float = 0.0
+    operations: float = 0.0
+
+
+class Spent:
+    """A clock for every operation. One runs at a time: that of the innermost call."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._stack: list[str] = []
+        self._since = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self.operations: dict[str, float] = defaultdict(float)
+        self.bytes: dict[str, float] = defaultdict(float)
+
+    def take(self) -> dict[str, Work]:
+        """What was spent since the last time."""
+        found = {
+            name: Work(seconds, self.calls[name], self.bytes[name], self.operations[name])
+            for name, seconds in self.seconds.items()
+        }
+        self._clear()
+        return found
+
+    def timed(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, timed as `operation`."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            now = self.clock()
+            if self._stack:
+                self.seconds[self._stack[-1]] += now - self._since
+            self._stack.append(operation)
+            self.calls[operation] += 1
+            self._since = now
+            try:
+                return call(*args, **kwargs)
+            finally:
+                now = self.clock()
+                self.seconds[self._stack.pop()] += now - self._since
+                self._since = now
+
+        return wrapped
+
+    def product(self, name: str, layer: Linear) -> Callable[..., Any]:
+        """The layer's call, timed, its work counted. A layer whose weights don't have the size of its input's numbers
+        says their bytes as `weight_bytes`."""
+        timed, rows = self.timed(name, layer.forward), sum(layer.parts)
+
+        def wrapped(x: Any, *args: Any, **kwargs: Any) -> Any:
+            weights = rows * x.shape[-1]
+            self.operations[name] += 2 * weights * (x.numel() // x.shape[-1])
+            self.bytes[name] += getattr(layer, "weight_bytes", weights * x.element_size())
+            return timed(x, *args, **kwargs)
+
+        return wrapped
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[Spent]:
+    """Clocks around all that a step of the engine calls, as long as this lasts."""
+    spent = Spent(clock_of(engine.runner))
+    runner: Any = engine.runner
+    with ExitStack() as patches:
+
+        def patch(owner: Any, name: str, call: Any) -> None:
+            had, before = name in vars(owner), getattr(owner, name)
+            setattr(owner, name, call)
+            patches.callback(*((setattr, owner, name, before) if had else (delattr, owner, name)))
+
+        patch(engine, "step", spent.timed(CONTROL, engine.step))
+        for operation, part, name in RUNNERS:
+            owner = getattr(runner, part) if part else runner
+            if hasattr(owner, name):
+                patch(owner, name, spent.timed(operation, getattr(owner, name)))
+        patch(running, "batch_of", spent.timed("inputs", running.batch_of))
+        if hasattr(stepping, "queries_keys_values"):
+            patch(stepping, "queries_keys_values", spent.timed("rotation", stepping.queries_keys_values))
+        patch(stepping.Step, "_angles", spent.timed("rotation", stepping.Step._angles))
+        patch(runner.model, "logits", spent.timed(MODEL, runner.model.logits))
+        for name, module in runner.model.named_modules():
+            if isinstance(module, Linear):
+                patch(module, "forward", spent.product(PRODUCT + name.rpartition(".")[2], module))
+            elif type(module) in KINDS:
+                patch(module, "forward", spent.timed(KINDS[type(module)], module.forward))
+        yield spent

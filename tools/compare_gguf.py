@@ -1,0 +1,161 @@
+"""GGUF files for tools/compare_cpu.py, made and read in llama.cpp's environment (gguf, NumPy, llama_cpp). Models have
+no tokenizers: the comparison gives token ids.
+
+usage: compare_gguf.py write FOLDER OUT.gguf         a Llama's Hugging Face folder -> GGUF, in bf16
+       compare_gguf.py quantize IN.gguf OUT.gguf q8_0|q4_0|q4_1|q5_0|q4_k|q6_k     by llama.cpp's own code
+       compare_gguf.py read IN.gguf FOLDER           a Llama's GGUF -> a folder, in bf16
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+TYPES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0", "q4_k": "Q4_K_M", "q6_k": "Q6_K"}
+BF16_FILE = 32
+
+
+def stored_name(name: str) -> str:
+    """A checkpoint's tensor in a GGUF file."""
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name):
+        return f"blk.{match[1]}.{NAMES[match[2]]}.weight"
+    return WHOLE[name.removesuffix(".weight")] + ".weight"
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of queries or keys as llama.cpp rotates them: the two of a pair beside each other."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def halved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The reverse of `interleaved`."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write(folder: Path, out: Path) -> None:
+    """A folder's model, whose safetensors file is in bf16."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(str(out), "llama")
+    writer.add_name(folder.name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    writer.add_file_type(BF16_FILE)
+    for name, weight in tensors(folder / "model.safetensors"):
+        if weight.ndim == 1:
+            writer.add_tensor(stored_name(name), weight)
+            continue
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = interleaved(weight, heads if "q_proj" in name else kv_heads)
+        kind = gguf.GGMLQuantizationType.BF16
+        packed = gguf.quants.quantize(np.ascontiguousarray(weight), kind)
+        writer.add_tensor(stored_name(name), packed, raw_shape=packed.shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors(path: Path) -> Any:
+    """The names and fp32 numbers of a safetensors file in bf16."""
+    with path.open("rb") as file:
+        head = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        start = file.tell()
+        for name, tensor in head.items():
+            if name == "__metadata__":
+                continue
+            first, end = tensor["data_offsets"]
+            file.seek(start + first)
+            halves = np.frombuffer(file.read(end - first), np.uint16).astype(np.uint32)
+            yield name, (halves << 16).view(np.float32).reshape(tensor["shape"])
+
+
+def quantize(source: Path, out: Path, kind: str) -> None:
+    """llama.cpp's own quantisation, as it chooses the types of a file's tensors."""
+    import llama_cpp
+
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, None)
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{TYPES[kind]}")
+    settings.nthread = 2
+    code = llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), settings)
+    assert code == 0, f"llama_model_quantize says {code}"
+
+
+def read(source: Path, folder: Path) -> None:
+    """A folder of a GGUF file's model: its numbers, rounded to bf16, under a checkpoint's names."""
+    reader = gguf.GGUFReader(str(source))
+
+    def fact(name: str, default: Any = None) -> Any:
+        field = reader.fields.get(f"llama.{name}")
+        return default if field is None else field.contents()
+
+    heads = fact("attention.head_count")
+    kv_heads = fact("attention.head_count_kv", heads)
+    plain = {mine: name for name, mine in {**NAMES, **WHOLE}.items()}
+    found: dict[str, np.ndarray] = {}
+    for tensor in reader.tensors:
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name)
+        if match is None or match[2] not in plain:
+            continue
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        weight = numbers.reshape([int(size) for size in reversed(tensor.shape)])
+        if match[2] in ("attn_q", "attn_k"):
+            weight = halved(weight, heads if match[2] == "attn_q" else kv_heads)
+        found[(f"model.layers.{match[1]}." if match[1] else "") + plain[match[2]] + ".weight"] = weight
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "hidden_size": fact("embedding_length"), "intermediate_size": fact("feed_forward_length"),
+        "num_hidden_layers": fact("block_count"), "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": fact("context_length"), "rope_theta": float(fact("rope.freq_base", 10000.0)),
+        "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")), "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": len(found["model.embed_tokens.weight"]), "tie_word_embeddings": "lm_head.weight" not in found,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save(folder / "model.safetensors", found)
+
+
+def save(path: Path, found: dict[str, np.ndarray]) -> None:
+    """A safetensors file of these numbers in bf16, rounded to nearest even."""
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, weight in found.items():
+        head[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [at, at + 2 * weight.size]}
+        at += 2 * weight.size
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for weight in found.values():
+            bits = np.ascontiguousarray(weight).view(np.uint32)
+            file.write(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes())
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:]
+    paths = [Path(path) for path in rest[:2]]
+    {"write": write, "quantize": quantize, "read": read}[command](*paths, *rest[2:])
