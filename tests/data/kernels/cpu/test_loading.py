@@ -20,6 +20,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All of x86's variants, on a machine of that kind, whose system refuses nothing."""
     for variant in X86:
         (tmp_path / f"{variant.name}.so").touch()
+    (tmp_path / "sources").write_text(variants.sources())
     monkeypatch.setattr(loading, "BUILT", tmp_path)
     monkeypatch.setattr(loading, "variants", lambda: X86)
     monkeypatch.setattr(loading, "_tiles_allowed", lambda: True)
@@ -85,6 +86,19 @@ def test_a_variant_is_named(built: Path) -> None:
     assert "amx, avx512bf16, avx512, avx2, off" in str(caught.value)
 
 
+def test_libraries_of_other_sources_are_left_alone(built: Path) -> None:
+    (built / "sources").write_text("others")
+    assert loading.suited(has=ALL) is None
+    (built / "sources").unlink()
+    assert loading.suited(has=ALL) is None
+
+
+def test_what_does_not_load_is_left_alone(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "features", lambda: ALL)
+    assert loading.suited() is not None
+    assert loading.library.__wrapped__() is None, "an empty file is no library"
+
+
 def test_what_is_missing_is_said(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "library", lambda: None)
     monkeypatch.setattr(loading, "features", lambda: ALL - {"fma"})
@@ -94,9 +108,12 @@ def test_what_is_missing_is_said(built: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "amx")
     monkeypatch.setattr(loading, "features", lambda: X86[-1].needs)
     assert "QUIRE_CPU_KERNELS is 'amx', which" in loading.missing()
+    monkeypatch.delenv("QUIRE_CPU_KERNELS")
+    assert "for another system" in loading.missing(), "it doesn't load, as this one is empty"
+    (built / "sources").write_text("others")
+    assert "from other sources" in loading.missing()
     for path in built.iterdir():
         path.unlink()
-    monkeypatch.delenv("QUIRE_CPU_KERNELS")
     assert "install a C++ compiler" in loading.said()
     monkeypatch.setattr(loading, "variants", lambda: ())
     assert "quire has no kernels for" in loading.missing()

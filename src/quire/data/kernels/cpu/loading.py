@@ -13,11 +13,19 @@ import torch
 
 from quire.data.kernels.cpu.cores import cores
 from quire.data.kernels.cpu.library import Library
-from quire.data.kernels.cpu.variants import features, variants
+from quire.data.kernels.cpu.variants import features, sources, variants
 from quire.errors import StartupError
 
 BUILT = Path(__file__).parent / "built"
 OFF = "off"
+
+
+def current() -> bool:
+    """What is built, if anything, is built from the sources that lie beside it."""
+    try:
+        return (BUILT / "sources").read_text(encoding="ascii") == sources()
+    except OSError:
+        return False
 
 
 def suited(only: str = "", has: Set[str] | None = None) -> Path | None:
@@ -27,7 +35,7 @@ def suited(only: str = "", has: Set[str] | None = None) -> Path | None:
     if only and only not in (OFF, *names):
         raise StartupError(f"QUIRE_CPU_KERNELS is {only[:80]!r}", f"Choose one of: {', '.join([*names, OFF])}")
     has = usable(features()) if has is None else has
-    for variant in variants():
+    for variant in variants() if current() else ():
         path = BUILT / f"{variant.name}.so"
         if variant.needs <= has and only in ("", variant.name) and path.exists():
             return path
@@ -52,7 +60,12 @@ def library() -> Library | None:
     """The process's own, with as many threads as torch; None where there is none. QUIRE_CPU_KERNELS names one, or is
     "off"."""
     path = suited(os.environ.get("QUIRE_CPU_KERNELS", ""))
-    return None if path is None else Library(path, torch.get_num_threads())
+    if path is None:
+        return None
+    try:
+        return Library(path, torch.get_num_threads())
+    except OSError:  # it was built for a newer system
+        return None
 
 
 def use_threads(threads: int | None) -> None:
@@ -86,7 +99,11 @@ def missing() -> str:
         return f"quire has no kernels for {platform.system()} on {platform.machine()}"
     if not built:
         return "quire's kernels aren't built; install a C++ compiler (g++ or clang++), then quire again"
+    if not current():
+        return "quire's kernels were built from other sources; install quire again"
     lacks = ", ".join(sorted(built[-1].needs - usable(features())))
     if lacks:
         return f"this CPU lacks {lacks[:80]}"
-    return f"QUIRE_CPU_KERNELS is {os.environ.get('QUIRE_CPU_KERNELS', '')[:80]!r}, which isn't built or can't run here"
+    if suited(os.environ.get("QUIRE_CPU_KERNELS", "")) is None:
+        return f"QUIRE_CPU_KERNELS is {os.environ['QUIRE_CPU_KERNELS'][:80]!r}, which isn't built or can't run here"
+    return "quire's kernels were built for another system; install quire again, with a C++ compiler (g++ or clang++)"
