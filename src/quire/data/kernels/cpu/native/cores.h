@@ -55,13 +55,18 @@ class Place {
         holds.store(true, std::memory_order_relaxed);
     }
 
-    /* The chunk is done: whoever was brought elsewhere goes back, and may run where it might before. */
+    /* The chunk is done: who was brought elsewhere leaves, for where it came from if that isn't the same core, and may run
+       then where it might before. */
     void let_go() {
         holds.store(false, std::memory_order_seq_cst);
         if (state.load(std::memory_order_seq_cst) == MINE) return;
         while (state.load(std::memory_order_acquire) == CLAIMED) relax();
         if (state.load(std::memory_order_acquire) == MOVED) {
-            pin(pthread_self(), cpu.load(std::memory_order_relaxed));
+            const int here = sched_getcpu(), home = cpu.load(std::memory_order_relaxed);
+            cpu_set_t others = allowed;
+            CPU_CLR(here, &others);
+            if (home != here) pin(pthread_self(), home);
+            else if (CPU_COUNT(&others)) pthread_setaffinity_np(pthread_self(), sizeof others, &others);
             pthread_setaffinity_np(pthread_self(), sizeof allowed, &allowed);
         }
         state.store(MINE, std::memory_order_release);
