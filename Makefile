@@ -7,34 +7,37 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SERVE_ARGS ?=
+# Its kernels for CPUs, built where there is a C++ compiler (another one: CXX=...).
+KERNELS := src/quire/data/kernels/cpu
 # Beside a GPU, any Python that has torch, Triton and the test extras.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help serve chat test lint soak test-gpu memcheck clean
+.PHONY: help serve chat test lint soak wheel test-gpu memcheck clean
 
 help:
 	@echo "make serve   install, then serve the bundled model at http://127.0.0.1:8000"
 	@echo "make chat    install, then talk to it in the terminal"
 	@echo "make test    install the test extras; ruff, mypy, pytest"
 	@echo "make soak    the long runs, which make test leaves out"
+	@echo "make wheel   a wheel in dist/ with the CPU kernels prebuilt, for machines without a compiler"
 	@echo "make test-gpu, make memcheck    what needs a GPU: tests; kernels under compute-sanitizer"
 
-serve: $(VENV)/.installed
+serve: $(VENV)/.kernels
 	$(BIN)/quire serve $(SERVE_ARGS)
 
-chat: $(VENV)/.installed
+chat: $(VENV)/.kernels
 	$(BIN)/quire chat
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 	QUIRE_TEST_ENGINE=process OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/server
 
-lint: $(VENV)/.tested
+lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-soak: $(VENV)/.tested
+soak: $(VENV)/.tested $(VENV)/.kernels
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
 
 test-gpu:
@@ -61,7 +64,7 @@ $(VENV)/.torch: constraints.txt
 	fi
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 	@echo "installing quire"
 	@$(PIP) -c constraints.txt -e .
 	@touch $@
@@ -71,5 +74,13 @@ $(VENV)/.tested: $(VENV)/.torch pyproject.toml
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
+# Installing builds them; this says so, and builds again what changed since.
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard $(KERNELS)/native/*) $(KERNELS)/build.py $(KERNELS)/variants.py
+	@$(BIN)/python $(KERNELS)/build.py
+	@touch $@
+
+wheel: $(VENV)/.installed
+	@$(BIN)/python tools/build_wheel.py --out dist
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(KERNELS)/built .pytest_cache .mypy_cache .ruff_cache .hypothesis build

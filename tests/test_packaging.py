@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+
+import pytest
+
+from quire.data.kernels.cpu.variants import variants
 
 ROOT = Path(__file__).parent.parent
 NAMES = {
@@ -18,9 +24,16 @@ NAMES = {
 OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton", "cuda"}
 
 
+AWAY = ignore_patterns(".*", "__pycache__", "*.egg-info", "*.safetensors", "build", "built", "dist", "measurements")
+COMPILER = """#!/bin/sh
+{fails}
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done
+exit 0
+"""
+
+
 def test_the_sdist_is_whole(tmp_path: Path) -> None:
-    away = ignore_patterns(".*", "__pycache__", "*.egg-info", "*.safetensors", "build", "dist", "measurements")
-    source = copytree(ROOT, tmp_path / "source", ignore=away)
+    source = copytree(ROOT, tmp_path / "source", ignore=AWAY)
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -29,6 +42,37 @@ def test_the_sdist_is_whole(tmp_path: Path) -> None:
         held = {name.partition("/")[2] for name in files.getnames()}
     there = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     assert {name for name in there if ".egg-info" not in name} <= held
+
+
+@pytest.mark.skipif(not variants(), reason="no kernels for this kind of machine")
+@pytest.mark.parametrize("compiler", ["there", "fails", "missing"])
+def test_wheels_hold_what_could_be_built(tmp_path: Path, compiler: str) -> None:
+    """The kernels' libraries, for any Python on this kind of machine; installing never fails for them."""
+    source = copytree(ROOT, tmp_path / "source", ignore=AWAY)
+    cxx = tmp_path / "c++"
+    if compiler != "missing":
+        cxx.write_text(COMPILER.format(fails="echo 'error: no' >&2; exit 1" if compiler == "fails" else ""))
+        cxx.chmod(0o755)
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(tmp_path)!r}))"
+    environment = {**os.environ, "CXX": str(cxx)}
+    command = [sys.executable, "-c", build]
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        held = set(files.namelist())
+    folder = "quire/data/kernels/cpu"
+    expected = {f"{folder}/built/{variant.name}.so" for variant in variants()} if compiler == "there" else set()
+    assert {name for name in held if name.endswith(".so")} == expected
+    assert not [name for name in held if "/objects/" in name]
+    natives = {f"{folder}/native/{path.name}" for path in (ROOT / "src" / folder / "native").iterdir()}
+    assert natives <= held
+    assert f"{folder}/built/sources" in held
+    assert wheel.name.endswith("-py3-none-any.whl") == (compiler == "missing")
+    assert "-py3-none-" in wheel.name
+    if compiler != "there":
+        said = "no C++ compiler" if compiler == "missing" else f"{variants()[0].name} is left out: error: no"
+        assert f"CPU kernels: {said}" in done.stderr
 
 
 def test_every_import_is_declared() -> None:

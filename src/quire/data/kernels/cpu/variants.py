@@ -3,7 +3,10 @@ what builds the kernels reads it too."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,18 +39,32 @@ VARIANTS = {
 
 
 def variants() -> tuple[Variant, ...]:
+    """This machine's; the threads are POSIX's."""
+    if os.name != "posix":
+        return ()
     machine = platform.machine().lower()
     return VARIANTS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), ())
 
 
+def sources() -> str:
+    """The digest of the kernels' sources: libraries that were built from others take other arguments."""
+    files = sorted((Path(__file__).parent / "native").glob("*.[ch]*"))
+    return hashlib.sha256(
+        b"\0".join(text for path in files for text in (path.name.encode(), path.read_bytes()))
+    ).hexdigest()
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
 def features() -> frozenset[str]:
-    """What the machine says that it has, in Linux's words; empty where it says nothing."""
+    """What each of the machine's CPUs says that it has, in Linux's words; empty where it says nothing."""
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return frozenset({"asimd", "asimdhp", "asimddp"})  # from the first on
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    parts = (line.partition(":") for line in lines)
+    said = [frozenset(value.split()) for name, _, value in parts if name.strip() in ("flags", "Features")]
+    return frozenset.intersection(*said) if said else frozenset()

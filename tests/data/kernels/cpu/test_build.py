@@ -1,0 +1,96 @@
+"""How the kernels are built: with compilers that pretend, and the sources with the one that is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.data.kernels.cpu.build import FLAGS, HERE, compiler
+from quire.data.kernels.cpu.variants import Variant, variants
+
+NAMES = [variant.name for variant in variants()]
+COMPILER = """#!/bin/sh
+case "$*" in *{refused}*) echo "c++: error: what is {refused}?" >&2; exit 1;; esac
+echo "$*" >> {log}
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done
+exit 0
+"""
+
+pytestmark = pytest.mark.skipif(not NAMES, reason="no kernels for this kind of machine")
+
+
+class Kernels:
+    """A copy of the sources, and a compiler for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder / "kernels", folder / "log"
+        away = shutil.ignore_patterns("built", "__pycache__")
+        shutil.copytree(HERE, self.folder, ignore=away)
+        self.sources = len(list((self.folder / "native").glob("*.cpp")))
+
+    def build(self, refused: str = "nothing at all", cxx: str | None = None) -> tuple[list[str], int, str]:
+        """The libraries' names, how often something was compiled, and what was printed."""
+        fake = self.log.with_name("c++")
+        fake.write_text(COMPILER.format(refused=f'"{refused}"', log=self.log))
+        fake.chmod(0o755)
+        self.log.write_text("")
+        environment = {**os.environ, "CXX": cxx or str(fake)}
+        command = [sys.executable, str(self.folder / "build.py")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        built = sorted(path.stem for path in (self.folder / "built").glob("*.so"))
+        return built, sum(" -c " in line for line in self.log.read_text().splitlines()), done.stdout
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Kernels:
+    return Kernels(tmp_path)
+
+
+def test_what_changed_is_compiled_again(kernels: Kernels) -> None:
+    all_of = len(NAMES) * kernels.sources
+    assert kernels.build()[:2] == (sorted(NAMES), all_of)
+    assert kernels.build()[:2] == (sorted(NAMES), 0)
+    source = kernels.folder / "native" / "norm.cpp"
+    source.write_text(source.read_text() + "\n")
+    assert kernels.build()[:2] == (sorted(NAMES), len(NAMES))
+    header = kernels.folder / "native" / "quire.h"
+    header.write_text(header.read_text() + "\n")
+    assert kernels.build()[:2] == (sorted(NAMES), all_of)
+
+
+def test_a_variant_that_the_compiler_lacks_is_left_out(kernels: Kernels) -> None:
+    kernels.build()
+    source = kernels.folder / "native" / "norm.cpp"
+    source.write_text(source.read_text() + "\n")  # the libraries that there are don't stay
+    flag = variants()[0].flags[-1]
+    built, _, printed = kernels.build(refused=flag)
+    assert built == sorted(name for name, variant in zip(NAMES, variants()) if flag not in variant.flags)
+    assert f"CPU kernels: {NAMES[0]} is left out: c++: error: what is {flag}?" in printed.splitlines()
+
+
+@pytest.mark.parametrize("cxx", ["/nowhere/c++", ""])
+def test_without_a_compiler_nothing_is_built(kernels: Kernels, cxx: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.build()
+    if not cxx:
+        monkeypatch.setenv("PATH", str(kernels.folder))
+    built, _, printed = kernels.build(cxx=cxx or "c++")
+    assert built == []
+    assert "CPU kernels: no C++ compiler\nCPU kernels: none; quire computes with stock torch" in printed
+
+
+@pytest.mark.parametrize("variant", variants(), ids=NAMES)
+def test_sources_give_no_warnings(variant: Variant) -> None:
+    cxx = compiler()
+    if cxx is None:
+        pytest.skip("no compiler")
+    for source in sorted((HERE / "native").glob("*.cpp")):
+        command = [cxx, *FLAGS, *variant.flags, "-Werror", "-fsyntax-only", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if "unrecognized command" in done.stderr:
+            pytest.skip("this compiler knows no such instructions")
+        assert (done.returncode, done.stderr) == (0, "")
