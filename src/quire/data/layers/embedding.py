@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.data.kernels.cpu import rows
+from quire.data.kernels.cpu.embedding import embedding
+
 
 class Embedding(nn.Module):
     """ids [T] int64 in [0, count) -> vectors [T, size], a fresh tensor; multiplied by `scale`, rounded to the dtype, if
-    one is given."""
+    one is given. With `onto` [T, size], they are added to it instead, in place, and ids count from `first` on."""
 
     def __init__(
         self, count: int, size: int, dtype: torch.dtype, device: torch.device, scale: float | None = None
@@ -17,7 +20,16 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         self.weight = nn.Parameter(torch.empty(count, size, dtype=dtype, device=device), requires_grad=False)
+        self.ours = False
 
-    def forward(self, ids: Tensor) -> Tensor:
-        found = F.embedding(ids, self.weight)
-        return found if self.scale is None else found.mul_(self.scale)
+    def forward(self, ids: Tensor, onto: Tensor | None = None, first: int = 0) -> Tensor:
+        if self.ours:
+            return embedding(ids, self.weight, scale=self.scale, onto=onto, first=first)
+        found = F.embedding(ids + first if first else ids, self.weight)
+        if self.scale is not None:
+            found.mul_(self.scale)
+        return found if onto is None else onto.add_(found)
+
+    def prepare(self) -> None:
+        """Call once, after loading. On a CPU an operation of ours does it."""
+        self.ours = rows.take(self.weight.device, self.weight.dtype)

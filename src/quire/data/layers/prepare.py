@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from quire.data.layers.embedding import Embedding
 from quire.data.layers.linear import Linear
 from quire.data.layers.mamba import Mamba
 from quire.data.layers.mlp import MLP, GatedMLP
@@ -18,5 +19,5 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, Linear | GatedMLP | Mamba | SparseMLP):
             module.prepare(deterministic)
-        elif isinstance(module, RMSNorm | LayerNorm | MLP | Softcap):
+        elif isinstance(module, RMSNorm | LayerNorm | MLP | Softcap | Embedding):
             module.prepare()
