@@ -14,6 +14,8 @@ from geometries import one_size
 
 from quire.data.kernels import sdpa
 from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.cpu.backend import NativeBackend
+from quire.data.kernels.cpu.loading import library
 from quire.data.kernels.reference import ReferenceBackend, paged_attention
 from quire.data.kernels.sdpa import SdpaBackend
 from quire.data.runner.inputs import build_batch
@@ -22,7 +24,9 @@ from quire.vocabulary.plan import Row, Table
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
+BACKENDS: dict[str, Callable[[], Any]] = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
+if DEVICE.type == "cpu" and library() is not None:
+    BACKENDS["native"] = NativeBackend
 BATCHES = {  # (tokens before, tokens of this step) a sequence
     "decode": [(0, 1), (5, 1), (16, 1), (33, 1)],
     "prompts": [(0, 1), (0, 16), (0, 29)],

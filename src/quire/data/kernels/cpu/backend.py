@@ -1,0 +1,246 @@
+"""The attention backend on a CPU, by kernels of our own: straight over pages, nothing is gathered. Rows of one query go
+through `attention_parts`, others in tiles through `attention_prompt`; results depend neither on threads nor on which
+rows share a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.cpu.library import SCRATCH, Argument, Library
+from quire.data.kernels.cpu.loading import library
+from quire.errors import StartupError
+from quire.vocabulary.specs import Layout
+
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+PART, MOST_PARTS = 256, 16  # attention_decode.cpp
+TILE_ROWS = 192  # queries of a tile, those of all its heads
+BLOCK = 128  # keys at once, attention_prompt.cpp
+
+
+class Turned(Protocol):
+    """A rotary embedding: its fp32 table [length, 2, dim / 2] of cos and sin."""
+
+    table: Tensor | None
+
+
+class Norm(Protocol):
+    """An RMS norm of one head."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(slots=True)
+class Work:
+    """A step of one kind of layers. Keys and values are those of tokens with these `token_slots` and `positions` [T],
+    which go to `cells` of their pages (None: their positions). Queries are rows of one (`slots`, `last`, the cells of
+    their tokens, and `places` among the queries; None: in order), or in `tiles` (attention_prompt.cpp). `joins`: some
+    row may have several parts. `asked` are the tokens that have queries (None: all). `prompts` [slots], where cells are
+    to be computed of positions by `budget`."""
+
+    tables: Tensor
+    token_slots: Tensor
+    positions: Tensor
+    cells: Tensor | None
+    slots: Tensor | None
+    last: Tensor | None
+    places: Tensor | None
+    tiles: Tensor | None
+    joins: bool
+    asked: Tensor | None = None
+    prompts: Tensor | None = None
+    budget: int = 0
+
+
+class Singles(NamedTuple):
+    """A step of one token a row, each [R], in memory that stays; `prompts` [slots] where layers have budgets."""
+
+    slots: Tensor
+    positions: Tensor
+    prompts: Tensor | None = None
+
+
+def tile_queries(shared: int, dim: int) -> int:
+    """Queries of a tile, for so many query heads of a key head; 0 where a thread's scratch has no room for one."""
+    width = -(-dim // 32) * 32
+    rest = 4 * (2 * BLOCK * width + 2 * 16 * BLOCK)
+    rows = (SCRATCH - rest) // (4 * (2 * width + 2)) // 16 * 16
+    decoding = 4 * shared * (2 * width + BLOCK)
+    return 0 if shared > rows or decoding > SCRATCH else max(min(rows, TILE_ROWS) // shared, 1)
+
+
+def takes(dtype: torch.dtype, shared: int, dim: int) -> bool:
+    """Whether the kernels are for such numbers, and so many query heads of this size for each key head."""
+    return dtype in SUFFIXES and tile_queries(shared, dim) > 0
+
+
+class NativeBackend:
+    """`deterministic`: no result depends on how many of a row's tokens share a step: all go through one kernel. Any
+    strides will do, and tokens that follow one another."""
+
+    needs = Layout.PAGED
+    views = True
+    rotates = True
+
+    def __init__(self, *, deterministic: bool = False, kernels: Library | None = None) -> None:
+        """`kernels`: those of the process, unless given. StartupError if it has none."""
+        found = kernels or library()
+        if found is None:
+            raise StartupError(
+                "--attention is native, and no kernels for CPUs are built that this machine runs",
+                "Install a C++ compiler and then quire again, or use --attention sdpa",
+            )
+        self.library, self.deterministic = found, deterministic
+        self.chunks = 8 * found.threads if found.threads > 1 else 1
+        self.partial = torch.empty(0)
+
+    def check(self, cache: LayerCache) -> None:
+        """StartupError for a cache that it can't read."""
+        shared = cache.heads // cache.kv_heads
+        if not takes(cache.dtype, shared, cache.head_dim) or cache.device.type != "cpu":
+            raise StartupError(
+                f"--attention is native, and a layer has {shared} query heads of {cache.head_dim} numbers a key head, "
+                f"in {cache.dtype} on {cache.device.type}",
+                "Use --attention sdpa",
+            )
+        assert cache.scale > 0, "more alike is more likely"
+
+    def plan(self, batch: Batch, cache: LayerCache, asked: Batch | None = None) -> Work:
+        """Once a step and kind of layers, on the host: keys and values of `batch`, queries of `asked` if given."""
+        of, inside = (asked or batch).inside(cache), batch.inside(cache)
+        whole, contexts = of.both_ways, of.contexts(cache.group)
+        single = np.zeros_like(whole) if self.deterministic else (of.lengths == 1) & ~whole
+        one, many = np.flatnonzero(single), np.flatnonzero(~single)
+        slots, last, places = (torch.from_numpy(x[one]) for x in (of.slots, contexts - 1, of.offsets))
+        return Work(
+            tables=batch.tables[cache.group],
+            token_slots=batch.token_slots,
+            positions=batch.positions,
+            cells=None if inside is batch else inside.positions,
+            slots=slots if len(one) else None,
+            last=last if len(one) else None,
+            places=places if len(many) else None,
+            tiles=torch.from_numpy(_tiles(of, many, cache)) if len(many) else None,
+            joins=len(one) > 0 and int(contexts[one].max()) > PART,
+            asked=None if asked is None else asked.ends,
+        )
+
+    def singles(self, slots: Tensor, positions: Tensor, prompts: Tensor | None = None) -> Singles:
+        """A step of one token a row: `slots` and `positions` [R] in memory that stays. A tape may record it and the
+        plans made of it: they serve whatever both hold when it runs."""
+        return Singles(slots, positions, prompts)
+
+    def plan_singles(self, step: Singles, tables: Tensor, cache: LayerCache) -> Work:
+        """As `plan`, for such a step and the page tables of the cache's group."""
+        budget = 0 if step.prompts is None else cache.budget or 0
+        tiles = step.slots.new_empty((len(step.slots), 6)) if self.deterministic else None
+        if tiles is not None:
+            self.library.call(
+                "attention_tiles", 1, step.slots, step.positions, len(step.slots), tiles, step.prompts, budget
+            )
+        return Work(
+            tables, step.slots, step.positions, None,
+            slots=step.slots if tiles is None else None, last=step.positions, places=None, tiles=tiles,
+            joins=tables.shape[1] * cache.page_tokens > PART, prompts=step.prompts if budget else None, budget=budget,
+        )  # fmt: skip
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Work) -> Tensor:
+        """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
+        if cache.writes:
+            self._write(None, k, v, None, None, cache, plan)
+        return self.read(q, cache, plan)
+
+    def rotate_and_attend(
+        self, qkv: Tensor, rotary: Turned | None, norms: tuple[Norm, Norm] | None, cache: LayerCache, plan: Work
+    ) -> Tensor:
+        """The same from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised and rotated where
+        asked: one operation does that and the write. Queries are rotated in place. Of a cache that isn't written, qkv
+        may hold the queries alone."""
+        q, table = qkv[:, : cache.heads], None if rotary is None else rotary.table
+        k, v = (qkv[:, i : i + cache.kv_heads] for i in (cache.heads, cache.heads + cache.kv_heads))
+        self._write(q if rotary is not None or norms is not None else None, k, v, table, norms, cache, plan)
+        return self.read(q if plan.asked is None else q.index_select(0, plan.asked), cache, plan)
+
+    def _write(
+        self, q: Tensor | None, k: Tensor, v: Tensor, rotary: Tensor | None, norms: tuple[Norm, Norm] | None,
+        cache: LayerCache, plan: Work,
+    ) -> None:  # fmt: skip
+        """Queries (None: they stay as they are) in place, keys and values to their pages."""
+        if q is None and not cache.writes:
+            return
+        tokens = len(plan.positions)
+        q_weight, k_weight, eps = (
+            (None, None, 0.0) if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+        )
+        k, v = _laid(k), _laid(v)
+        q_stride = 0 if q is None else q.stride(0)
+        chunks = min(tokens, self.chunks)
+        self.library.call(
+            f"attention_write_{SUFFIXES[cache.dtype]}", chunks, *self._cache(cache, plan.tables),
+            q, k, v, q, q_stride, k.stride(0), v.stride(0), q_stride, plan.token_slots, plan.positions, plan.cells,
+            rotary, q_weight, k_weight, float(eps), tokens, chunks, int(cache.writes), plan.prompts, plan.budget,
+        )  # fmt: skip
+
+    def read(self, q: Tensor, cache: LayerCache, plan: Work) -> Tensor:
+        """The attention of q [Q, heads, dim] to what is in the pages."""
+        assert q.dtype == cache.dtype, f"queries in {q.dtype}, keys in {cache.dtype}"
+        q = _laid(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        suffix, common = SUFFIXES[cache.dtype], self._cache(cache, plan.tables)
+        seeing: tuple[Argument, ...] = (
+            float(cache.scale), float(cache.softcap or 0), cache.window or 0, cache.chunk or 0,
+        )  # fmt: skip
+        if plan.tiles is not None:
+            chunks = len(plan.tiles) * cache.kv_heads
+            self.library.call(f"attention_prompt_{suffix}", chunks, *common, q, q.stride(0), out, plan.tiles, *seeing)
+        if plan.slots is not None:
+            rows = len(plan.slots)
+            args = (
+                *common, q, q.stride(0), out, plan.slots, plan.last, plan.places, rows, self.chunks, *seeing,
+                self._room(rows, cache), plan.prompts, plan.budget,
+            )  # fmt: skip
+            self.library.call(f"attention_parts_{suffix}", self.chunks, *args)
+            if plan.joins:
+                self.library.call(f"attention_join_{suffix}", self.chunks, *args)
+        return out
+
+    def _room(self, rows: int, cache: LayerCache) -> Tensor:
+        """Where parts of rows meet: the same for all layers, which follow one another. Memory that is never written is
+        never taken."""
+        numbers = rows * MOST_PARTS * cache.heads * (-(-cache.head_dim // 32) * 32 + 2)
+        if len(self.partial) < numbers:
+            self.partial = torch.empty(numbers, dtype=torch.float32)
+        return self.partial
+
+    def _cache(self, cache: LayerCache, tables: Tensor) -> tuple[Argument, ...]:
+        """The first arguments of all kernels (attention.h)."""
+        return (
+            cache.keys, cache.values, cache.keys.stride(0), cache.head_stride, cache.token_stride, cache.page_tokens,
+            tables, tables.stride(0), cache.kv_heads, cache.head_dim, cache.heads,
+        )  # fmt: skip
+
+
+def _laid(x: Tensor) -> Tensor:
+    """x [T, heads, dim] with the heads of a token one after another."""
+    return x if x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]) else x.contiguous()
+
+
+def _tiles(batch: Batch, rows: np.ndarray, cache: LayerCache) -> np.ndarray:
+    """Tiles of these rows, int64 [n, 6]: slot, first query, queries, where it is, end of what is seen, and whether all
+    of them see all of it. The largest come first, so that threads end together."""
+    most = tile_queries(cache.heads // cache.kv_heads, cache.head_dim)
+    lengths, ends = batch.lengths[rows], batch.contexts(cache.group)[rows]
+    counts = -(-lengths // most)
+    row = np.repeat(np.arange(len(rows)), counts)
+    cut = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    queries = np.minimum(lengths[row] - cut, most)
+    position, whole = batch.starts[rows][row] + cut, batch.both_ways[rows][row]
+    end = np.where(whole, ends[row], position + queries)
+    tiles = np.stack([batch.slots[rows][row], batch.offsets[rows][row] + cut, queries, position, end, whole], 1)
+    return np.ascontiguousarray(tiles[np.argsort(-end * queries, kind="stable")].astype(np.int64))

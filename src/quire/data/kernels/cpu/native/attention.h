@@ -1,0 +1,95 @@
+/* What the kernels of attention share: where a layer's keys and values are, which positions a token sees, and weights of
+a softmax that runs on. */
+#pragma once
+#include "lanes.h"
+
+/* The first arguments of them all: keys, values, numbers from a page, a head and a token to the next, tokens of a page,
+tables, entries from a table to the next, key heads, numbers of a head, query heads. */
+constexpr int CACHE_ARGS = 11;
+
+template <class T> struct Cache {
+    T *keys, *values;
+    int64_t page_stride, head_stride, token_stride, page_tokens;
+    const int64_t *tables;
+    int64_t table_stride, kv_heads, dim, heads, shared;
+
+    explicit Cache(const Arg *a)
+        : keys(as<T>(a[0])), values(as<T>(a[1])), page_stride(a[2].integer), head_stride(a[3].integer),
+          token_stride(a[4].integer), page_tokens(a[5].integer), tables(as<int64_t>(a[6])),
+          table_stride(a[7].integer), kv_heads(a[8].integer), dim(a[9].integer), heads(a[10].integer),
+          shared(heads / kv_heads) {}
+
+    /* Numbers from the first key on to a head's at this position. */
+    int64_t at(int64_t slot, int64_t head, int64_t position) const {
+        const int64_t page = tables[slot * table_stride + position / page_tokens];
+        return page * page_stride + head * head_stride + position % page_tokens * token_stride;
+    }
+
+    /* The same of positions [from, to), one after another. */
+    void places(int64_t slot, int64_t head, int64_t from, int64_t to, int64_t *found) const {
+        while (from < to) {
+            const int64_t left = page_tokens - from % page_tokens, stop = to - from < left ? to : from + left;
+            for (int64_t place = at(slot, head, from); from < stop; ++from, place += token_stride) *found++ = place;
+        }
+    }
+};
+
+/* How scores become weights, and what is seen: scale, softcap (0: none), window and chunk (0: none). */
+struct Seeing {
+    float scale, softcap;
+    int64_t window, chunk;
+
+    explicit Seeing(const Arg *a)
+        : scale(float(a[0].number)), softcap(float(a[1].number)), window(a[2].integer), chunk(a[3].integer) {}
+
+    /* The first position that a token at this one sees. */
+    int64_t oldest(int64_t position) const {
+        if (chunk) return position - position % chunk;
+        return window && position >= window ? position - window + 1 : 0;
+    }
+
+    /* What capped scores, or plain ones, are multiplied by to be powers of two. */
+    float by() const { return (softcap > 0 ? 1.0f : scale) * LOG2E; }
+
+    void cap(float *scores) const {
+        store(scores, softcap * tanh(load(scores) * (scale / softcap)));
+    }
+};
+
+/* Where a token at this position is among those that a layer with a budget (0: none) kept of its slot's prompt. */
+static inline int64_t kept(int64_t position, int64_t slot, const int64_t *prompts, int64_t budget) {
+    if (!prompts || !budget) return position;
+    const int64_t prompt = prompts[slot];
+    return position < prompt || prompt <= budget ? position : position - (prompt - budget);
+}
+
+constexpr float LEAST = -1e30f; /* below any score */
+
+/* One query's weights of N keys: scores become 2^(by * score - best), those outside of [from, to) zero; `best` and `sum`
+run on. Returns what the sums before are to be multiplied by. */
+template <int N, class P>
+static inline float weigh(const float *scores, P *weights, int64_t from, int64_t to, float by, float &best, float &sum) {
+    constexpr int COUNT = N / LANES;
+    lanes x[COUNT], high = all(-__builtin_inff());
+    if (from <= 0 && to >= N) {
+        for (int i = 0; i < COUNT; ++i) high = maximum(high, x[i] = load(scores + i * LANES));
+    } else {
+        signs at;
+        for (int i = 0; i < LANES; ++i) at[i] = i;
+        for (int i = 0; i < COUNT; ++i, at += LANES) {
+            const signs seen = (at >= int32_t(from)) & (at < int32_t(to));
+            high = maximum(high, x[i] = seen ? load(scores + i * LANES) : all(-__builtin_inff()));
+        }
+    }
+    const float now = by * highest(high), most = now > best ? now : best;
+    lanes more{};
+    for (int i = 0; i < COUNT; ++i) {
+        const lanes weight = power(x[i] * by - most);
+        store(weights + i * LANES, weight);
+        more += weight;
+    }
+    const float shrink = best == most ? 1.0f : power(all(best - most))[0];
+    best = most;
+    sum = sum * shrink + total(more);
+    return shrink;
+}

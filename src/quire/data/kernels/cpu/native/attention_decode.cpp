@@ -1,0 +1,281 @@
+/* Attention of rows of one query over pages. A row's context is cut into parts by its own length alone, so that what a
+row gets depends neither on other rows nor on threads; parts meet in a second operation. */
+#include "attention.h"
+
+namespace {
+
+constexpr int64_t PART = 256; /* tokens of a part, at least */
+constexpr int64_t MOST = 16;  /* parts of a row */
+constexpr int BLOCK = 64;     /* keys at once */
+constexpr int ROW = BLOCK + LANES;
+
+/* Args of both operations behind the cache's: q, numbers from a token's queries to the next one's, out, slots,
+   positions, places of the rows among the queries (null: in order), rows, chunks, Seeing's four, `partial` (room for
+   `MOST` parts of all rows and heads, dim, padded to 32, and 2 numbers each), the slots' prompts and a budget (null and 0: none). */
+template <class T> struct Rows {
+    Cache<T> cache;
+    Seeing seeing;
+    const T *q;
+    T *out;
+    const int64_t *slots, *positions, *places, *prompts;
+    float *partial;
+    int64_t q_stride, rows, chunks, budget, stride;
+
+    explicit Rows(const Arg *all)
+        : cache(all), seeing(all + CACHE_ARGS + 8), q(as<T>(all[CACHE_ARGS])), out(as<T>(all[CACHE_ARGS + 2])),
+          slots(as<int64_t>(all[CACHE_ARGS + 3])), positions(as<int64_t>(all[CACHE_ARGS + 4])),
+          places(as<int64_t>(all[CACHE_ARGS + 5])), prompts(as<int64_t>(all[CACHE_ARGS + 13])),
+          partial(as<float>(all[CACHE_ARGS + 12])), q_stride(all[CACHE_ARGS + 1].integer),
+          rows(all[CACHE_ARGS + 6].integer), chunks(all[CACHE_ARGS + 7].integer),
+          budget(all[CACHE_ARGS + 14].integer), stride((cache.dim + 31) / 32 * 32) {}
+
+    int64_t place(int64_t row) const { return places ? places[row] : row; }
+
+    float *part(int64_t row, int64_t part, int64_t head) const {
+        return partial + ((row * MOST + part) * cache.heads + head) * (stride + 2);
+    }
+
+    /* A query head's sums, `stride` numbers in steps, as its answer. */
+    void answer(int64_t row, int64_t head, const float *sums, float by) const;
+};
+
+/* What a row sees, [first, end), and its parts. */
+struct Span {
+    int64_t first, end, size, parts;
+
+    template <class T> Span(const Rows<T> &x, int64_t row) {
+        const int64_t position = kept(x.positions[row], x.slots[row], x.prompts, x.budget);
+        first = x.seeing.oldest(position);
+        end = position + 1;
+        const int64_t tokens = end - first, even = (tokens + MOST - 1) / MOST;
+        size = even <= PART ? PART : (even + BLOCK - 1) / BLOCK * BLOCK;
+        parts = (tokens + size - 1) / size;
+    }
+};
+
+/* Numbers of a head are taken a step at a time: a vector of fp32, or of words of two bf16, which are as good as two
+vectors: the first ones of all words, then the second ones. */
+template <class T> constexpr int PARTS = std::is_same<T, bf16>::value ? 2 : 1;
+template <class T> constexpr int STEP = PARTS<T> * LANES;
+
+inline void load_step(lanes (&x)[1], const float *from, int64_t count) { x[0] = load(from, count); }
+inline void load_step(lanes (&x)[2], const bf16 *from, int64_t count) {
+    const words both = pairs(from, count);
+    x[0] = bits<lanes>(both << 16);
+    x[1] = bits<lanes>(both & 0xffff0000u);
+}
+inline void store_step(float *to, const float *x, float by, int64_t count) { store(to, load(x) * by, count); }
+inline void store_step(bf16 *to, const float *x, float by, int64_t count) {
+    constexpr auto order = std::make_integer_sequence<int, LANES>();
+    const lanes one = load(x) * by, two = load(x + LANES) * by;
+    store(to, zipped<0>(one, two, order), count);
+    store(to + LANES, zipped<LANES / 2>(one, two, order), count - LANES);
+}
+
+template <class T> void Rows<T>::answer(int64_t row, int64_t head, const float *sums, float by) const {
+    T *to = out + (place(row) * cache.heads + head) * cache.dim;
+    for (int64_t i = 0; i < stride; i += STEP<T>) store_step(to + i, sums + i, by, cache.dim - i);
+}
+
+/* Scores of G queries, each of `steps` steps, with LANES / G keys: scores [G, ROW]. */
+template <class T, int G>
+inline void products(const float *queries, int64_t steps, const T *keys, const int64_t *places, int64_t dim, float *scores) {
+    constexpr int TOKENS = LANES / G < 1 ? 1 : LANES / G;
+    lanes sum[LANES] = {};
+    for (int64_t s = 0; s < steps; ++s) {
+        const float *query = queries + s * STEP<T>;
+        const int64_t left = dim - s * STEP<T>;
+        UNROLL
+        for (int t = 0; t < TOKENS; ++t) {
+            lanes key[PARTS<T>];
+            load_step(key, keys + places[t] + s * STEP<T>, left);
+            UNROLL
+            for (int i = 0; i < PARTS<T>; ++i)
+                UNROLL
+                for (int g = 0; g < G; ++g)
+                    sum[t * G + g] += key[i] * load(query + g * steps * STEP<T> + i * LANES);
+        }
+    }
+    float found[LANES];
+    store(found, sums(sum));
+    UNROLL
+    for (int t = 0; t < TOKENS; ++t)
+        UNROLL
+        for (int g = 0; g < G; ++g) scores[g * ROW + t] = found[t * G + g];
+}
+
+/* out [G, C steps] = out * shrink + weights [G, tokens] values [tokens, C steps]. */
+template <class T, int G, int C>
+inline void gather(float *out, int64_t stride, const float *shrink, const float *weights, const T *values,
+                   const int64_t *places, int64_t tokens, int64_t left) {
+    constexpr int P = PARTS<T>;
+    lanes sum[G][C * P];
+    UNROLL
+    for (int g = 0; g < G; ++g)
+        UNROLL
+        for (int c = 0; c < C * P; ++c) sum[g][c] = load(out + g * stride + c * LANES) * shrink[g];
+    for (int64_t t = 0; t < tokens; ++t) {
+        UNROLL
+        for (int c = 0; c < C; ++c) {
+            lanes value[P];
+            load_step(value, values + places[t] + c * STEP<T>, left - c * STEP<T>);
+            UNROLL
+            for (int i = 0; i < P; ++i)
+                UNROLL
+                for (int g = 0; g < G; ++g) sum[g][c * P + i] += value[i] * weights[g * ROW + t];
+        }
+    }
+    UNROLL
+    for (int g = 0; g < G; ++g)
+        UNROLL
+        for (int c = 0; c < C * P; ++c) store(out + g * stride + c * LANES, sum[g][c]);
+}
+
+/* The running softmax of a key head's queries: out [shared, stride], best and sum of each. */
+template <class T> struct Running {
+    const Rows<T> &x;
+    int64_t shared, steps, stride;
+    float *query, *scores, *out, *best, *sum, *shrink;
+
+    Running(const Rows<T> &rows, void *scratch)
+        : x(rows), shared(rows.cache.shared), steps(rows.stride / STEP<T>), stride(rows.stride) {
+        query = static_cast<float *>(scratch);
+        scores = query + shared * stride;
+        out = scores + shared * ROW;
+        best = out + shared * stride;
+        sum = best + shared;
+        shrink = sum + shared;
+    }
+
+    void begin(int64_t row, int64_t head) {
+        const int64_t dim = x.cache.dim;
+        const T *q = x.q + x.place(row) * x.q_stride + head * shared * dim;
+        for (int64_t g = 0; g < shared; ++g) {
+            for (int64_t i = 0; i < stride; i += STEP<T>) {
+                lanes part[PARTS<T>];
+                load_step(part, q + g * dim + i, dim - i);
+                for (int j = 0; j < PARTS<T>; ++j) store(query + g * stride + i + j * LANES, part[j]);
+            }
+            best[g] = LEAST;
+            sum[g] = 0;
+        }
+        std::memset(out, 0, size_t(shared * stride) * 4);
+    }
+
+    /* Up to BLOCK keys; ROW - BLOCK places behind theirs may be read, and count for nothing. */
+    void block(const int64_t *places, int64_t tokens) {
+        each<true>(places, tokens);
+        for (int64_t g = 0; g < shared; ++g) {
+            float *own = scores + g * ROW;
+            if (x.seeing.softcap > 0)
+                for (int64_t t = 0; t < tokens; t += LANES) x.seeing.cap(own + t);
+            shrink[g] = weigh<BLOCK>(own, own, 0, tokens, x.seeing.by(), best[g], sum[g]);
+        }
+        each<false>(places, tokens);
+    }
+
+    /* Products, or then sums of values, for four heads at a time. */
+    template <bool PRODUCTS> void each(const int64_t *places, int64_t tokens) {
+        int64_t g = 0;
+        for (; g + 4 <= shared; g += 4) heads<PRODUCTS, 4>(g, places, tokens);
+        if (shared - g == 3) heads<PRODUCTS, 3>(g, places, tokens);
+        else if (shared - g == 2) heads<PRODUCTS, 2>(g, places, tokens);
+        else if (shared - g == 1) heads<PRODUCTS, 1>(g, places, tokens);
+    }
+
+    template <bool PRODUCTS, int G> void heads(int64_t g, const int64_t *places, int64_t tokens) {
+        const Cache<T> &cache = x.cache;
+        float *own = scores + g * ROW;
+        if constexpr (PRODUCTS) {
+            for (int64_t t = 0; t < tokens; t += LANES / G)
+                products<T, G>(query + g * stride, steps, cache.keys, places + t, cache.dim, own + t);
+        } else {
+            constexpr int C = (LANES == 16 ? 4 : 2) / PARTS<T>;
+            int64_t i = 0;
+            for (; i + C * STEP<T> <= stride; i += C * STEP<T>)
+                gather<T, G, C>(out + g * stride + i, stride, shrink + g, own, cache.values + i, places, tokens,
+                                cache.dim - i);
+            for (; i < stride; i += STEP<T>)
+                gather<T, G, 1>(out + g * stride + i, stride, shrink + g, own, cache.values + i, places, tokens,
+                                cache.dim - i);
+        }
+    }
+
+    /* The answers, or what the other parts of the row are joined with. */
+    void end(int64_t row, int64_t head, int64_t part, bool alone) {
+        for (int64_t g = 0; g < shared; ++g) {
+            const int64_t at = head * shared + g;
+            if (alone) {
+                x.answer(row, at, out + g * stride, 1.0f / sum[g]);
+                continue;
+            }
+            float *to = x.part(row, part, at);
+            std::memcpy(to, out + g * stride, size_t(stride) * 4);
+            to[stride] = best[g];
+            to[stride + 1] = sum[g];
+        }
+    }
+};
+
+/* One part of a row for one key head. */
+template <class T> void item(Running<T> &running, int64_t row, int64_t head, int64_t part, const Span &span) {
+    const int64_t from = span.first + part * span.size;
+    const int64_t to = from + span.size < span.end ? from + span.size : span.end;
+    int64_t places[ROW];
+    running.begin(row, head);
+    for (int64_t at = from; at < to; at += BLOCK) {
+        const int64_t tokens = to - at < BLOCK ? to - at : BLOCK;
+        running.x.cache.places(running.x.slots[row], head, at, at + tokens, places);
+        for (int64_t i = tokens; i < tokens + LANES; ++i) places[i] = places[tokens - 1];
+        running.block(places, tokens);
+    }
+    running.end(row, head, part, span.parts == 1);
+}
+
+/* Items are parts of rows, each for all key heads one after another; a chunk takes as many as the next one. */
+template <class T> void parts(const Arg *a, int64_t chunk, void *scratch) {
+    const Rows<T> x(a);
+    Running<T> running(x, scratch);
+    int64_t items = 0;
+    for (int64_t row = 0; row < x.rows; ++row) items += Span(x, row).parts * x.cache.kv_heads;
+    const int64_t begin = items * chunk / x.chunks, stop = items * (chunk + 1) / x.chunks;
+    int64_t before = 0;
+    for (int64_t row = 0; row < x.rows && before < stop; ++row) {
+        const Span span(x, row);
+        const int64_t own = span.parts * x.cache.kv_heads;
+        for (int64_t i = begin > before ? begin - before : 0; i < own && before + i < stop; ++i)
+            item(running, row, i % x.cache.kv_heads, i / x.cache.kv_heads, span);
+        before += own;
+    }
+}
+
+/* Join the parts of rows that have several; a chunk takes some (row, query head). */
+template <class T> void join(const Arg *a, int64_t chunk, void *scratch) {
+    const Rows<T> x(a);
+    float *out = static_cast<float *>(scratch);
+    const int64_t heads = x.cache.heads, items = x.rows * heads;
+    for (int64_t i = items * chunk / x.chunks; i < items * (chunk + 1) / x.chunks; ++i) {
+        const int64_t row = i / heads, head = i % heads, parts = Span(x, row).parts;
+        if (parts == 1) continue;
+        float best = LEAST, sum = 0;
+        for (int64_t p = 0; p < parts; ++p) {
+            const float own = x.part(row, p, head)[x.stride];
+            best = own > best ? own : best;
+        }
+        std::memset(out, 0, size_t(x.stride) * 4);
+        for (int64_t p = 0; p < parts; ++p) {
+            const float *from = x.part(row, p, head);
+            const float by = power(all(from[x.stride] - best))[0];
+            sum += by * from[x.stride + 1];
+            for (int64_t d = 0; d < x.stride; d += LANES) store(out + d, load(out + d) + load(from + d) * by);
+        }
+        x.answer(row, head, out, 1.0f / sum);
+    }
+}
+
+} // namespace
+
+QUIRE_EXPORT void attention_parts_bf16(const Arg *a, int64_t chunk, void *s) { parts<bf16>(a, chunk, s); }
+QUIRE_EXPORT void attention_parts_f32(const Arg *a, int64_t chunk, void *s) { parts<float>(a, chunk, s); }
+QUIRE_EXPORT void attention_join_bf16(const Arg *a, int64_t chunk, void *s) { join<bf16>(a, chunk, s); }
+QUIRE_EXPORT void attention_join_f32(const Arg *a, int64_t chunk, void *s) { join<float>(a, chunk, s); }

@@ -1,0 +1,180 @@
+/* Attention of rows of several queries over pages (FlashAttention): tiles of queries of the heads that share a key head,
+by blocks of keys and values, which are put in order for products once for all queries of the tile. */
+#include "attention.h"
+#include "attention_products.h"
+
+namespace {
+
+constexpr int FIELDS = 6; /* of a tile: slot, first query, queries, its position, end of what is seen, whether all see it */
+
+constexpr int BLOCK = 128; /* keys at once */
+
+int64_t up(int64_t x, int64_t by) { return (x + by - 1) / by * by; }
+
+/* Where a tile's numbers lie in the scratch of its thread. `columns`: a head's, padded; `steps`: words of a query. */
+template <bool PAIRS> struct Room {
+    static constexpr int IN_WORD = PAIRS ? 2 : 1, STEP = LANES * IN_WORD;
+    int64_t rows, steps, columns;
+    uint32_t *queries, *keys, *values, *weights;
+    float *scores, *out, *best, *sum;
+    bool tiled;
+
+    Room(void *scratch, int64_t used, int64_t dim) : rows(up(used, HEIGHT)) {
+        tiled = PAIRS && tiles();
+        steps = up(up(dim, IN_WORD) / IN_WORD, LANES);
+        columns = up(dim, LANES);
+        queries = static_cast<uint32_t *>(scratch);
+        keys = queries + rows * steps;
+        values = keys + steps * BLOCK;
+        weights = values + BLOCK / IN_WORD * columns;
+        scores = reinterpret_cast<float *>(weights + HEIGHT * BLOCK);
+        out = scores + HEIGHT * BLOCK;
+        best = out + rows * columns;
+        sum = best + rows;
+    }
+};
+
+template <bool PAIRS, class T> words row_words(const T *x, int64_t count) {
+    if constexpr (PAIRS) return pairs(x, count);
+    else return bits<words>(load(x, count));
+}
+
+/* Keys of [from, to) in the block that begins at `block`, turned: word s of all BLOCK keys is row s; zeros elsewhere. */
+template <class T, bool PAIRS>
+void pack_keys(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
+    constexpr int IN_WORD = PAIRS ? 2 : 1;
+    for (int64_t t = 0; t < BLOCK; t += LANES)
+        for (int64_t s = 0; s < room.steps; s += LANES) {
+            words x[LANES];
+            const int64_t left = cache.dim - s * IN_WORD;
+            for (int j = 0; j < LANES; ++j) {
+                const int64_t at = t + j - before;
+                x[j] = at < 0 || at >= tokens ? words{} : row_words<PAIRS>(cache.keys + places[at] + s * IN_WORD, left);
+            }
+            turn(x);
+            for (int j = 0; j < LANES; ++j) std::memcpy(room.keys + (s + j) * BLOCK + t, &x[j], sizeof(words));
+        }
+}
+
+/* Values likewise: word d of row t is that of token t, or of the tokens 2 t and 2 t + 1. */
+template <class T, bool PAIRS>
+void pack_values(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
+    constexpr int IN_WORD = PAIRS ? 2 : 1;
+    auto value = [&](int64_t t, int64_t d) {
+        const int64_t at = t - before;
+        return at < 0 || at >= tokens ? words{} : bits<words>(load(cache.values + places[at] + d, cache.dim - d));
+    };
+    for (int64_t t = 0; t < BLOCK; t += IN_WORD)
+        for (int64_t d = 0; d < room.columns; d += LANES) {
+            const words x = PAIRS ? (value(t, d) >> 16) | value(t + 1, d) : value(t, d);
+            std::memcpy(room.values + t / IN_WORD * room.columns + d, &x, sizeof(words));
+        }
+}
+
+template <class T, bool PAIRS> struct Tile {
+    static constexpr int IN_WORD = PAIRS ? 2 : 1;
+    using Weight = typename std::conditional<PAIRS, bf16, float>::type;
+    const Cache<T> cache;
+    const Seeing seeing;
+    const T *q;
+    T *out;
+    int64_t q_stride, head, slot, query, queries, position, end, whole;
+
+    Tile(const Arg *a, int64_t chunk)
+        : cache(a), seeing(a + CACHE_ARGS + 4), q(as<T>(a[CACHE_ARGS])), out(as<T>(a[CACHE_ARGS + 2])),
+          q_stride(a[CACHE_ARGS + 1].integer), head(chunk % cache.kv_heads) {
+        const int64_t *tile = as<int64_t>(a[CACHE_ARGS + 3]) + chunk / cache.kv_heads * FIELDS;
+        slot = tile[0], query = tile[1], queries = tile[2], position = tile[3], end = tile[4], whole = tile[5];
+    }
+
+    int64_t first(int64_t i) const { return whole ? 0 : seeing.oldest(position + i); }
+    int64_t stop(int64_t i) const { return whole ? end : position + i + 1; }
+
+    void load_queries(const Room<PAIRS> &room) const {
+        for (int64_t r = 0; r < room.rows; ++r) {
+            const int64_t i = r / cache.shared;
+            const T *from = q + (query + i) * q_stride + (head * cache.shared + r % cache.shared) * cache.dim;
+            for (int64_t s = 0; s < room.steps; s += LANES) {
+                const words x = i < queries ? row_words<PAIRS>(from + s * IN_WORD, cache.dim - s * IN_WORD) : words{};
+                std::memcpy(room.queries + r * room.steps + s, &x, sizeof x);
+            }
+            room.best[r] = LEAST;
+            room.sum[r] = 0;
+        }
+        std::memset(room.out, 0, size_t(room.rows * room.columns) * 4);
+    }
+
+    /* HEIGHT rows from `row` on against the block of keys that begins at `block`. */
+    void rows(const Room<PAIRS> &room, int64_t row, int64_t block) const {
+        const int64_t last = queries - 1, low = row / cache.shared, high = (row + HEIGHT - 1) / cache.shared;
+        if (low > last || stop(high < last ? high : last) <= block || first(low) >= block + BLOCK) return;
+        const int64_t seen = stop(high < last ? high : last) - block <= BLOCK / 2 ? BLOCK / 2 : BLOCK;
+        product<PAIRS, false>(room.tiled, room.queries + row * room.steps, room.steps, room.keys, BLOCK, room.scores,
+                              BLOCK, room.steps, seen);
+        if (seeing.softcap > 0)
+            for (int i = 0; i < HEIGHT * BLOCK; i += LANES) seeing.cap(room.scores + i);
+        for (int64_t r = row; r < row + HEIGHT; ++r) {
+            const int64_t i = r / cache.shared < last ? r / cache.shared : last;
+            const float shrink = seen == BLOCK ? weighed<BLOCK>(room, r, r - row, i, block)
+                                               : weighed<BLOCK / 2>(room, r, r - row, i, block);
+            float *own = room.out + r * room.columns;
+            if (shrink != 1.0f)
+                for (int64_t d = 0; d < room.columns; d += LANES) store(own + d, load(own + d) * shrink);
+        }
+        product<PAIRS, true>(room.tiled, room.weights, BLOCK / IN_WORD, room.values, room.columns,
+                             room.out + row * room.columns, room.columns, seen / IN_WORD, room.columns);
+    }
+
+    template <int N> float weighed(const Room<PAIRS> &room, int64_t r, int64_t at, int64_t i, int64_t block) const {
+        Weight *weights = reinterpret_cast<Weight *>(room.weights);
+        return weigh<N>(room.scores + at * BLOCK, weights + at * BLOCK, first(i) - block, stop(i) - block, seeing.by(),
+                        room.best[r], room.sum[r]);
+    }
+
+    void answer(const Room<PAIRS> &room) const {
+        for (int64_t r = 0; r < queries * cache.shared; ++r) {
+            const float by = 1.0f / room.sum[r];
+            T *to = out + ((query + r / cache.shared) * cache.heads + head * cache.shared + r % cache.shared) * cache.dim;
+            for (int64_t d = 0; d < cache.dim; d += LANES)
+                store(to + d, load(room.out + r * room.columns + d) * by, cache.dim - d);
+        }
+    }
+};
+
+/* Args behind the cache's: q, numbers from a token's queries to the next one's, out, tiles, Seeing's four. A chunk is a
+   tile for a key head. */
+template <class T, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
+    const Tile<T, PAIRS> tile(a, chunk);
+    const Room<PAIRS> room(scratch, tile.queries * tile.cache.shared, tile.cache.dim);
+    tile.load_queries(room);
+    if (room.tiled) begin_tiles();
+    int64_t places[BLOCK];
+    const int64_t first = tile.first(0), end = tile.stop(tile.queries - 1);
+    /* Blocks begin at multiples of BLOCK: a token's numbers don't depend on the tile that it is in. */
+    for (int64_t block = first / BLOCK * BLOCK; block < end; block += BLOCK) {
+        const int64_t from = block < first ? first : block, to = block + BLOCK < end ? block + BLOCK : end;
+        tile.cache.places(tile.slot, tile.head, from, to, places);
+        pack_keys(tile.cache, room, places, from - block, to - from);
+        pack_values(tile.cache, room, places, from - block, to - from);
+        for (int64_t row = 0; row < room.rows; row += HEIGHT) tile.rows(room, row, block);
+    }
+    if (room.tiled) end_tiles();
+    tile.answer(room);
+}
+
+} // namespace
+
+/* Tiles of rows of one query, which are in order. Args: slots, positions, rows, tiles, the slots' prompts and a budget. */
+QUIRE_EXPORT void attention_tiles(const Arg *a, int64_t, void *) {
+    for (int64_t row = 0; row < a[2].integer; ++row) {
+        int64_t *tile = as<int64_t>(a[3]) + row * FIELDS;
+        tile[0] = as<int64_t>(a[0])[row], tile[1] = row, tile[2] = 1, tile[5] = 0;
+        tile[3] = kept(as<int64_t>(a[1])[row], tile[0], as<int64_t>(a[4]), a[5].integer);
+        tile[4] = tile[3] + 1;
+    }
+}
+
+QUIRE_EXPORT void attention_prompt_bf16(const Arg *a, int64_t chunk, void *s) {
+    paired() ? prompt<bf16, true>(a, chunk, s) : prompt<bf16, false>(a, chunk, s);
+}
+QUIRE_EXPORT void attention_prompt_f32(const Arg *a, int64_t chunk, void *s) { prompt<float, false>(a, chunk, s); }

@@ -1,0 +1,197 @@
+/* Vectors of fp32 as wide as the instruction set has them, written so that any compiler makes them: loads that read no
+number beyond those asked for, powers of two, sums across lanes, and turned blocks. */
+#pragma once
+#include "numbers.h"
+
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__)
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized" /* its own header, where it means to */
+#endif
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float lanes __attribute__((vector_size(LANES * 4)));
+typedef int32_t signs __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+
+template <class To, class From> static inline To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To out;
+    std::memcpy(&out, &x, sizeof out);
+    return out;
+}
+
+static inline lanes all(float x) { return lanes{} + x; }
+
+static inline lanes load(const float *x) {
+    lanes out;
+    std::memcpy(&out, x, sizeof out);
+    return out;
+}
+
+static inline lanes load(const bf16 *x) {
+    halves out;
+    std::memcpy(&out, x, sizeof out);
+    return bits<lanes>(__builtin_convertvector(out, words) << 16);
+}
+
+/* The first `count` numbers, and zeros: nothing behind them is read. */
+template <class T> static inline lanes load(const T *x, int64_t count) {
+    if (count >= LANES) return load(x);
+#if defined(__AVX512F__)
+    const uint32_t mask = (1u << (count < 0 ? 0 : count)) - 1u;
+    if (std::is_same<T, float>::value) return bits<lanes>(_mm512_maskz_loadu_ps(__mmask16(mask), x));
+    const words wide = bits<words>(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16(mask), x)));
+    return bits<lanes>(wide << 16);
+#else
+    T own[LANES] = {};
+    if (count > 0) std::memcpy(own, x, size_t(count) * sizeof(T));
+    return load(own);
+#endif
+}
+
+static inline void store(float *to, lanes x) { std::memcpy(to, &x, sizeof x); }
+
+static inline void store(bf16 *to, lanes x) {
+#if defined(__AVX512BF16__)
+    const __m256bh narrow = _mm512_cvtneps_pbh(bits<__m512>(x));
+    std::memcpy(to, &narrow, sizeof narrow);
+#else
+    const words wide = bits<words>(x);
+    const words rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+    const words kept = x == x ? rounded : (wide >> 16) | 0x40u;
+    const halves narrow = __builtin_convertvector(kept, halves);
+    std::memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
+template <class T> static inline void store(T *to, lanes x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    T own[LANES];
+    store(own, x);
+    if (count > 0) std::memcpy(to, own, size_t(count) * sizeof(T));
+}
+
+/* The larger one; y where either isn't a number. */
+static inline lanes maximum(lanes x, lanes y) {
+#if defined(__AVX512F__)
+    return bits<lanes>(_mm512_max_ps(bits<__m512>(x), bits<__m512>(y)));
+#else
+    return x > y ? x : y;
+#endif
+}
+
+/* 2^x to 2e-7 of it, for x <= 127; 0 for x <= -127; what is not a number stays so. */
+static inline lanes power(lanes x) {
+    x = maximum(all(-127.0f), x);
+    const lanes whole = x + 12582912.0f; /* its lowest bits are x, rounded */
+    const lanes rest = x - (whole - 12582912.0f);
+    lanes sum = all(1.5353362e-4f) * rest + 1.3398874e-3f;
+    sum = sum * rest + 9.6184374e-3f;
+    sum = sum * rest + 5.5503325e-2f;
+    sum = sum * rest + 2.4022648e-1f;
+    sum = sum * rest + 6.9314720e-1f;
+    sum = sum * rest + 1.0f;
+    return bits<lanes>(bits<words>(sum) + (bits<words>(whole) << 23));
+}
+
+constexpr float LOG2E = 1.44269504f;
+
+static inline lanes tanh(lanes x) {
+    x = x > 15.0f ? all(15.0f) : x < -15.0f ? all(-15.0f) : x;
+    return 1.0f - 2.0f / (1.0f + power(x * (2 * LOG2E)));
+}
+
+template <int... I, class V> static inline V picked(V x, V y, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(x, y, I...);
+#else
+    return __builtin_shuffle(x, y, signs{I...});
+#endif
+}
+
+/* Lanes of x and y in turn, of their first halves or of their second ones. */
+template <int FROM, int... I, class V> static inline V zipped(V x, V y, std::integer_sequence<int, I...>) {
+    return picked(x, y, std::integer_sequence<int, (FROM + I / 2 + (I % 2) * LANES)...>());
+}
+
+/* Turn LANES x LANES words: row i becomes column i. */
+template <class V> static inline void turn(V (&x)[LANES]) {
+    constexpr auto order = std::make_integer_sequence<int, LANES>();
+    V y[LANES];
+    for (int stage = 1; stage < LANES; stage *= 2) {
+        for (int i = 0; i < LANES / 2; ++i) {
+            y[2 * i] = zipped<0>(x[i], x[i + LANES / 2], order);
+            y[2 * i + 1] = zipped<LANES / 2>(x[i], x[i + LANES / 2], order);
+        }
+        for (int i = 0; i < LANES; ++i) x[i] = y[i];
+    }
+}
+
+/* Lanes of x, then of y, with FROM: every second one; of those at FROM, in each of them. */
+template <int FROM, int... I> static inline lanes thinned(lanes x, lanes y, std::integer_sequence<int, I...>) {
+    return picked(x, y, std::integer_sequence<int, (FROM + 2 * I)...>());
+}
+
+/* The sum of each of LANES vectors, in its lane. */
+static inline lanes sums(lanes (&x)[LANES]) {
+    constexpr auto order = std::make_integer_sequence<int, LANES>();
+    for (int left = LANES; left > 1; left /= 2)
+        for (int i = 0; i < left / 2; ++i)
+            x[i] = thinned<0>(x[2 * i], x[2 * i + 1], order) + thinned<1>(x[2 * i], x[2 * i + 1], order);
+    return x[0];
+}
+
+static inline float total(lanes x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(bits<__m512>(x));
+#else
+    float sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += x[i];
+    return sum;
+#endif
+}
+
+static inline float highest(lanes x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(bits<__m512>(x));
+#else
+    float best = x[0];
+    for (int i = 1; i < LANES; ++i) best = best < x[i] ? x[i] : best;
+    return best;
+#endif
+}
+
+/* LANES words of a row that has `count` numbers left, of two bf16 each; zeros behind them. */
+static inline words pairs(const bf16 *x, int64_t count) {
+    words out{};
+    if (count >= 2 * LANES) {
+        std::memcpy(&out, x, sizeof out);
+        return out;
+    }
+#if defined(__AVX512F__)
+    const __mmask32 mask = count <= 0 ? 0 : (uint32_t(1) << count) - 1u;
+    return bits<words>(_mm512_maskz_loadu_epi16(mask, x));
+#else
+    if (count > 0) std::memcpy(&out, x, size_t(count) * 2);
+    return out;
+#endif
+}
