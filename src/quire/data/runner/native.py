@@ -47,8 +47,8 @@ class NativeSampling:
         return tokens, faults
 
     def tails(self, last: Tensor, largest: int) -> dict[str, Tail]:
-        """What may follow the logits of up to `largest` rows of one draw each: "greedy", and "random" and "cut", of rows
-        with any parameters. `fill` before a replay of the latter two."""
+        """What may follow the logits of up to `largest` rows of one draw each: "greedy", and "random" and "cut", of
+        rows with any parameters. `fill` before a replay of the latter two."""
         self._shapes, self._chances = np.zeros((largest, 4)), np.zeros(largest)
         shapes, chances = torch.from_numpy(self._shapes), torch.from_numpy(self._chances)
 

@@ -113,10 +113,12 @@ class Sampler:
         return "cut" if cuts(shape).any() else "random" if (shape[:, 0] > 0).any() else "greedy"
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """Before the replay of a graph whose tail is "random" or "cut": give it the parameters and noise of `rows`."""
+        """Before the replay of a graph or tape whose tail is "random" or "cut": give it what `rows` ask for, and their
+        noise. A row's first draw has the seed of its own."""
         assert self._fused is not None, "graphs sample by kernels"
-        asked = Asked.of([(row.slot, row.start + len(row.tokens), 1) for row in rows])
-        self._fused.fill(self._shape[asked.slots], self._chance(asked))
+        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+        positions = np.fromiter((row.start + len(row.tokens) for row in rows), np.int64, len(rows))
+        self._fused.fill(self._shape[slots], noise(self._seeds[slots], positions))
 
     def from_graph(self, tokens: Tensor, faults: Tensor, rows: Sequence[Row]) -> Drawn:
         """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the

@@ -79,9 +79,10 @@ class Arena:
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
-    def settle(self, tape: Tape, made: list[Tensor], result: Tensor) -> Tensor:
+    def settle(self, tape: Tape, made: list[Tensor], result: Tensor, times: int) -> Tensor:
         """Give the tensors that the tape `made` places here, as long as operations use them; `result`, one of them or a
-        view, is kept from them all, and returned in its place. The tape doesn't hold the tensors any more."""
+        view, is kept from them all, and returned in its place. The tape doesn't hold the tensors any more. `times`: how
+        many times as large others will be."""
         begins = sorted({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in made}.items())
         addresses = [begin for begin, _ in begins]
 
@@ -104,7 +105,7 @@ class Arena:
         uses[kept] = [0, len(tape.operations)]
         places, size = _places({at: (*span, begins[at][1]) for at, span in uses.items()})
         if size > len(self.bytes):
-            self.bytes = torch.empty(size + ALIGNED, dtype=torch.uint8)
+            self.bytes = torch.empty(times * size + ALIGNED, dtype=torch.uint8)
         base = -(-self.bytes.data_ptr() // ALIGNED) * ALIGNED
         for arg, at in pointers:
             arg.pointer += base + places[at] - addresses[at]
@@ -194,7 +195,7 @@ class DecodeTapes:
             log.debug("decode steps run eagerly: the model needs %s", operation)
             self.refused = True
             return False
-        self.models[size] = tape, self.arena.settle(tape, made, logits)
+        self.models[size] = tape, self.arena.settle(tape, made, logits, -(-self.largest // size))
         return True
 
     def _end(self, size: int, tail: str) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FLAGS = (
-    "-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-psabi",
+    "-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror",
+    "-Wno-psabi",
 )  # fmt: skip
 
 
