@@ -29,6 +29,13 @@ def linear(rows: int | tuple[int, ...], columns: int, bias: bool, dtype: torch.d
     return layer
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine for which no kernels are built."""
+    monkeypatch.setattr("quire.data.kernels.cpu.linear.library", lambda: None)
+
+
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
 def test_packed_equals_plain(bias: bool, dtype: torch.dtype, tolerance: float) -> None:
@@ -48,6 +55,7 @@ def test_packed_equals_plain(bias: bool, dtype: torch.dtype, tolerance: float) -
                 torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.usefixtures("plain")
 def test_few_numbers_of_rows_are_multiplied() -> None:
     layer = linear(8, 8, False, torch.bfloat16)
     layer.prepare()
@@ -65,6 +73,7 @@ def test_few_numbers_of_rows_are_multiplied() -> None:
     assert len(seen) == 72
 
 
+@pytest.mark.usefixtures("plain")
 def test_packing_is_given_up_where_it_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(8, 8).bfloat16()
     assert pack(weight, None) is not None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.data.kernels.cpu import rows
 from quire.data.kernels.cpu.embedding import embedding
+from quire.data.kernels.cpu.rows import take
 
 
 class Embedding(nn.Module):
@@ -19,10 +22,24 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
-        self.weight = nn.Parameter(torch.empty(count, size, dtype=dtype, device=device), requires_grad=False)
+        weight = nn.Parameter(torch.empty(count, size, dtype=dtype, device=device), requires_grad=False)
+        self.weight: Tensor | None = weight
         self.ours = False
+        self.rows: Callable[..., Tensor] | None = None
+
+    def share(self, product: object) -> None:
+        """The weight is a head's too, which has packed it for `product`; if rows can be read from there, it is not
+        needed twice."""
+        from quire.data.kernels.cpu.linear import Packed, rows_of
+
+        if isinstance(product, Packed):
+            self.rows, self.weight = partial(rows_of, product), None
 
     def forward(self, ids: Tensor, onto: Tensor | None = None, first: int = 0) -> Tensor:
+        if self.rows is not None:
+            assert onto is None, "a head's rows are of tokens"
+            return self.rows(ids, 1.0 if self.scale is None else self.scale)
+        assert self.weight is not None, "a table is plain or packed"
         if self.ours:
             return embedding(ids, self.weight, scale=self.scale, onto=onto, first=first)
         found = F.embedding(ids + first if first else ids, self.weight)
@@ -32,4 +49,5 @@ class Embedding(nn.Module):
 
     def prepare(self) -> None:
         """Call once, after loading. On a CPU an operation of ours does it."""
-        self.ours = rows.take(self.weight.device, self.weight.dtype)
+        if self.weight is not None:
+            self.ours = take(self.weight.device, self.weight.dtype)

@@ -1,7 +1,8 @@
 """A linear layer whose weight may be several projections stacked (q, k, v or gate, up), so that one product does all.
 
-On a CPU `prepare` repacks the weight into oneDNN's own layout, which F.linear would otherwise do at every call.
-Rows are added to the input, so that there are few shapes. On a GPU the weight may be in FP8.
+On a CPU `prepare` packs the weight for kernels of our own; without those, into oneDNN's layout, which F.linear would
+otherwise do at every call, and then rows are added to the input, so that there are few shapes. On a GPU the weight may
+be in FP8.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class Linear(nn.Module):
             if not deterministic and linear.supports(self.weight, 1):
                 self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
         if self.weight.device.type != "cpu":
+            return
+        from quire.data.kernels.cpu import linear as cpu
+
+        if cpu.supports(self.weight):
+            self.packed, self.weight = cpu.Packed(self.weight, self.bias, deterministic=deterministic), None
             return
         bound_programs()
         if self.weight.dtype not in TOLERANCE:

@@ -46,8 +46,11 @@ class GatedMLP(nn.Module):
         self.down = Linear(intermediate, hidden, bias, dtype, device)
         self.gate: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
         self.gated: Callable[..., Tensor] | None = None  # and the product before it too, for few rows
+        self.inner: Callable[[Tensor], Tensor] | None = None  # all that comes before `down`, in one operation
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.inner is not None:
+            return self.down(self.inner(x))
         product = self.gate_up
         if self.gate is None:
             gate, up = product(x).chunk(2, dim=-1)
@@ -58,6 +61,7 @@ class GatedMLP(nn.Module):
 
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading. `deterministic`: as for `Linear`."""
+        self.inner = _inner(self.gate_up, self.name, True, deterministic)
         weight = self.gate_up.weight
         if rows.take(self.device, self.dtype) and self.name in cpu.ACTIVATIONS:
             self.gate = cpu.gate
@@ -82,15 +86,19 @@ class MLP(nn.Module):
         self.up = Linear(hidden, intermediate, bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
         self.act_in_place: Callable[..., Tensor] | None = None
+        self.inner: Callable[[Tensor], Tensor] | None = None  # act(up(x)) in one operation
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.inner is not None:
+            return self.down(self.inner(x))
         inner = self.up(x)
         if self.act_in_place is not None:
             return self.down(self.act_in_place(inner, self.name, pdl=self.up.pdl))
         return self.down(self.act(inner))
 
-    def prepare(self) -> None:
-        """Call once, after loading."""
+    def prepare(self, deterministic: bool = False) -> None:
+        """Call once, after loading. `deterministic`: as for `Linear`."""
+        self.inner = _inner(self.up, self.name, False, deterministic)
         if rows.take(self.device, self.dtype) and self.name in cpu.ACTIVATIONS:
             self.act_in_place = cpu.act
         if self.up.weight is None or not self.up.weight.is_cuda:
@@ -99,3 +107,17 @@ class MLP(nn.Module):
 
         if self.name in activation.ACTIVATIONS:
             self.act_in_place = activation.act
+
+
+def _inner(product: Linear, name: str, gated: bool, deterministic: bool) -> Callable[[Tensor], Tensor] | None:
+    """On a CPU that has our kernels: the product and the activation as one operation; the weight is packed for it, and
+    the plain one dropped. Else None."""
+    if product.weight is None or product.weight.device.type != "cpu":
+        return None
+    from quire.data.kernels.cpu import linear
+
+    if name not in linear.ACTIVATIONS or not linear.supports(product.weight):
+        return None
+    packed = linear.Packed(product.weight, product.bias, name, gated, deterministic)
+    product.weight = None
+    return packed

@@ -14,10 +14,17 @@ from quire.data.layers.softcap import Softcap
 
 
 def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
-    """Call `prepare` of every layer that has something to prepare. `deterministic`: on a GPU a row's result must not
-    depend on the number of rows."""
+    """Call `prepare` of every layer that has something to prepare. `deterministic`: a row's result must not depend on
+    the number of rows, on a GPU, and on a CPU with kernels of our own."""
+    embeddings = [module for module in model.modules() if isinstance(module, Embedding)]
     for module in model.modules():
-        if isinstance(module, Linear | GatedMLP | Mamba | SparseMLP):
+        if isinstance(module, Linear):
+            weight = module.weight
             module.prepare(deterministic)
-        elif isinstance(module, RMSNorm | LayerNorm | MLP | Softcap | Embedding):
+            for embedding in embeddings:
+                if weight is not None and embedding.weight is weight and module.weight is None:
+                    embedding.share(module.packed)
+        elif isinstance(module, GatedMLP | MLP | Mamba | SparseMLP):
+            module.prepare(deterministic)
+        elif isinstance(module, RMSNorm | LayerNorm | Softcap | Embedding):
             module.prepare()

@@ -8,6 +8,7 @@ page tables, sampling parameters. A model that needs more than our operations is
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
@@ -86,19 +87,19 @@ class Arena:
         begins = sorted({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in made}.items())
         addresses = [begin for begin, _ in begins]
 
-        def found(address: int | None) -> int | None:
-            """The number of the tensor that the address lies in."""
-            at = bisect_right(addresses, address or 0) - 1
-            inside = at >= 0 and (address or 0) < addresses[at] + max(begins[at][1], 1)
-            return at if inside else None
+        def found(address: int) -> int | None:
+            """The number of the tensor that an argument points into: no other argument is as large as an address."""
+            at = bisect_right(addresses, address) - 1
+            return at if at >= 0 and address < addresses[at] + max(begins[at][1], 1) else None
 
         uses: dict[int, list[int]] = {}
-        pointers: list[tuple[Any, int]] = []  # an argument, and the tensor
-        for number, (_, args, _) in enumerate(tape.operations):
-            for arg in args:
-                if (at := found(arg.pointer)) is not None:
+        pointers: list[tuple[Any, int, int]] = []  # arguments, which of them, and the tensor
+        for number, (_, packed, _) in enumerate(tape.operations):
+            args = (ctypes.c_int64 * (len(packed) // 8)).from_buffer(packed)
+            for place, arg in enumerate(args):
+                if (at := found(arg)) is not None:
                     uses.setdefault(at, [number, number])[1] = number
-                    pointers.append((arg, at))
+                    pointers.append((args, place, at))
         kept = found(result.data_ptr())
         assert kept is not None, "a step makes its logits"
         uses.setdefault(kept, [0, 0])
@@ -107,8 +108,8 @@ class Arena:
         if size > len(self.bytes):
             self.bytes = torch.empty(times * size + ALIGNED, dtype=torch.uint8)
         base = -(-self.bytes.data_ptr() // ALIGNED) * ALIGNED
-        for arg, at in pointers:
-            arg.pointer += base + places[at] - addresses[at]
+        for args, place, at in pointers:
+            args[place] += base + places[at] - addresses[at]
         tape.kept = [x for x in tape.kept if found(x.untyped_storage().data_ptr()) is None] + [self.bytes]
         begin = base - self.bytes.data_ptr() + places[kept] + result.data_ptr() - addresses[kept]
         there = self.bytes[begin : begin + result.nbytes].view(result.dtype)

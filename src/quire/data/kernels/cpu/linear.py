@@ -1,0 +1,155 @@
+"""Products with weights that are packed once (native/linear.h): linear layers, the gated half of feed-forward blocks,
+and single rows of a packed weight, for an embedding that is tied to the head.
+
+A weight takes as much memory packed as plain. A row's bits depend neither on the number of rows nor on threads. While a
+tape records, what is called here is recorded.
+"""
+
+from __future__ import annotations
+
+import mmap
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quire.data.kernels.cpu.library import SCRATCH, Library
+from quire.data.kernels.cpu.loading import library
+
+PANEL, KTILE = 32, 32  # as in native/linear.h
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+ACTIVATIONS = {
+    "silu": 1, "swish": 1, "relu": 2, "gelu": 3, "gelu_new": 4, "gelu_tanh": 4, "gelu_pytorch_tanh": 4, "quick_gelu": 5,
+}  # fmt: skip
+"""What configs call them -> native/wide.h."""
+
+MOST_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
+CHUNKS = 8  # of a thread, at least, where there are as many panels
+LITTLE = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
+ROWS_CHUNK = 16  # rows of an embedding
+BLOCK = 1 << 25  # bytes of packed weights that are allocated at once
+ALIGNED = 64
+
+
+class Packed:
+    """A weight [rows, columns], packed, and its bias; called with x, their product (see `linear`), activated if so.
+    `gated`: the weight is two stacked ones, gate and up. `deterministic`: a row's bits don't depend on the number of
+    rows; else they may where that is faster."""
+
+    __slots__ = ("activation", "bias", "columns", "data", "deterministic", "dtype", "gated", "rows")
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        own = _own()
+        self.rows, self.columns = weight.shape
+        self.activation = 0 if activation is None else ACTIVATIONS[activation]
+        self.dtype, self.gated, self.deterministic = weight.dtype, gated, deterministic
+        kind = DTYPES[self.dtype]
+        width = -(-self.columns // KTILE) * KTILE if kind == "bf16" else self.columns
+        panels = -(-self.rows // 2 // (PANEL // 2)) if gated else -(-self.rows // PANEL)
+        self.data = memory().take(panels * PANEL, width, self.dtype)
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        own.call(f"pack_{kind}", panels, weight, self.data, self.rows, self.columns, weight.stride(0), int(gated))
+        self.bias: Tensor | None = None
+        if bias is not None:
+            self.bias = torch.empty(panels * PANEL)
+            column = bias.detach().float()[:, None].contiguous()
+            own.call("pack_f32", panels, column, self.bias, self.rows, 1, 1, int(gated))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self)
+
+    @property
+    def panels(self) -> int:
+        return len(self.data) // PANEL
+
+
+def _own() -> Library:
+    own = library()
+    assert own is not None, "supports() said so"
+    return own
+
+
+def supports(weight: Tensor) -> bool:
+    """Whether the weight can be packed and multiplied here."""
+    fits = weight.shape[1] * 4 <= SCRATCH // 32  # 16 rows at least are in a thread's own memory
+    return library() is not None and weight.device.type == "cpu" and weight.dtype in DTYPES and fits
+
+
+def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
+    """x [..., columns] -> x W^T + bias [..., rows], summed in fp32 and rounded once; activated before that, if so. Of a
+    gated weight [..., rows / 2]: activation(gate) * up. `out`, of the same shape in two dimensions: where it goes."""
+    if x.dim() != 2:
+        assert out is None, "rows have no shape in `out`"
+        return linear(x.reshape(-1, x.shape[-1]), packed).view(*x.shape[:-1], -1)
+    assert x.dtype == packed.dtype, f"{x.dtype} is not {packed.dtype}"
+    assert x.shape[1] == packed.columns, f"{tuple(x.shape)} is not [T, {packed.columns}]"
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, width = len(x), packed.rows // 2 if packed.gated else packed.rows
+    if out is None:
+        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    own = _own()
+    span, groups = _parts(rows, packed, own.threads)
+    own.call(
+        f"linear_{DTYPES[x.dtype]}", -(-rows // span) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
+        width, x.stride(0), out.stride(0), span, groups, packed.panels, packed.activation, int(packed.gated),
+        int(packed.deterministic),
+    )  # fmt: skip
+    return out
+
+
+def _parts(rows: int, packed: Packed, threads: int) -> tuple[int, int]:
+    """Rows of a chunk at most, and in how many groups panels are cut."""
+    most = MOST_ROWS
+    if not (packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _own().native.linear_has_tiles()):
+        most = min(most, SCRATCH // 4 * 3 // (4 * packed.data.shape[1] + 4 * PANEL) // 16 * 16)  # a chunk's, in fp32
+    parts = -(-rows // most)
+    size = packed.data.numel() * packed.dtype.itemsize * -(-rows // 64)
+    return -(-rows // parts), max(1, min(packed.panels, threads * CHUNKS // parts, size // LITTLE))
+
+
+def rows_of(packed: Packed, ids: Tensor, scale: float = 1.0) -> Tensor:
+    """ids [T] int64, below the number of rows -> those rows of the weight [T, columns], times `scale`."""
+    assert not packed.gated, "gate and up are no embedding"
+    out = torch.empty(len(ids), packed.columns, dtype=packed.dtype, device=ids.device)
+    if len(ids):
+        chunks = -(-len(ids) // ROWS_CHUNK)
+        kernel = f"packed_rows_{DTYPES[packed.dtype]}"
+        args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, ROWS_CHUNK
+        _own().call(kernel, chunks, *args)
+    return out
+
+
+class Memory:
+    """Where packed weights lie: blocks in huge pages, where the machine has them, each of several weights. A block is
+    given back with the last of its weights."""
+
+    def __init__(self) -> None:
+        self.block, self.used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns], not written yet."""
+        size = rows * columns * dtype.itemsize
+        if self.used + size > len(self.block):
+            self.block, self.used = _mapped(max(size, BLOCK)), 0
+        found = self.block[self.used : self.used + size].view(dtype).view(rows, columns)
+        self.used += -(-size // ALIGNED) * ALIGNED
+        return found
+
+
+def _mapped(size: int) -> Tensor:
+    """Memory that takes no room until it is written, at a page's start."""
+    block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)
+
+
+@lru_cache(maxsize=1)
+def memory() -> Memory:
+    """The process's own."""
+    return Memory()

@@ -1,0 +1,174 @@
+/* Products of rows with a packed weight (linear.h), by vectors; packing, and reading single rows again. */
+#include "linear.h"
+
+#include <algorithm>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t AHEAD = 2048; /* bytes of the weight that are asked for before they are needed */
+constexpr int64_t FEW = 4;      /* rows that are faster without tiles: 15 against 12 GB/s of the weight */
+
+/* How x lies in scratch, and what a step adds to sums: one fp32 column, two of bf16, or two of bf16 made fp32. */
+struct Single {
+    typedef float Number;
+    typedef float X;
+    static constexpr int64_t PER_STEP = 1;
+    static wide add(wide sum, wide_bits w, X x) { return sum + x * (wide)w; }
+    static X stage(const float *x, int64_t) { return *x; }
+};
+
+struct Widened {
+    typedef bf16 Number;
+    struct X {
+        float even, odd;
+    };
+    static constexpr int64_t PER_STEP = 2;
+    static wide add(wide sum, wide_bits w, X x) {
+        sum += x.even * (wide)(w << 16);
+        return sum + x.odd * (wide)(w & 0xffff0000u);
+    }
+    static X stage(const bf16 *x, int64_t left) { return {to(x[0]), left > 1 ? to(x[1]) : 0.0f}; }
+};
+
+#if defined(__AVX512BF16__)
+struct Pair {
+    typedef bf16 Number;
+    typedef uint32_t X;
+    static constexpr int64_t PER_STEP = 2;
+    static wide add(wide sum, wide_bits w, X x) {
+        return (wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(x)), (__m512bh)w);
+    }
+    static X stage(const bf16 *x, int64_t left) { return x[0].bits | (left > 1 ? uint32_t(x[1].bits) << 16 : 0); }
+};
+
+/* Intel's vdpbf16ps takes two cycles, in which two units could have done four products of as many numbers in fp32: that
+   is twice as fast, but for the shifts. AMD's does as much in one. */
+inline bool pairs() {
+    static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+    return amd;
+}
+#endif
+
+/* Sums in registers at a time; a pass over a panel has R rows and V vectors of its columns. */
+constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
+constexpr int vectors(int rows) {
+    int found = VECTORS;
+    while (found > 1 && found * rows > SUMS) found /= 2;
+    return found;
+}
+constexpr int MOST = VECTORS <= 2 ? SUMS / VECTORS : 6; /* rows of a pass */
+
+template <class O, int R>
+inline void pass(const typename O::X *x, int64_t stride, const char *w, int64_t steps, float *sums) {
+    constexpr int V = vectors(R);
+    for (int part = 0; part < VECTORS; part += V, w += V * LANES * 4) {
+        wide sum[R][V];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) sum[r][v] = load<wide>(sums + r * PANEL + (part + v) * LANES);
+        for (int64_t s = 0; s < steps; ++s) {
+            wide_bits some[V];
+            const char *at = w + s * STEP;
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) some[v] = load<wide_bits>(at + v * LANES * 4);
+            __builtin_prefetch(at + AHEAD);
+            if (V == VECTORS) __builtin_prefetch(at + AHEAD + 64);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const typename O::X own = x[r * stride + s];
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) sum[r][v] = O::add(sum[r][v], some[v], own);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) store(sums + r * PANEL + (part + v) * LANES, sum[r][v]);
+    }
+}
+
+template <class O, int R = MOST>
+inline void pass_of(int64_t rows, const typename O::X *x, int64_t stride, const char *w, int64_t steps, float *sums) {
+    if (rows == R) return pass<O, R>(x, stride, w, steps, sums);
+    if constexpr (R > 1) pass_of<O, R - 1>(rows, x, stride, w, steps, sums);
+}
+
+template <class O> void linear(const Product &p, void *scratch) {
+    typedef typename O::Number T;
+    typedef typename O::X X;
+    const int64_t rows = p.last - p.first, steps = steps_of<T>(p.columns), blocks = (rows + MOST - 1) / MOST;
+    float *sums = static_cast<float *>(scratch);
+    X *staged = reinterpret_cast<X *>(sums + rows * PANEL);
+    for (int64_t row = 0; row < rows; ++row) {
+        const T *x = reinterpret_cast<const T *>(p.x) + (p.first + row) * p.x_stride;
+        X *at = staged + row * steps;
+        const int64_t whole = p.columns / O::PER_STEP;
+        for (int64_t s = 0; s < whole; ++s) at[s] = O::stage(x + s * O::PER_STEP, O::PER_STEP);
+        for (int64_t s = whole; s < steps; ++s)
+            at[s] = s * O::PER_STEP < p.columns ? O::stage(x + s * O::PER_STEP, 1) : X{};
+    }
+    for (int64_t panel = p.panel; panel < p.end; ++panel) {
+        const char *weight = p.weight + panel * steps * STEP;
+        std::fill(sums, sums + rows * PANEL, 0.0f);
+        for (int64_t s = 0; s < steps; s += BLOCK)
+            for (int64_t b = 0; b < blocks; ++b) {
+                const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
+                pass_of<O>(to - from, staged + from * steps + s, steps, weight + s * STEP, std::min(BLOCK, steps - s),
+                           sums + from * PANEL);
+            }
+        finish<T>(p, panel, p.first, p.last, sums);
+    }
+}
+
+/* Args: weight [rows, columns], packed, rows, columns, stride (in numbers), gated. A chunk is a panel. */
+template <class T> void pack(const Arg *a, int64_t panel) {
+    const int64_t rows = a[2].integer, columns = a[3].integer, stride = a[4].integer;
+    const int64_t steps = steps_of<T>(columns), per = 4 / int64_t(sizeof(T));
+    T *out = as<T>(a[1]) + panel * steps * PANEL * per;
+    std::memset(static_cast<void *>(out), 0, size_t(steps * STEP));
+    for (int64_t from = 0; from < columns; from += 64) /* what is written stays in the cache */
+        for (int64_t lane = 0; lane < PANEL; ++lane) {
+            const int64_t row = source(panel * PANEL + lane, rows, a[5].integer);
+            if (row < 0) continue;
+            const T *weight = as<T>(a[0]) + row * stride;
+            for (int64_t k = from; k < std::min(from + 64, columns); ++k)
+                out[(k / per * PANEL + lane) * per + k % per] = weight[k];
+        }
+}
+
+/* Rows `ids` (int64) of a packed weight that is not gated, times `scale`. Args: ids, packed, out, count, columns,
+   out_stride (in numbers), scale, rows of a chunk. */
+template <class T> void rows_of(const Arg *a, int64_t chunk) {
+    const int64_t columns = a[4].integer, per = 4 / int64_t(sizeof(T)), panel = steps_of<T>(columns) * PANEL * per;
+    for (int64_t i = chunk * a[7].integer; i < std::min(a[3].integer, (chunk + 1) * a[7].integer); ++i) {
+        const int64_t row = as<int64_t>(a[0])[i];
+        const T *from_ = as<T>(a[1]) + row / PANEL * panel + row % PANEL * per;
+        T *out = as<T>(a[2]) + i * a[5].integer;
+        for (int64_t k = 0; k < columns; ++k)
+            out[k] = from<T>(to(from_[k / per * PANEL * per + k % per]) * float(a[6].number));
+    }
+}
+
+} // namespace
+
+QUIRE_EXPORT void linear_bf16(const Arg *a, int64_t chunk, void *scratch) {
+    const Product product(a, chunk);
+    const bool few = product.rows <= FEW && !product.alike;
+    if (!few && linear_tiles(product, scratch)) return;
+#if defined(__AVX512BF16__)
+    if (pairs()) return linear<Pair>(product, scratch);
+#endif
+    linear<Widened>(product, scratch);
+}
+
+QUIRE_EXPORT void linear_f32(const Arg *a, int64_t chunk, void *scratch) { linear<Single>(Product(a, chunk), scratch); }
+
+QUIRE_EXPORT void pack_bf16(const Arg *a, int64_t chunk, void *) { pack<bf16>(a, chunk); }
+QUIRE_EXPORT void pack_f32(const Arg *a, int64_t chunk, void *) { pack<float>(a, chunk); }
+QUIRE_EXPORT void packed_rows_bf16(const Arg *a, int64_t chunk, void *) { rows_of<bf16>(a, chunk); }
+QUIRE_EXPORT void packed_rows_f32(const Arg *a, int64_t chunk, void *) { rows_of<float>(a, chunk); }

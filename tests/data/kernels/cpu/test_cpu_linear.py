@@ -1,0 +1,191 @@
+"""Packed products on CPUs beside fp64: all instruction sets that are built and run here, threads, odd sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.data.kernels.cpu import linear as products
+from quire.data.kernels.cpu.library import Library, Tape
+from quire.data.kernels.cpu.linear import Packed, linear, rows_of
+from quire.data.kernels.cpu.loading import BUILT
+from quire.data.kernels.cpu.variants import features, variants
+from quire.data.layers.embedding import Embedding
+from quire.data.layers.linear import Linear
+from quire.data.layers.mlp import ACTIVATIONS, MLP, GatedMLP
+from quire.data.layers.prepare import prepare_layers
+
+PATHS = [BUILT / f"{variant.name}.so" for variant in variants() if variant.needs <= features()]
+BOTH = (torch.bfloat16, torch.float32)
+CPU = torch.device("cpu")
+SIZES = ((1, 64, 64), (2, 1, 1), (3, 100, 33), (5, 31, 2), (13, 96, 576), (32, 65, 100), (47, 7, 1101), (300, 130, 65))
+
+pytestmark = pytest.mark.skipif(not any(path.exists() for path in PATHS), reason="the kernels for CPUs aren't built")
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
+def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Library]]:
+    """Puts a library with so many threads in place of the process's own."""
+    if not request.param.exists():
+        pytest.skip(f"{request.param.stem} isn't built")
+    made = []
+
+    def place(threads: int) -> Library:
+        own = Library(request.param, threads)
+        made.append(own)
+        monkeypatch.setattr(products, "library", lambda: own)
+        return own
+
+    yield place
+    for own in made:
+        own.close()
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got: Tensor, want: Tensor, columns: int) -> None:
+    """As near to fp64 as sums in fp32 that are rounded once."""
+    step = torch.finfo(got.dtype).eps
+    assert got.shape == want.shape
+    atol = 4e-7 * columns**0.5 + 1e-6 + 1e-30
+    torch.testing.assert_close(got.double(), want, rtol=step, atol=atol * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_products_are_those_of_fp64(use: Callable[[int], Library], dtype: torch.dtype, threads: int) -> None:
+    use(threads)
+    for rows, size, columns in SIZES:
+        weight, bias = numbers(size, columns, dtype=dtype), numbers(size, dtype=dtype, seed=1)
+        wide = numbers(rows, 2 * columns + 3, dtype=dtype, seed=2)
+        for x in (wide[:, :columns], wide[:, 3 : columns + 3], wide[:, :columns].contiguous()):
+            want = x.double() @ weight.double().T
+            close(linear(x, Packed(weight)), want, columns)
+            into = torch.full((rows, size + 5), 7, dtype=dtype)
+            linear(x, Packed(weight, bias), out=into[:, 2:-3])
+            close(into[:, 2:-3], want + bias.double(), columns)
+            assert (into[:, :2] == 7).all(), "what is beside the output stays"
+            assert (into[:, -3:] == 7).all(), "what is beside the output stays"
+        assert linear(wide[:0, :columns], Packed(weight)).shape == (0, size)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_shapes_of_models(use: Callable[[int], Library], dtype: torch.dtype) -> None:
+    use(2)
+    for size, columns in ((960, 576), (576, 1536), (200, 2100), (64, 5000)):
+        weight = numbers(size, columns, dtype=dtype)
+        for rows in (1, 7, 64):
+            x = numbers(rows, columns, dtype=dtype, seed=rows)
+            close(linear(x, Packed(weight)), x.double() @ weight.double().T, columns)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("name", products.ACTIVATIONS)
+def test_activations(use: Callable[[int], Library], dtype: torch.dtype, name: str) -> None:
+    if name not in ACTIVATIONS:
+        pytest.skip(f"no config says {name}")
+    use(2)
+    for rows, size, columns in ((1, 64, 40), (9, 50, 33), (40, 6, 8)):
+        weight, bias = numbers(size, columns, dtype=dtype), numbers(size, dtype=dtype, seed=1) * 5
+        x = numbers(rows, columns, dtype=dtype, seed=2)
+        for offset in (None, bias):
+            want = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+            close(linear(x, Packed(weight, offset, name)), ACTIVATIONS[name](want), columns)
+            gate, up = want.chunk(2, dim=1)
+            close(linear(x, Packed(weight, offset, name, gated=True)), ACTIVATIONS[name](gate) * up, columns)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(
+    use: Callable[[int], Library], dtype: torch.dtype
+) -> None:
+    weight, x = numbers(100, 2200, dtype=dtype), numbers(70, 2200, dtype=dtype, seed=1)
+    all_of = []
+    for threads in (1, 2, 3, 8):
+        use(threads)
+        packed = Packed(weight, deterministic=True)
+        all_of.append(linear(x, packed))
+        for start, end in ((0, 1), (3, 5), (1, 17), (5, 38), (2, 70)):
+            assert torch.equal(linear(x[start:end], packed), all_of[0][start:end])
+    assert all(torch.equal(one, all_of[0]) for one in all_of)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_what_is_no_number_stays_in_its_row(use: Callable[[int], Library], dtype: torch.dtype) -> None:
+    use(2)
+    packed = Packed(numbers(70, 45, dtype=dtype))
+    for rows in (2, 6, 40):
+        wide = torch.full((rows, 90), torch.nan, dtype=dtype)  # behind the columns too
+        wide[:, :45] = numbers(rows, 45, dtype=dtype, seed=1)
+        sound = linear(wide[:, :45], packed)
+        assert sound.isfinite().all()
+        wide[1, 3], wide[rows - 1, 44] = torch.nan, torch.inf
+        got = linear(wide[:, :45], packed)
+        assert got[1].isnan().all()
+        assert not got[rows - 1].isfinite().any()
+        kept = [row for row in range(rows) if row not in (1, rows - 1)]
+        assert torch.equal(got[kept], sound[kept])
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_rows_of_a_packed_weight(use: Callable[[int], Library], dtype: torch.dtype) -> None:
+    use(2)
+    for size, columns in ((100, 33), (5, 64), (64, 1)):
+        weight, ids = numbers(size, columns, dtype=dtype), torch.randint(size, (50,))
+        packed = Packed(weight)
+        assert torch.equal(rows_of(packed, ids), weight[ids])
+        assert torch.equal(rows_of(packed, ids[:0]), weight[:0])
+        scale = torch.tensor(8.5).item()
+        assert torch.equal(rows_of(packed, ids, scale), weight[ids] * scale)
+
+
+def test_products_on_a_tape(use: Callable[[int], Library]) -> None:
+    own = use(2)
+    packed, x = Packed(numbers(96, 64, dtype=torch.bfloat16)), numbers(3, 64, dtype=torch.bfloat16, seed=1)
+    want, own.tape = linear(x, packed).clone(), Tape()
+    tape, got = own.tape, linear(x, packed)
+    own.tape = None
+    got.zero_()
+    own.run(tape)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_layers_are_packed_once(use: Callable[[int], Library], dtype: torch.dtype) -> None:
+    """Every layer does as before it was packed, and keeps one copy of its weight: a tied embedding none."""
+    use(2)
+    embed = Embedding(70, 48, dtype, CPU, scale=3.0)
+    model = nn.ModuleList([
+        embed, GatedMLP(48, 90, "silu", True, dtype, CPU), MLP(48, 33, "gelu_new", True, dtype, CPU),
+        Linear(48, (30, 18), True, dtype, CPU), Linear(48, 70, False, dtype, CPU, embed.weight),
+    ])  # fmt: skip
+    for parameter in model.parameters():
+        parameter.data.copy_(numbers(*parameter.shape, dtype=dtype, seed=len(parameter)) * 0.3)
+
+    def through(x: Tensor) -> Tensor:
+        for layer in model[1:]:
+            x = layer(x)
+        return x
+
+    ids = torch.arange(70)
+    want, vectors = through(embed(ids)), embed(ids)
+    prepare_layers(model)
+    assert [name for name, _ in model.named_parameters() if name.endswith("weight")] == []
+    assert torch.equal(embed(ids), vectors)
+    tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(through(embed(ids)), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+def test_more_dimensions_and_none(use: Callable[[int], Library]) -> None:
+    use(1)
+    weight, x = numbers(20, 16, dtype=torch.float32), numbers(2, 3, 16, dtype=torch.float32, seed=1)
+    torch.testing.assert_close(linear(x, Packed(weight)), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+    assert not products.supports(weight.half())
+    assert not products.supports(torch.empty(2, 10**6))
+    assert products.supports(weight)
