@@ -30,6 +30,7 @@ from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.memory import Size
 from quire.control.memory.virtual import VirtualMemory, capacity
+from quire.data.kernels.cpu.loading import library
 from quire.data.models import read_spec
 from quire.errors import StartupError
 from quire.link.host import Host
@@ -52,12 +53,13 @@ def emptied(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES | MORE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("budget", [1, 7, 64])
-def test_tokens_equal_transformers(oracle, family: str, layout: str, budget: int) -> None:  # noqa: F811
+@pytest.mark.parametrize(("budget", "attention"), [(1, "contiguous"), (7, "auto"), (64, "contiguous"), (64, "auto")])
+def test_tokens_equal_transformers(oracle, family: str, layout: str, budget: int, attention: str) -> None:  # noqa: F811
     model = oracle(family)
-    engine = virtual(model, virtual_layout=layout, max_num_batched_tokens=budget)
+    engine = virtual(model, virtual_layout=layout, max_num_batched_tokens=budget, attention=attention)
     assert_equal(model, engine, model.prompts)
-    assert engine.runner.attention == "contiguous"
+    chosen = "native" if attention == "auto" and library() is not None else "contiguous"
+    assert engine.runner.attention == chosen
     assert emptied(engine)
 
 
@@ -169,7 +171,7 @@ def test_what_cannot_be_is_refused_at_start(oracle, settings: dict[str, object],
 
 def test_an_engine_that_dies_says_why_and_gives_its_pages_back(oracle, monkeypatch) -> None:  # noqa: F811
     """Frames of the failure hold tensors over the pages."""
-    engine = virtual(oracle("llama"), debug=False)
+    engine = virtual(oracle("llama"), debug=False, attention="contiguous")
     store = engine.runner.store
     monkeypatch.setattr(type(engine.runner.backend), "attend", lambda *_: 1 // 0)
     told: list[object] = []

@@ -182,7 +182,7 @@ def _runner(
     else:
         load(model, source.folder, progress, scheme)
     model.prepare(max_len, config.deterministic)
-    attention = _attention(config, source.spec, device)
+    attention = _attention(config, source.spec, device, dtype)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
         graphs=config.cuda_graphs and attention in ("triton", "native", *VENDORS),
@@ -192,7 +192,7 @@ def _runner(
     )  # fmt: skip
 
 
-def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> str:
+def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the attention backend. StartupError for one that the device can't run."""
     chosen, ours = config.attention, ("triton", *VENDORS)
     if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
@@ -200,8 +200,11 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
     heads = {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state}
     fits = all(group <= MOST_GROUP and dim % 2 == 0 and dim <= MOST_HEAD_DIM for group, dim in heads)
     if chosen == "auto":
-        plain = "contiguous" if config.memory == "virtual" else "sdpa"
-        chosen = "triton" if device.type == "cuda" and fits else plain
+        chosen = "contiguous" if config.memory == "virtual" else "sdpa"
+        if device.type == "cuda" and fits:
+            chosen = "triton"
+        elif device.type == "cpu" and _native(heads, dtype):
+            chosen = "native"
     if chosen in ours and not fits:
         raise StartupError(
             f"--attention is {chosen}, and the model has heads that Triton's kernels don't take: (query heads a key "
@@ -219,6 +222,14 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device) -> s
     if config.deterministic and chosen != "triton" and device.type != "cpu":
         raise StartupError(f"--deterministic is given, and the attention is {chosen}", "It needs --attention triton")
     return chosen
+
+
+def _native(heads: set[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Whether there are kernels for CPUs, for heads like these: (query heads a key head, size)."""
+    from quire.data.kernels.cpu.backend import takes
+    from quire.data.kernels.cpu.loading import library
+
+    return library() is not None and all(takes(dtype, shared, dim) for shared, dim in heads)
 
 
 def device_of(config: EngineConfig) -> str:

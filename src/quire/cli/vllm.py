@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import StartupError
 
-OURS = ("auto", "reference", "sdpa", "triton")
+OURS = ("auto", "reference", "sdpa", "native", "triton")
 BACKENDS = {**{name: name for name in OURS}, "triton_attn": "triton", "torch_sdpa": "sdpa"}
 FORMATS = ("auto", "safetensors", "dummy")
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")

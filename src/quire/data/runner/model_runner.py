@@ -56,6 +56,10 @@ class Model(Protocol):
 def _backend(name: str, deterministic: bool) -> Any:
     if name in BACKENDS:
         return BACKENDS[name]()
+    if name == "native":
+        from quire.data.kernels.cpu.backend import NativeBackend
+
+        return NativeBackend(deterministic=deterministic)
     if name == "triton":
         from quire.data.kernels.triton.backend import TritonBackend
 

@@ -70,7 +70,7 @@ def tile_queries(shared: int, dim: int) -> int:
     """Queries of a tile, for so many query heads of a key head; 0 where a thread's scratch has no room for one."""
     width = -(-dim // 32) * 32
     rest = 4 * (2 * BLOCK * width + 2 * 16 * BLOCK)
-    rows = (SCRATCH - rest) // (4 * (2 * width + 2)) // 16 * 16
+    rows = (SCRATCH - rest) // (4 * (2 * width + 6)) // 16 * 16
     decoding = 4 * shared * (2 * width + BLOCK)
     return 0 if shared > rows or decoding > SCRATCH else max(min(rows, TILE_ROWS) // shared, 1)
 

@@ -67,7 +67,7 @@ constexpr float LEAST = -1e30f; /* below any score */
 
 /* One query's weights of N keys: scores become 2^(by * score - best), those outside of [from, to) zero; `best` and `sum`
 run on. Returns what the sums before are to be multiplied by. */
-template <int N, class P>
+template <int N, bool COARSE, class P>
 static inline float weigh(const float *scores, P *weights, int64_t from, int64_t to, float by, float &best, float &sum) {
     constexpr int COUNT = N / LANES;
     lanes x[COUNT], high = all(-__builtin_inff());
@@ -83,10 +83,10 @@ static inline float weigh(const float *scores, P *weights, int64_t from, int64_t
     }
     const float now = by * highest(high), most = now > best ? now : best;
     lanes more{};
-    for (int i = 0; i < COUNT; ++i) {
-        const lanes weight = power(x[i] * by - most);
-        store(weights + i * LANES, weight);
-        more += weight;
+    for (int i = 0; i < COUNT; i += 2) {
+        const lanes one = power<COARSE>(x[i] * by - most), two = power<COARSE>(x[i + 1] * by - most);
+        store(weights + i * LANES, one, two);
+        more += one + two;
     }
     const float shrink = best == most ? 1.0f : power(all(best - most))[0];
     best = most;

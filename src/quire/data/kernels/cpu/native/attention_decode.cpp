@@ -169,7 +169,7 @@ template <class T> struct Running {
             float *own = scores + g * ROW;
             if (x.seeing.softcap > 0)
                 for (int64_t t = 0; t < tokens; t += LANES) x.seeing.cap(own + t);
-            shrink[g] = weigh<BLOCK>(own, own, 0, tokens, x.seeing.by(), best[g], sum[g]);
+            shrink[g] = weigh<BLOCK, PARTS<T> == 2>(own, own, 0, tokens, x.seeing.by(), best[g], sum[g]);
         }
         each<false>(places, tokens);
     }

@@ -17,6 +17,7 @@ template <bool PAIRS> struct Room {
     int64_t rows, steps, columns;
     uint32_t *queries, *keys, *values, *weights;
     float *scores, *out, *best, *sum;
+    int64_t *first, *stop; /* what each row sees */
     bool tiled;
 
     Room(void *scratch, int64_t used, int64_t dim) : rows(up(used, HEIGHT)) {
@@ -31,6 +32,8 @@ template <bool PAIRS> struct Room {
         out = scores + HEIGHT * BLOCK;
         best = out + rows * columns;
         sum = best + rows;
+        first = reinterpret_cast<int64_t *>(sum + rows);
+        stop = first + rows;
     }
 };
 
@@ -90,33 +93,36 @@ template <class T, bool PAIRS> struct Tile {
     int64_t first(int64_t i) const { return whole ? 0 : seeing.oldest(position + i); }
     int64_t stop(int64_t i) const { return whole ? end : position + i + 1; }
 
+    /* Rows of queries one after another, each of the heads that share the key head; then rows of zeros, which see what
+       the last query sees. */
     void load_queries(const Room<PAIRS> &room) const {
-        for (int64_t r = 0; r < room.rows; ++r) {
-            const int64_t i = r / cache.shared;
-            const T *from = q + (query + i) * q_stride + (head * cache.shared + r % cache.shared) * cache.dim;
-            for (int64_t s = 0; s < room.steps; s += LANES) {
-                const words x = i < queries ? row_words<PAIRS>(from + s * IN_WORD, cache.dim - s * IN_WORD) : words{};
-                std::memcpy(room.queries + r * room.steps + s, &x, sizeof x);
-            }
-            room.best[r] = LEAST;
-            room.sum[r] = 0;
+        int64_t r = 0;
+        for (int64_t i = 0; i < queries; ++i) {
+            const T *from = q + (query + i) * q_stride + head * cache.shared * cache.dim;
+            for (int64_t g = 0; g < cache.shared; ++g, ++r, from += cache.dim)
+                for (int64_t s = 0; s < room.steps; s += LANES) {
+                    const words x = row_words<PAIRS>(from + s * IN_WORD, cache.dim - s * IN_WORD);
+                    std::memcpy(room.queries + r * room.steps + s, &x, sizeof x);
+                }
+            for (int64_t own = r - cache.shared; own < r; ++own) room.first[own] = first(i), room.stop[own] = stop(i);
         }
+        std::memset(room.queries + r * room.steps, 0, size_t((room.rows - r) * room.steps) * 4);
+        for (; r < room.rows; ++r) room.first[r] = room.first[r - 1], room.stop[r] = room.stop[r - 1];
+        for (r = 0; r < room.rows; ++r) room.best[r] = LEAST, room.sum[r] = 0;
         std::memset(room.out, 0, size_t(room.rows * room.columns) * 4);
     }
 
     /* HEIGHT rows from `row` on against the block of keys that begins at `block`. */
     void rows(const Room<PAIRS> &room, int64_t row, int64_t block) const {
-        const int64_t last = queries - 1, low = row / cache.shared, high = (row + HEIGHT - 1) / cache.shared;
-        if (low > last || stop(high < last ? high : last) <= block || first(low) >= block + BLOCK) return;
-        const int64_t seen = stop(high < last ? high : last) - block <= BLOCK / 2 ? BLOCK / 2 : BLOCK;
+        const int64_t end = room.stop[row + HEIGHT - 1] - block, seen = end <= BLOCK / 2 ? BLOCK / 2 : BLOCK;
+        if (end <= 0 || room.first[row] >= block + BLOCK) return;
         product<PAIRS, false>(room.tiled, room.queries + row * room.steps, room.steps, room.keys, BLOCK, room.scores,
                               BLOCK, room.steps, seen);
         if (seeing.softcap > 0)
             for (int i = 0; i < HEIGHT * BLOCK; i += LANES) seeing.cap(room.scores + i);
         for (int64_t r = row; r < row + HEIGHT; ++r) {
-            const int64_t i = r / cache.shared < last ? r / cache.shared : last;
-            const float shrink = seen == BLOCK ? weighed<BLOCK>(room, r, r - row, i, block)
-                                               : weighed<BLOCK / 2>(room, r, r - row, i, block);
+            const float shrink = seen == BLOCK ? weighed<BLOCK>(room, r, r - row, block)
+                                               : weighed<BLOCK / 2>(room, r, r - row, block);
             float *own = room.out + r * room.columns;
             if (shrink != 1.0f)
                 for (int64_t d = 0; d < room.columns; d += LANES) store(own + d, load(own + d) * shrink);
@@ -125,18 +131,20 @@ template <class T, bool PAIRS> struct Tile {
                              room.out + row * room.columns, room.columns, seen / IN_WORD, room.columns);
     }
 
-    template <int N> float weighed(const Room<PAIRS> &room, int64_t r, int64_t at, int64_t i, int64_t block) const {
+    template <int N> float weighed(const Room<PAIRS> &room, int64_t r, int64_t at, int64_t block) const {
         Weight *weights = reinterpret_cast<Weight *>(room.weights);
-        return weigh<N>(room.scores + at * BLOCK, weights + at * BLOCK, first(i) - block, stop(i) - block, seeing.by(),
-                        room.best[r], room.sum[r]);
+        return weigh<N, std::is_same<T, bf16>::value>(room.scores + at * BLOCK, weights + at * BLOCK, room.first[r] - block,
+                                                           room.stop[r] - block, seeing.by(), room.best[r], room.sum[r]);
     }
 
     void answer(const Room<PAIRS> &room) const {
-        for (int64_t r = 0; r < queries * cache.shared; ++r) {
-            const float by = 1.0f / room.sum[r];
-            T *to = out + ((query + r / cache.shared) * cache.heads + head * cache.shared + r % cache.shared) * cache.dim;
-            for (int64_t d = 0; d < cache.dim; d += LANES)
-                store(to + d, load(room.out + r * room.columns + d) * by, cache.dim - d);
+        const float *from = room.out, *sum = room.sum;
+        for (int64_t i = 0; i < queries; ++i) {
+            T *to = out + ((query + i) * cache.heads + head * cache.shared) * cache.dim;
+            for (int64_t g = 0; g < cache.shared; ++g, to += cache.dim, from += room.columns) {
+                const float by = 1.0f / *sum++;
+                for (int64_t d = 0; d < cache.dim; d += LANES) store(to + d, load(from + d) * by, cache.dim - d);
+            }
         }
     }
 };

@@ -83,6 +83,19 @@ static inline void store(bf16 *to, lanes x) {
 #endif
 }
 
+/* Two vectors, one after another. */
+template <class T> static inline void store(T *to, lanes x, lanes y) {
+#if defined(__AVX512BF16__)
+    if (std::is_same<T, bf16>::value) {
+        const __m512bh narrow = _mm512_cvtne2ps_pbh(bits<__m512>(y), bits<__m512>(x));
+        std::memcpy(to, &narrow, sizeof narrow);
+        return;
+    }
+#endif
+    store(to, x);
+    store(to + LANES, y);
+}
+
 template <class T> static inline void store(T *to, lanes x, int64_t count) {
     if (count >= LANES) return store(to, x);
     T own[LANES];
@@ -99,18 +112,33 @@ static inline lanes maximum(lanes x, lanes y) {
 #endif
 }
 
-/* 2^x to 2e-7 of it, for x <= 127; 0 for x <= -127; what is not a number stays so. */
-static inline lanes power(lanes x) {
+/* 2^x for x <= 127, to 1e-7 of it, with COARSE to 1e-4; 0 for x <= -127; what is not a number stays so. */
+template <bool COARSE = false> static inline lanes power(lanes x) {
+#if defined(__AVX512DQ__)
+    const lanes rest = bits<lanes>(_mm512_reduce_ps(bits<__m512>(x), 9)); /* x - floor(x) */
+    lanes sum = all(7.802452e-2f) * rest + 2.2606716e-1f;
+    if (!COARSE) {
+        sum = all(1.8775767e-3f) * rest + 8.9893402e-3f;
+        sum = sum * rest + 5.5826318e-2f;
+        sum = sum * rest + 2.4015362e-1f;
+    }
+    sum = sum * rest + (COARSE ? 6.9583354e-1f : 6.9315307e-1f);
+    sum = sum * rest + (COARSE ? 9.9992522e-1f : 9.9999993e-1f);
+    return bits<lanes>(_mm512_scalef_ps(bits<__m512>(sum), bits<__m512>(x)));
+#else
     x = maximum(all(-127.0f), x);
     const lanes whole = x + 12582912.0f; /* its lowest bits are x, rounded */
     const lanes rest = x - (whole - 12582912.0f);
-    lanes sum = all(1.5353362e-4f) * rest + 1.3398874e-3f;
-    sum = sum * rest + 9.6184374e-3f;
-    sum = sum * rest + 5.5503325e-2f;
-    sum = sum * rest + 2.4022648e-1f;
-    sum = sum * rest + 6.9314720e-1f;
-    sum = sum * rest + 1.0f;
+    lanes sum = all(5.500891e-2f) * rest + 2.4221118e-1f;
+    if (!COARSE) {
+        sum = all(1.3276472e-3f) * rest + 9.6755413e-3f;
+        sum = sum * rest + 5.5507133e-2f;
+        sum = sum * rest + 2.4022120e-1f;
+    }
+    sum = sum * rest + (COARSE ? 6.9328295e-1f : 6.9314697e-1f);
+    sum = sum * rest + 1.0f; /* no less than 1 where x is whole */
     return bits<lanes>(bits<words>(sum) + (bits<words>(whole) << 23));
+#endif
 }
 
 constexpr float LOG2E = 1.44269504f;

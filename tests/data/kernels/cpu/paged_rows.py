@@ -1,0 +1,116 @@
+"""Rows over poisoned pages for the kernels of attention on a CPU, what they should get in fp64, and the libraries that
+are built and that this machine runs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.data.kernels.batch import Batch, LayerCache
+from quire.data.kernels.cpu.library import Library
+from quire.data.kernels.cpu.loading import BUILT, suited
+from quire.data.kernels.cpu.variants import variants
+
+VARIANTS = [variant.name for variant in variants() if suited(variant.name) is not None]
+
+
+@lru_cache
+def kernels(variant: str, threads: int) -> Library:
+    return Library(BUILT / f"{variant}.so", threads)
+
+
+class Shape(NamedTuple):
+    heads: int = 6
+    kv_heads: int = 2
+    dim: int = 64
+    page: int = 16
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    layout: str = "pages"
+    dtype: torch.dtype = torch.float32
+    whole: bool = False
+
+
+class Rows(NamedTuple):
+    """A step whose earlier tokens are in the pages; `expected` is fp64."""
+
+    batch: Batch
+    cache: LayerCache
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    expected: Tensor
+
+
+def memory(shape: Shape, pages: int, page: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [pages, kv_heads, page, dim], all NaN but for page 0: heads outside of tokens, or inside."""
+    kv, dim = shape.kv_heads, shape.dim
+    sizes = (pages, 2, page, 2, kv, dim) if shape.layout == "tokens first" else (pages, 2, 2, kv, page, dim)
+    numbers = torch.full(sizes, torch.nan, dtype=shape.dtype)
+    numbers[0] = 0
+    if shape.layout == "tokens first":
+        keys, values = numbers[:, 1].permute(2, 0, 3, 1, 4)
+        return keys, values
+    return numbers[:, 1, 0], numbers[:, 1, 1]
+
+
+def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
+    """Rows of (tokens before, tokens of this step), each in pages of its own, in random order."""
+    generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    lengths = [a + b for a, b in sizes]
+    page = max(lengths) + 3 if shape.layout == "contiguous" else shape.page
+    counts = [-(-length // page) for length in lengths]
+    keys, values = memory(shape, sum(counts) + 1, page)
+    cache = LayerCache(
+        keys, values, shape.heads, shape.dim**-0.5, window=shape.window, chunk=shape.chunk, softcap=shape.softcap,
+        contiguous=shape.layout == "contiguous",
+    )  # fmt: skip
+    table = torch.zeros(len(sizes) + 1, max(counts), dtype=torch.int64)
+    free = (rng.permutation(sum(counts)) + 1).tolist()
+    histories = [
+        torch.randn(2, length, shape.kv_heads, shape.dim, generator=generator).to(shape.dtype) for length in lengths
+    ]
+    for slot, count in enumerate(counts, 1):
+        table[slot, :count] = torch.tensor([free.pop() for _ in range(count)])
+        for at in range(sizes[slot - 1][0]):
+            for i, part in enumerate((keys, values)):
+                part[table[slot, at // page], :, at % page] = histories[slot - 1][i, at]
+    now = np.array([b for _, b in sizes])
+    starts, slots = np.array([a for a, _ in sizes]), np.arange(1, len(sizes) + 1)
+    offsets = np.cumsum(now) - now
+    positions = torch.from_numpy(np.concatenate([np.arange(a, a + b) for a, b in sizes]))
+    batch = Batch(
+        torch.zeros_like(positions), positions, torch.from_numpy(np.repeat(slots, now)), positions[:0], slots, starts,
+        now, offsets, np.arange(0), [table], whole=np.ones(len(sizes), dtype=np.bool_) if shape.whole else None,
+    )  # fmt: skip
+    q = torch.randn(len(positions), shape.heads, shape.dim, generator=generator).to(shape.dtype)
+    k, v = (torch.cat([x[i, a:] for x, (a, _) in zip(histories, sizes)]) for i in (0, 1))
+    bounds = pairwise([*offsets.tolist(), len(q)])
+    parts = [dense(q[a:b], history, before, shape) for (a, b), history, (before, _) in zip(bounds, histories, sizes)]
+    return Rows(batch, cache, q, k, v, torch.cat(parts))
+
+
+def dense(q: Tensor, history: Tensor, start: int, shape: Shape) -> Tensor:
+    """q [n, heads, dim] at positions start .., of history [2, start + n, kv_heads, dim], in fp64."""
+    shared = shape.heads // shape.kv_heads
+    k, v = (x.double().repeat_interleave(shared, 1) for x in history)
+    at = torch.arange(len(k))
+    query_at = at[start:, None]
+    hidden = at[None] > query_at
+    if shape.window is not None:
+        hidden |= at[None] <= query_at - shape.window
+    if shape.chunk is not None:
+        hidden |= at[None] // shape.chunk != query_at // shape.chunk
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * shape.dim**-0.5
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    if not shape.whole:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)

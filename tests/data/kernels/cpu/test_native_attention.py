@@ -1,0 +1,200 @@
+"""Attention on a CPU by kernels of our own equals dense attention in fp64, on every instruction set that is built here;
+nothing depends on threads or on neighbours, and nothing outside of a sequence is read."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from paged_rows import VARIANTS, Rows, Shape, filled, kernels
+from torch import Tensor
+
+from quire.data.kernels.batch import LayerCache
+from quire.data.kernels.cpu.backend import NativeBackend, takes
+from quire.data.kernels.cpu.library import Tape
+from quire.errors import StartupError
+
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels are built that this machine runs")
+SIZES = {
+    "decode": [(0, 1), (5, 1), (16, 1), (63, 1), (300, 1)],
+    "long": [(5000, 1), (700, 1)],
+    "prompts": [(0, 1), (0, 16), (0, 29), (0, 200)],
+    "mixed": [(12, 1), (0, 20), (4, 6), (140, 3), (200, 70), (300, 1)],
+}
+SHAPES = {
+    "plain": Shape(),
+    "window": Shape(window=24, page=4),
+    "wide window": Shape(window=150, kv_heads=6),
+    "chunk": Shape(chunk=40, page=32),
+    "softcap": Shape(softcap=0.7, page=1),
+    "one key head": Shape(7, 1, 80),
+    "eight and one": Shape(9, 1, 96),
+    "odd": Shape(4, 2, 7, page=3),
+    "narrow": Shape(4, 4, 8, page=2),
+    "128": Shape(5, 1, 128, page=64),
+    "256": Shape(4, 2, 256, window=100),
+    "tokens first": Shape(dim=40, layout="tokens first"),
+    "contiguous": Shape(layout="contiguous", window=30),
+}
+
+LONG = ("plain", "window", "softcap", "odd")
+
+
+def answers(rows: Rows, backend: NativeBackend, cache: LayerCache | None = None) -> Tensor:
+    cache = cache or rows.cache
+    backend.check(cache)
+    return backend.attend(rows.q, rows.k, rows.v, cache, backend.plan(rows.batch, cache))
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    near = 1e-5 if got.dtype == torch.float32 else 0.02
+    torch.testing.assert_close(got.double(), want, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [(shape, sizes) for shape in SHAPES for sizes in SIZES if sizes != "long" or shape in LONG],
+)
+def test_rows_equal_dense_attention(variant, dtype, shape, sizes) -> None:
+    rows = filled(SHAPES[shape]._replace(dtype=dtype), SIZES[sizes])
+    assert_close(answers(rows, NativeBackend(kernels=kernels(variant, 2))), rows.expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_see_one_another_both_ways(variant, dtype) -> None:
+    for window in (None, 5):
+        rows = filled(Shape(whole=True, window=window, dtype=dtype), [(0, 1), (0, 40), (0, 290)])
+        assert_close(answers(rows, NativeBackend(kernels=kernels(variant, 2))), rows.expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_no_bit(variant, dtype) -> None:
+    rows = filled(Shape(dtype=dtype), [*SIZES["mixed"], (2000, 1)])
+    one, *others = (answers(rows, NativeBackend(kernels=kernels(variant, threads))) for threads in (1, 2, 3, 8))
+    assert all(torch.equal(one, other) for other in others)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_neighbours_change_no_bit(deterministic) -> None:
+    backend = NativeBackend(deterministic=deterministic, kernels=kernels(VARIANTS[0], 2))
+    rows = filled(Shape(window=90, dtype=torch.bfloat16), SIZES["mixed"])
+    together = answers(rows, backend)
+    for i in range(len(rows.batch.slots)):
+        a, n = int(rows.batch.offsets[i]), int(rows.batch.lengths[i])
+        part, own = slice(a, a + n), slice(i, i + 1)
+        batch = replace(
+            rows.batch, positions=rows.batch.positions[part], token_slots=rows.batch.token_slots[part],
+            slots=rows.batch.slots[own], starts=rows.batch.starts[own], lengths=rows.batch.lengths[own],
+            offsets=np.zeros(1, dtype=np.int64), _inside={}, _places={},
+        )  # fmt: skip
+        alone = rows._replace(batch=batch, q=rows.q[part], k=rows.k[part], v=rows.v[part])
+        assert torch.equal(answers(alone, backend), together[part])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_in_any_pieces_has_the_same_bits_if_asked(variant) -> None:
+    backend = NativeBackend(deterministic=True, kernels=kernels(variant, 2))
+    whole = filled(Shape(window=70, dtype=torch.bfloat16), [(0, 150)])
+    expected = answers(whole, backend)
+    for first, last in ((100, 150), (149, 150), (37, 40)):
+        cut = slice(first, last)
+        batch = replace(
+            whole.batch, positions=whole.batch.positions[cut], token_slots=whole.batch.token_slots[cut],
+            starts=np.array([first]), lengths=np.array([last - first]), _inside={}, _places={},
+        )  # fmt: skip
+        piece = whole._replace(batch=batch, q=whole.q[cut], k=whole.k[cut], v=whole.v[cut])
+        assert torch.equal(answers(piece, backend), expected[cut])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("budget", [None, 24])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tape_serves_whatever_its_memory_holds(variant, budget, deterministic) -> None:
+    """Recorded with rows of padding, replayed with others."""
+    library = kernels(variant, 2)
+    backend = NativeBackend(deterministic=deterministic, kernels=library)
+    rows = filled(Shape(dtype=torch.bfloat16), [(40, 1), (7, 1), (1300, 1)])
+    cache = replace(rows.cache, budget=budget)
+    step = rows.batch.token_slots, rows.batch.positions, rows.batch.tables[0]
+    slots, positions, table = (torch.zeros_like(x) for x in step)
+    prompts = torch.tensor([0, 30, 8, 9]) if budget else None
+    qkv = torch.zeros(3, 10, 64, dtype=torch.bfloat16)
+    library.tape = tape = Tape()
+    try:
+        plan = backend.plan_singles(backend.singles(slots, positions, prompts), table, cache)
+        out = backend.rotate_and_attend(qkv, None, None, cache, plan)
+    finally:
+        library.tape = None
+    qkv.copy_(torch.cat((rows.q, rows.k, rows.v), 1))
+    for place, x in zip((slots, positions, table), step):
+        place.copy_(x)
+    library.run(tape)
+    batch = rows.batch
+    if prompts is not None:
+        batch = replace(batch, prompts=(prompts[1:].numpy(), prompts[batch.token_slots]))
+    expected = backend.attend(rows.q, rows.k, rows.v, cache, backend.plan(batch, cache))
+    assert torch.equal(out, expected)
+    if budget is None:
+        assert_close(out, rows.expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [6, 64, 80])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_is_rounded_once(variant, dtype, dim, normed) -> None:
+    backend = NativeBackend(kernels=kernels(variant, 3))
+    rows = filled(Shape(dim=dim, dtype=dtype), [(40, 1), (3, 9)])
+    qkv = torch.cat((rows.q, rows.k, rows.v), 1)
+    turned, generator = qkv.double(), torch.Generator().manual_seed(1)
+    weights = torch.randn(2, dim, generator=generator).to(dtype)
+
+    class Plain:
+        table = torch.randn(50, 2, dim // 2, generator=generator)
+        eps = 1e-5
+
+        def __init__(self, weight: Tensor) -> None:
+            self.weight = weight
+
+    if normed:
+        turned *= (turned.square().mean(-1, keepdim=True) + Plain.eps).rsqrt()
+        turned *= torch.cat((weights[0].expand(6, dim), weights[1].expand(2, dim), weights[0].expand(2, dim)))
+    cos, sin = Plain.table[rows.batch.positions].double().unsqueeze(1).unbind(2)
+    low, high = turned.chunk(2, -1)
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    plan = backend.plan(rows.batch, rows.cache)
+    norms = (Plain(weights[0]), Plain(weights[1])) if normed else None
+    backend.rotate_and_attend(qkv, Plain(weights[0]), norms, rows.cache, plan)
+    pages, places = rows.batch.places(rows.cache)
+    near = {"atol": 1e-6, "rtol": 0.51 * torch.finfo(dtype).eps + 2e-6}
+    torch.testing.assert_close(qkv[:, :6].double(), turned[:, :6], **near)
+    torch.testing.assert_close(rows.cache.keys[pages, :, places].double(), turned[:, 6:8], **near)
+    assert torch.equal(rows.cache.values[pages, :, places], rows.v)
+
+
+def test_other_numbers_and_larger_heads_are_refused() -> None:
+    backend = NativeBackend(kernels=kernels(VARIANTS[0], 1))
+    assert takes(torch.float32, 64, 256)
+    for shape in (Shape(dtype=torch.float16), Shape(64, 1, 2048, page=1)):
+        cache = filled(shape._replace(heads=shape.kv_heads), [(0, 1)]).cache
+        with pytest.raises(StartupError, match="--attention is native"):
+            backend.check(replace(cache, heads=shape.heads))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_outside_of_a_sequence_is_touched(variant) -> None:
+    """Where no memory is before and behind a sequence's tokens, and behind queries and answers."""
+    script = str(Path(__file__).with_name("guarded_attention.py"))
+    for beyond, code in (("0", 0), ("1", -signal.SIGSEGV)):
+        done = subprocess.run([sys.executable, script, variant, beyond], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
