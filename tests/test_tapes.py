@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_equality import FAMILIES, MORE, Compared, Oracle, answers_of, assert_equal, engine_of
+from test_equality import FAMILIES, MORE, Compared, Oracle, answers_of, assert_equal
 
+from quire.build import build
+from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.data.kernels.cpu.loading import library
 from quire.data.layers.norm import RMSNorm
@@ -36,7 +38,13 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
 
 
 def an_engine(oracle: Oracle, tapes: bool = True, **settings: object) -> Engine:
-    return engine_of(oracle, attention="native", cuda_graphs=tapes, **settings)
+    usual = {"kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "dtype": "float32"}
+    return build(
+        EngineConfig(
+            model=str(oracle.folder), skip_tokenizer_init=True, debug=True, threads=1, attention="native",
+            cuda_graphs=tapes, **(usual | settings),
+        )
+    ).engine  # fmt: skip
 
 
 def tapes_of(engine: Engine) -> DecodeTapes:
@@ -53,7 +61,7 @@ def all_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> 
     while engine.unfinished:
         for output in engine.step():
             tops = [(top.token, top.logprob, top.ids, top.logprobs) for top in output.tops]
-            found.setdefault((output.request, output.index), []).extend([*output.tokens, *tops])
+            found.setdefault((output.request, output.branch), []).extend([*output.tokens, *tops])
         engine.scheduler.memory.check()
     return found
 
@@ -90,7 +98,7 @@ def test_all_sizes_equal_eager_steps(oracle: Callable[[str], Oracle], rows: int,
         {"temperature": 0, "logprobs": 4},
         {"temperature": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.3},
         {"temperature": 1.0, "logit_bias": {3: 4.0}, "min_tokens": 4},
-        {"use_beam_search": True, "n": 2, "best_of": 3, "temperature": 0},
+        {"beam_width": 3, "n": 2},
     ],
     ids=["random", "cut", "branches", "logprobs", "penalties", "rules", "beams"],
 )
@@ -137,10 +145,8 @@ def test_what_torch_would_compute_is_refused_and_said_once(
         assert_equal(model, engine, model.prompts)
     assert tapes_of(engine).refused
     assert not tapes_of(engine).programs
-    assert [record.message for record in caplog.records].count(
-        "decode steps run eagerly: the model needs aten::mul_.Scalar"
-    ) + sum("aten::mul_" in record.message for record in caplog.records) >= 1
-    assert len(caplog.records) == 1
+    assert "aten::mul_" in caplog.text
+    assert len(caplog.records) == 1, "it is said once"
 
 
 def test_no_tapes_where_nobody_wants_them(oracle: Callable[[str], Oracle]) -> None:
