@@ -185,7 +185,7 @@ def _runner(
     attention = _attention(config, source.spec, device, dtype)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
-        graphs=config.cuda_graphs and attention in ("triton", *VENDORS),
+        graphs=config.cuda_graphs and attention in ("triton", "native", *VENDORS),
         deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
         common=common() if common is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,

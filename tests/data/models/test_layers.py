@@ -155,7 +155,7 @@ def test_embeddings_and_bounds_of_gemma_equal_transformers(dtype: torch.dtype) -
     assert torch.equal(ours.weight, theirs.weight), "a tied head's weight stays as it was"
     logits = (torch.randn(3, 50) * 40).to(dtype)
     exact = 30 * torch.tanh(logits.double() / 30)
-    got = Softcap(30.0, CPU)(logits)
+    got = Softcap(30.0, logits.dtype, CPU)(logits)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=torch.finfo(dtype).eps / 2)
 

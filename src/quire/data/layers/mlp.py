@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.data.kernels.cpu import activation as cpu
+from quire.data.kernels.cpu import rows
 from quire.data.layers.linear import Linear
 from quire.errors import StartupError, shown
 
@@ -39,7 +41,7 @@ class GatedMLP(nn.Module):
         self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.act, self.name = activation(act), act
+        self.act, self.name, self.dtype, self.device = activation(act), act, dtype, device
         self.gate_up = Linear(hidden, (intermediate, intermediate), bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
         self.gate: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
@@ -61,6 +63,8 @@ class GatedMLP(nn.Module):
         """Call once, after loading. `deterministic`: as for `Linear`."""
         self.inner = _inner(self.gate_up, self.name, True, deterministic)
         weight = self.gate_up.weight
+        if rows.take(self.device, self.dtype) and self.name in cpu.ACTIVATIONS:
+            self.gate = cpu.gate
         if weight is None or not weight.is_cuda:
             return
         from quire.data.kernels.triton import activation, linear, scaled
@@ -78,7 +82,7 @@ class MLP(nn.Module):
         self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.act, self.name = activation(act), act
+        self.act, self.name, self.dtype, self.device = activation(act), act, dtype, device
         self.up = Linear(hidden, intermediate, bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
         self.act_in_place: Callable[..., Tensor] | None = None
@@ -95,6 +99,8 @@ class MLP(nn.Module):
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading. `deterministic`: as for `Linear`."""
         self.inner = _inner(self.up, self.name, False, deterministic)
+        if rows.take(self.device, self.dtype) and self.name in cpu.ACTIVATIONS:
+            self.act_in_place = cpu.act
         if self.up.weight is None or not self.up.weight.is_cuda:
             return
         from quire.data.kernels.triton import activation

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.data.kernels.cpu import norm, rows
+
 
 class RMSNorm(nn.Module):
     """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place; or x +=
@@ -38,9 +40,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a GPU sums and norms become one launch."""
+        """Call once, after loading. On a GPU sums and norms become one launch, on a CPU one operation of ours."""
         if self.offset:
             self.weight, self.offset = nn.Parameter(self.weight.float() + 1, requires_grad=False), False
+        if rows.take(self.weight.device, self.weight.dtype):
+            self.kernel = norm.rms_norm
         if self.weight.is_cuda:
             from quire.data.kernels.triton.launch import early
             from quire.data.kernels.triton.norm import rms_norm
@@ -67,7 +71,9 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a GPU the sum and the norm become one launch."""
+        """Call once, after loading. On a GPU the sum and the norm become one launch, on a CPU one operation of ours."""
+        if rows.take(self.weight.device, self.weight.dtype):
+            self.kernel = norm.layer_norm
         if self.weight.is_cuda:
             from quire.data.kernels.triton.launch import early
             from quire.data.kernels.triton.norm import layer_norm

@@ -26,5 +26,5 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
                     embedding.share(module.packed)
         elif isinstance(module, GatedMLP | MLP | Mamba | SparseMLP):
             module.prepare(deterministic)
-        elif isinstance(module, RMSNorm | LayerNorm | Softcap):
+        elif isinstance(module, RMSNorm | LayerNorm | Softcap | Embedding):
             module.prepare()

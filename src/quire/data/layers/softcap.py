@@ -7,13 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quire.data.kernels.cpu import activation, rows
+
 
 class Softcap(nn.Module):
-    """x [R, size], of any dtype, in place where that can be; computed in fp32, rounded once."""
+    """x [R, size] of `dtype`, in place where that can be; computed in fp32, rounded once."""
 
-    def __init__(self, cap: float, device: torch.device) -> None:
+    def __init__(self, cap: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.cap, self.device = cap, device
+        self.cap, self.dtype, self.device = cap, dtype, device
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
@@ -23,7 +25,9 @@ class Softcap(nn.Module):
         return x.float().div_(self.cap).tanh_().mul_(self.cap).to(x.dtype)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a GPU it becomes one launch."""
+        """Call once, after loading. On a GPU it becomes one launch, on a CPU one operation of ours."""
+        if rows.take(self.device, self.dtype):
+            self.kernel = activation.softcap
         if self.device.type == "cuda":
             from quire.data.kernels.triton.activation import softcap
             from quire.data.kernels.triton.launch import early

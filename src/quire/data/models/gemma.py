@@ -83,7 +83,7 @@ class Gemma(nn.Module):
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.windows)))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device, offset=True)
         self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
-        self.softcap = None if s.final_softcap is None else Softcap(s.final_softcap, device)
+        self.softcap = None if s.final_softcap is None else Softcap(s.final_softcap, dtype, device)
         ropes = list(dict.fromkeys(s.ropes))
         self.rotary = nn.ModuleList(Rotary(rope, s.head_dim, s.max_len) for rope in ropes)
         self.turned_by = [ropes.index(rope) for rope in s.ropes]  # a layer's own of these

@@ -109,7 +109,7 @@ class GPT2(nn.Module):
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
-        x = self.embed(tokens).add_(self.positions(ctx.positions))
+        x = self.positions(ctx.positions, onto=self.embed(tokens))
         delta = None
         *layers, last = self.layers
         for layer in layers:

@@ -127,7 +127,7 @@ class OPT(nn.Module):
         x = self.embed(tokens)
         if self.project_in is not None:
             x = self.project_in(x)
-        x.add_(self.positions(ctx.positions + POSITION_OFFSET))
+        self.positions(ctx.positions, onto=x, first=POSITION_OFFSET)
         delta: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:

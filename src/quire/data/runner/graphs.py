@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.kernels.batch import Batch, LayerCache
-from quire.data.kernels.states import StateCache, StatePlan
+from quire.data.kernels.batch import LayerCache
 from quire.data.kernels.triton.attention import SplitScratch, choose_splits, decode_scratch, multiprocessors
 from quire.data.kernels.triton.backend import TritonBackend
 from quire.data.runner.recorder import Graph, Recorder
 from quire.data.runner.staging import Staging
-from quire.data.runner.step import States, Step
+from quire.data.runner.step import token_step
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row
 
@@ -37,23 +36,6 @@ def sizes(largest: int) -> list[int]:
     Llama-3-8B's products on an H200)."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 161, 16), 200, 256, 320, 352, 384, 432, 512, 576, 640, 704, 768, 864]
     return [*(size for size in steps if size < largest), largest]
-
-
-def token_step(
-    store: Store, backend: TritonBackend, slots: Tensor, positions: Tensor, scratch: SplitScratch | None = None,
-    splits: int | None = None,
-) -> Step:  # fmt: skip
-    """A step of one token a row, all of it on the device."""
-    singles = backend.singles(slots, positions, None if store.prompts is None else store.prompts.device)
-
-    def plan(cache: LayerCache, asked: Batch | None) -> Any:
-        return backend.plan_singles(singles, store.tables[cache.group], cache, scratch, splits)
-
-    def plan_states(cache: StateCache) -> StatePlan:
-        return StatePlan.single(store.tables[cache.group], slots, positions, cache.run_tokens)
-
-    states = States(store.states, plan_states) if store.states else None
-    return Step(positions, store.caches, backend, plan, states=states)
 
 
 def split_scratch(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.data.kernels.batch import to_device
 from quire.data.kernels.contiguous import ContiguousBackend
+from quire.data.kernels.cpu.loading import library
 from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
@@ -161,6 +162,14 @@ class ModelRunner:
 
     def _prepare_graphs(self, largest: int) -> None:
         """For up to `largest` rows that sample. Nothing is captured yet."""
+        if self.device.type == "cpu":
+            from quire.data.runner.tapes import DecodeTapes
+
+            found = library()
+            if found is not None and not self.store.cross:
+                tails = self.sampler.tails(self.last, largest)
+                self.graphs = DecodeTapes(self.model, self.store, self.backend, self.last, largest, tails, found)
+            return
         from quire.data.runner.graphs import DecodeGraphs
         from quire.data.runner.mixed import MixedGraphs
         from quire.data.runner.recorder import Recorder

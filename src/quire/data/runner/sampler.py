@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.batch import to_device
+from quire.data.kernels.cpu.rows import take
 from quire.data.runner.drawn import Asked, Drawn
 from quire.data.runner.draws import MAX_VOCAB, draw, noise, token_weights
 from quire.data.runner.fused import FusedSampling, Tail, cuts
 from quire.data.runner.logprobs import Width, details_of, top_of, total_of
+from quire.data.runner.native import NativeSampling
 from quire.data.runner.penalties import TokenStatistics
 from quire.data.runner.rules import Rules
 from quire.vocabulary.params import MAX_LOGPROBS
@@ -37,7 +39,11 @@ class Sampler:
     def __init__(self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...]) -> None:
         assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens, at most {MAX_VOCAB} can be sampled"
         self.vocab_size, self.device, self.eos_ids = vocab_size, device, eos_ids
-        self._fused = FusedSampling(vocab_size, device) if device.type == "cuda" else None
+        self._fused: FusedSampling | NativeSampling | None = None
+        if device.type == "cuda":
+            self._fused = FusedSampling(vocab_size, device)
+        elif take(device, torch.float32):
+            self._fused = NativeSampling()
         self._pinned: list[Tensor] = []  # host memory for results, when none are on their way there
         self._rules: dict[int, Rules] = {}
         self._statistics = TokenStatistics(vocab_size, device)
@@ -54,7 +60,7 @@ class Sampler:
     def rehearsals(self, dtypes: Iterable[torch.dtype], most: int) -> Iterator[Callable[[], None]]:
         """On a GPU: what to call, from any threads, so that kernels for up to `most` rows of logits of `dtypes` are
         compiled and loaded."""
-        if self._fused is not None:
+        if isinstance(self._fused, FusedSampling):
             for dtype in dtypes:
                 for rows in dict.fromkeys(min(rows, most) for rows in self._fused.kernels.REPRESENTATIVES):
                     yield partial(self._fused.rehearse, rows, dtype)
@@ -89,8 +95,8 @@ class Sampler:
         self._simple[slot] = birth.top < 0 and not self._ruled[slot]
 
     def tails(self, last: Tensor, largest: int) -> dict[str, Tail]:
-        """On a GPU: what may follow the logits in a CUDA graph of up to `largest` rows, by the names of `tail_of`. The
-        result is for `from_graph`; tokens are written to `last` [slots] too."""
+        """By kernels: what may follow the logits in a graph or on a tape of up to `largest` rows, by the names of
+        `tail_of`. The result is for `from_graph`; tokens are written to `last` [slots] too."""
         assert self._fused is not None, "graphs sample by kernels"
         return self._fused.tails(last, largest)
 
@@ -107,10 +113,12 @@ class Sampler:
         return "cut" if cuts(shape).any() else "random" if (shape[:, 0] > 0).any() else "greedy"
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """Before the replay of a graph whose tail is "random" or "cut": give it the parameters and noise of `rows`."""
+        """Before the replay of a graph or tape whose tail is "random" or "cut": give it what `rows` ask for, and their
+        noise. A row's first draw has the seed of its own."""
         assert self._fused is not None, "graphs sample by kernels"
-        asked = Asked.of([(row.slot, row.start + len(row.tokens), 1) for row in rows])
-        self._fused.fill(self._shape[asked.slots], self._chance(asked))
+        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+        positions = np.fromiter((row.start + len(row.tokens) for row in rows), np.int64, len(rows))
+        self._fused.fill(self._shape[slots], noise(self._seeds[slots], positions))
 
     def from_graph(self, tokens: Tensor, faults: Tensor, rows: Sequence[Row]) -> Drawn:
         """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the
@@ -231,7 +239,7 @@ class Sampler:
 
     def _by_kernels(
         self,
-        fused: FusedSampling,
+        fused: FusedSampling | NativeSampling,
         logits: Tensor,
         asked: Asked,
         rows: Sequence[tuple[int, int, int]],

@@ -15,6 +15,7 @@ from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.rotary import Rotary, queries_keys_values
 from quire.data.runner.crossing import Crossing
+from quire.data.runner.store import Store
 
 Planner = Callable[[LayerCache, Batch | None], Any]
 """A backend's plan of a step for a layer like this one: for queries of all tokens, or of those asked for."""
@@ -131,3 +132,18 @@ class Step:
         if angles is None:
             angles = self.angles[id(rotary)] = rotary.at(self.positions, dtype)
         return angles
+
+
+def token_step(store: Store, backend: Any, slots: Tensor, positions: Tensor, *more: Any) -> Step:
+    """A step of one token a row, all of it on the device: a graph or a tape of it serves whatever both tensors hold at
+    a replay. `more` is what the backend's plan_singles takes beside."""
+    singles = backend.singles(slots, positions, None if store.prompts is None else store.prompts.device)
+
+    def plan(cache: LayerCache, asked: Batch | None) -> Any:
+        return backend.plan_singles(singles, store.tables[cache.group], cache, *more)
+
+    def plan_states(cache: StateCache) -> StatePlan:
+        return StatePlan.single(store.tables[cache.group], slots, positions, cache.run_tokens)
+
+    states = States(store.states, plan_states) if store.states else None
+    return Step(positions, store.caches, backend, plan, states=states)

@@ -16,9 +16,8 @@ from quire.control.engine import Engine
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.triton.attention import decode_scratch
 from quire.data.kernels.triton.backend import TritonBackend
-from quire.data.runner.graphs import token_step
 from quire.data.runner.inputs import Flat, batch_of
-from quire.data.runner.step import Step
+from quire.data.runner.step import Step, token_step
 from quire.vocabulary.plan import Row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -99,7 +99,7 @@ def test_replayed_steps_compute_what_eager_ones_do(
 @pytest.mark.parametrize("name", SMALL)
 def test_tokens_computed_from_what_is_on_the_device(name: str) -> None:
     """Rows of one token each, padding among them, planned as a graph does it."""
-    from quire.data.runner.graphs import token_step
+    from quire.data.runner.step import token_step
 
     model, spec = a_model(name)
     reference, geometry = a_runner(model, spec, "reference")

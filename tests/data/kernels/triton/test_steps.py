@@ -56,7 +56,7 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
 def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) -> None:
     from quire.data.kernels.triton.attention import decode_scratch
     from quire.data.kernels.triton.backend import TritonBackend
-    from quire.data.runner.graphs import token_step
+    from quire.data.runner.step import token_step
 
     reference, runner = runners
     rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))
@@ -80,7 +80,7 @@ def test_caps_and_scales_hold_in_steps_of_graphs_too(
 ) -> None:
     """Eager steps and captured ones launch the same: what a layer says of its attention counts in both."""
     from quire.data.kernels.triton.backend import TritonBackend
-    from quire.data.runner.graphs import token_step
+    from quire.data.runner.step import token_step
 
     reference, runner = runners
     rows = (Row(1, (40,), 8, 1), Row(3, (41,), 13, 1), Row(2, (42,), 5, 1))

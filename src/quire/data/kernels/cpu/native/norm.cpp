@@ -1,25 +1,59 @@
-/* RMS norm of rows, with the sum before it. */
-#include "numbers.h"
+/* RMS norm and layer norm of rows, with the sum before them, and the norm that the sum may go through before that. */
+#include "sixteen.h"
 
 #include <cmath>
 
-/* x [rows, size] += delta (null: nothing), rounded to T as torch rounds it; out = x / sqrt(mean(x^2) + eps) * weight.
-   Args: x, delta, weight, out, size, x_stride, delta_stride, out_stride (in numbers), eps. A chunk is a row. */
-template <class T> static void rms_norm(const Arg *a, int64_t row, void *) {
-    const int64_t size = a[4].integer;
-    T *x = as<T>(a[0]) + row * a[5].integer;
-    const T *weight = as<T>(a[2]);
-    T *out = as<T>(a[3]) + row * a[7].integer;
-    if (a[1].pointer) {
-        const T *delta = as<T>(a[1]) + row * a[6].integer;
-        for (int64_t i = 0; i < size; ++i) x[i] = from<T>(to(x[i]) + to(delta[i]));
+/* The inverse of the root of the mean square of `size` numbers of x, less `mean`. */
+template <class T> static float inverse_root(const T *x, int64_t size, float mean, float eps) {
+    Floats squares{};
+    for (int64_t i = 0; i < size; i += LANES) {
+        Floats some = load(x + i, size - i);
+        if (mean != 0 && size - i >= LANES) some -= mean;
+        else if (mean != 0)
+            for (int64_t j = 0; j < size - i; ++j) some[j] -= mean;
+        squares = fused(some, some, squares);
     }
-    float sum = 0;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < size; ++i) sum += to(x[i]) * to(x[i]);
-    const float by = 1.0f / std::sqrt(sum / float(size) + float(a[8].number));
-    for (int64_t i = 0; i < size; ++i) out[i] = from<T>(to(x[i]) * by * to(weight[i]));
+    return 1.0f / std::sqrt(sum(squares) / float(size) + eps);
 }
 
-QUIRE_EXPORT void rms_norm_bf16(const Arg *a, int64_t chunk, void *s) { rms_norm<bf16>(a, chunk, s); }
-QUIRE_EXPORT void rms_norm_f32(const Arg *a, int64_t chunk, void *s) { rms_norm<float>(a, chunk, s); }
+template <class T> static float mean_of(const T *x, int64_t size) {
+    Floats total{};
+    for (int64_t i = 0; i < size; i += LANES) total += load(x + i, size - i);
+    return sum(total) / float(size);
+}
+
+/* x [rows, size] += delta (null: nothing), or += the RMS norm of delta with the weight `behind`, each rounded to T;
+   out = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias. Without bias the mean counts as 0.
+   Args: x, delta, behind, weight, bias, out, rows, rows of a chunk, size, strides of x, delta and out (in numbers), eps. */
+template <class T, class W> static void norm(const Arg *a, int64_t chunk) {
+    const int64_t rows = a[6].integer, per = a[7].integer, size = a[8].integer;
+    const W *behind = as<W>(a[2]), *weight = as<W>(a[3]), *bias = as<W>(a[4]);
+    const float eps = float(a[12].number);
+    for (int64_t row = chunk * per; row < rows && row < (chunk + 1) * per; ++row) {
+        T *x = as<T>(a[0]) + row * a[9].integer, *out = as<T>(a[5]) + row * a[11].integer;
+        if (a[1].pointer) {
+            const T *delta = as<T>(a[1]) + row * a[10].integer;
+            const float by = behind ? inverse_root(delta, size, 0, eps) : 1.0f;
+            for (int64_t i = 0; i < size; i += LANES) {
+                Floats added = load(delta + i, size - i);
+                if (behind) {
+                    T rounded[LANES];
+                    store(rounded, added * by * load(behind + i, size - i));
+                    added = load(rounded);
+                }
+                store(x + i, load(x + i, size - i) + added, size - i);
+            }
+        }
+        const float mean = bias ? mean_of(x, size) : 0.0f;
+        const float by = inverse_root(x, size, mean, eps);
+        for (int64_t i = 0; i < size; i += LANES) {
+            Floats result = (load(x + i, size - i) - mean) * by * load(weight + i, size - i);
+            if (bias) result += load(bias + i, size - i);
+            store(out + i, result, size - i);
+        }
+    }
+}
+
+QUIRE_EXPORT void norm_bf16(const Arg *a, int64_t chunk, void *) { norm<bf16, bf16>(a, chunk); }
+QUIRE_EXPORT void norm_bf16_f32(const Arg *a, int64_t chunk, void *) { norm<bf16, float>(a, chunk); }
+QUIRE_EXPORT void norm_f32(const Arg *a, int64_t chunk, void *) { norm<float, float>(a, chunk); }

@@ -1,0 +1,33 @@
+"""The kernels' libraries that are built and that this machine runs, for tests of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from quire.data.kernels.cpu.library import Library
+from quire.data.kernels.cpu.loading import library, suited
+from quire.data.kernels.cpu.variants import variants
+
+VARIANTS = [variant.name for variant in variants() if suited(variant.name) is not None]
+NONE = "the kernels aren't built (no compiler?)"
+
+
+@contextmanager
+def served_by(variant: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    """The process's library is this variant's, with so many threads."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", variant)
+    library.cache_clear()
+    torch.set_num_threads(threads)
+    try:
+        found = library()
+        assert found is not None, "it is built"
+        yield found
+        found.close()
+    finally:
+        torch.set_num_threads(before)
+        library.cache_clear()

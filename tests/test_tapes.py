@@ -1,0 +1,156 @@
+"""Decode steps on tapes give what eager steps give, whatever the model, the batch, the memory pressure or the sampling;
+and what can't be recorded is run eagerly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_equality import FAMILIES, MORE, Compared, Oracle, answers_of, assert_equal
+
+from quire.build import build
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.data.kernels.cpu.loading import library
+from quire.data.layers.norm import RMSNorm
+from quire.data.runner.tapes import DecodeTapes
+from quire.vocabulary.params import SamplingParams
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
+ALL = [*FAMILIES, *MORE]
+Answers = dict[tuple[str, int], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+    made: dict[str, Oracle] = {}
+
+    def of(family: str) -> Oracle:
+        if family not in made:
+            made[family] = Oracle(family, Path(tmp_path_factory.mktemp(family)), Compared())
+        return made[family]
+
+    return of
+
+
+def an_engine(oracle: Oracle, tapes: bool = True, **settings: object) -> Engine:
+    usual = {"kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "dtype": "float32"}
+    return build(
+        EngineConfig(
+            model=str(oracle.folder), skip_tokenizer_init=True, debug=True, threads=1, attention="native",
+            cuda_graphs=tapes, **(usual | settings),
+        )
+    ).engine  # fmt: skip
+
+
+def tapes_of(engine: Engine) -> DecodeTapes:
+    tapes = engine.runner.graphs
+    assert isinstance(tapes, DecodeTapes)
+    return tapes
+
+
+def all_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Answers:
+    """The tokens of each request's sequences, with their log-probabilities where there are any."""
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt, params)
+    found: Answers = {}
+    while engine.unfinished:
+        for output in engine.step():
+            tops = [(top.token, top.logprob, top.ids, top.logprobs) for top in output.tops]
+            found.setdefault((output.request, output.branch), []).extend([*output.tokens, *tops])
+        engine.scheduler.memory.check()
+    return found
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_every_family_is_recorded_and_gives_transformers_tokens(oracle: Callable[[str], Oracle], family: str) -> None:
+    model = oracle(family)
+    engine = an_engine(model)
+    assert_equal(model, engine, model.prompts)
+    tapes = tapes_of(engine)
+    assert not tapes.refused
+    assert (6, "greedy") in tapes.programs, "the prompts' steps of six rows were replayed"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 11])
+def test_all_sizes_equal_eager_steps(oracle: Callable[[str], Oracle], rows: int, dtype: str) -> None:
+    model = oracle("llama")
+    prompts = [[(7 * i + j) % 97 for j in range(3 + i)] for i in range(rows)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    settings = {"max_num_seqs": 20, "dtype": dtype}
+    engine = an_engine(model, **settings)
+    assert all_of(engine, prompts, params) == all_of(an_engine(model, False, **settings), prompts, params)
+    size = 12 if rows == 11 else rows
+    assert (size, "greedy") in tapes_of(engine).programs, "of eleven rows one is padding"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.02},
+        {"temperature": 1.0, "n": 3},
+        {"temperature": 0, "logprobs": 4},
+        {"temperature": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "logit_bias": {3: 4.0}, "min_tokens": 4},
+        {"beam_width": 3, "n": 2},
+    ],
+    ids=["random", "cut", "branches", "logprobs", "penalties", "rules", "beams"],
+)
+def test_all_sampling_equals_eager_steps(oracle: Callable[[str], Oracle], asked: dict[str, Any]) -> None:
+    model = oracle("qwen2")
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=5, **asked)
+    engine = an_engine(model)
+    answers = all_of(engine, model.prompts[:3], params)
+    assert answers == all_of(an_engine(model, False), model.prompts[:3], params)
+    assert tapes_of(engine).programs, "some steps were replayed"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_preempted_and_cached_prompts_go_on_as_before(oracle: Callable[[str], Oracle], family: str) -> None:
+    model = oracle(family)
+    engine = an_engine(model, page_size=4, kv_tokens=64, max_num_batched_tokens=16)
+    assert_equal(model, engine, model.prompts)
+    assert engine.scheduler.preemptions > 0
+    again = an_engine(model, page_size=4, kv_tokens=1024)
+    assert_equal(model, again, model.prompts)
+    assert_equal(model, again, model.prompts)
+    assert again.scheduler.memory.account().sharing.hits > 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_samples_that_only_the_runner_has_seen_are_resolved(oracle: Callable[[str], Oracle], depth: int) -> None:
+    model = oracle("llama")
+    assert_equal(model, an_engine(model, depth=depth, page_size=4, kv_tokens=96), model.prompts)
+
+
+def test_what_torch_would_compute_is_refused_and_said_once(
+    oracle: Callable[[str], Oracle], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A norm that squares by torch would be left out of a tape, and every replay would be wrong."""
+    plain = RMSNorm.forward
+
+    def planted(self: RMSNorm, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return plain(self, x, *rest).mul_(1.0)
+
+    monkeypatch.setattr(RMSNorm, "forward", planted)
+    model = oracle("llama")
+    engine = an_engine(model)
+    with caplog.at_level(logging.DEBUG, logger="quire.data.runner.tapes"):
+        assert_equal(model, engine, model.prompts)
+    assert tapes_of(engine).refused
+    assert not tapes_of(engine).programs
+    assert "aten::mul_" in caplog.text
+    assert len(caplog.records) == 1, "it is said once"
+
+
+def test_no_tapes_where_nobody_wants_them(oracle: Callable[[str], Oracle]) -> None:
+    model = oracle("llama")
+    engine = an_engine(model, tapes=False)
+    assert engine.runner.graphs is None
+    assert answers_of(engine, model.prompts[:2])
