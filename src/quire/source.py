@@ -101,7 +101,9 @@ def _read_file(config: EngineConfig, model: str, file: GGUF) -> Source:
     if file.numbers < spec.parameters:
         cause = f"{file.path} makes {spec.parameters} parameters of its settings, and its tensors have {file.numbers}"
         raise StartupError(cause, AGAIN)
-    name = model if model in PACKAGED else file.path.stem
+    name = file.path.stem
+    if model in PACKAGED:
+        name, generation = model, PACKAGED[model].sampling | generation
     return Source(name, file.path, settings, generation, spec, _defaults(config, generation), file)
 
 
