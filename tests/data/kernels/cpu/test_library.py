@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +144,34 @@ def test_several_threads_use_it(built: Path) -> None:
     assert len(tape.operations) == 100
     for mine in counts:
         assert mine.tolist() == [500] * 16
+    library.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads aren't brought anywhere")
+def test_neighbours_change_nothing(built: Path) -> None:
+    """Threads that lose their cores are brought to others while they compute; then each may run where it might."""
+
+    def places() -> dict[str, set[int]]:
+        return {task.name: os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+
+    library, own = Library(built, 3), torch.zeros(12, dtype=torch.int64)
+    counts = torch.zeros(12, dtype=torch.int64)
+    tape = recorded(library, [("fill", 12, own, SCRATCH // 8), ("count", 12, counts)] * 10)
+    before, busy = places(), "while True: pass"
+    neighbours = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(len(os.sched_getaffinity(0)))]
+    try:
+        for _ in range(50):
+            library.run(tape)
+            assert own.all()
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+    assert counts.tolist() == [500] * 12
+    deadline = time.monotonic() + 30  # the last to be brought may be on its way
+    while (after := {task: place for task, place in places().items() if task in before}) != before:
+        assert time.monotonic() < deadline, (before, after)
+        time.sleep(0.01)
     library.close()
 
 

@@ -87,6 +87,9 @@ struct Pool {
     }
 
     void loop(Worker &own) {
+        sigset_t all; /* signals are for the program's own threads */
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, nullptr);
         own.place.begin();
         int64_t since = now_ns();
         while (!ending.load(std::memory_order_relaxed)) {
@@ -132,15 +135,11 @@ QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t byte
         pool->workers.emplace_back();
         if (posix_memalign(&pool->workers.back().scratch, 64, size_t(bytes < 64 ? 64 : bytes))) return nullptr;
     }
-    sigset_t all, before; /* signals are for the program's own threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int64_t i = 1; i < threads; ++i) {
         Worker &worker = pool->workers[size_t(i)];
         worker.thread = std::thread([pool, &worker] { pool->loop(worker); });
         if (cpus && cpus[i] >= 0) pin(worker.thread.native_handle(), int(cpus[i]));
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return pool;
 } catch (...) {
     return nullptr;
