@@ -60,7 +60,10 @@ def test_what_is_no_size(text: str) -> None:
         (["--kv-tokens", "64", "--kv-cache-memory-bytes", "1G"], "--kv-tokens are both given"),
         (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes is 0. It must be above 0"),
         (["--attention", "sdpa", "--attention-backend", "sdpa"], "They set the same"),
-        (["--attention-backend", "FLASH_ATTN"], "'FLASH_ATTN' is not in quire. Choose one of: auto, reference, sdpa, native"),
+        (
+            ["--attention-backend", "FLASH_ATTN"],
+            "'FLASH_ATTN' is not in quire. Choose one of: auto, native, reference, sdpa",
+        ),
         (["--attention-backend", "FLASHINFER"], "triton"),
         (["--load-format", "auto", "--dummy-weights"], "--load-format is auto, and --dummy-weights is given"),
         (["--load-format", "pt"], "invalid choice: 'pt'"),

@@ -97,8 +97,12 @@ class NativeBackend:
                 "Install a C++ compiler and then quire again, or use --attention sdpa",
             )
         self.library, self.deterministic = found, deterministic
-        self.chunks = 8 * found.threads if found.threads > 1 else 1
         self.partial = torch.empty(0)
+
+    @property
+    def chunks(self) -> int:
+        """Of an operation whose work a kernel divides by itself."""
+        return 8 * self.library.threads if self.library.threads > 1 else 1
 
     def check(self, cache: LayerCache) -> None:
         """StartupError for a cache that it can't read."""
@@ -200,14 +204,14 @@ class NativeBackend:
             chunks = len(plan.tiles) * cache.kv_heads
             self.library.call(f"attention_prompt_{suffix}", chunks, *common, q, q.stride(0), out, plan.tiles, *seeing)
         if plan.slots is not None:
-            rows = len(plan.slots)
+            rows, chunks = len(plan.slots), self.chunks
             args = (
-                *common, q, q.stride(0), out, plan.slots, plan.last, plan.places, rows, self.chunks, *seeing,
+                *common, q, q.stride(0), out, plan.slots, plan.last, plan.places, rows, chunks, *seeing,
                 self._room(rows, cache), plan.prompts, plan.budget,
             )  # fmt: skip
-            self.library.call(f"attention_parts_{suffix}", self.chunks, *args)
+            self.library.call(f"attention_parts_{suffix}", chunks, *args)
             if plan.joins:
-                self.library.call(f"attention_join_{suffix}", self.chunks, *args)
+                self.library.call(f"attention_join_{suffix}", chunks, *args)
         return out
 
     def _room(self, rows: int, cache: LayerCache) -> Tensor:

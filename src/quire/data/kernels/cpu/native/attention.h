@@ -25,6 +25,15 @@ template <class T> struct Cache {
         return page * page_stride + head * head_stride + position % page_tokens * token_stride;
     }
 
+    /* Have keys and values of these places brought near: they are as far apart as pages are. */
+    void fetch(const int64_t *places, int64_t count) const {
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) {
+                __builtin_prefetch(keys + places[i] + d);
+                __builtin_prefetch(values + places[i] + d);
+            }
+    }
+
     /* The same of positions [from, to), one after another. */
     void places(int64_t slot, int64_t head, int64_t from, int64_t to, int64_t *found) const {
         while (from < to) {

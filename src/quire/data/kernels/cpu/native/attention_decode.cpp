@@ -221,13 +221,18 @@ template <class T> struct Running {
 template <class T> void item(Running<T> &running, int64_t row, int64_t head, int64_t part, const Span &span) {
     const int64_t from = span.first + part * span.size;
     const int64_t to = from + span.size < span.end ? from + span.size : span.end;
-    int64_t places[ROW];
+    const Cache<T> &cache = running.x.cache;
+    int64_t places[2][ROW], tokens = to - from < BLOCK ? to - from : BLOCK;
+    cache.places(running.x.slots[row], head, from, from + tokens, places[0]);
+    cache.fetch(places[0], tokens);
     running.begin(row, head);
-    for (int64_t at = from; at < to; at += BLOCK) {
-        const int64_t tokens = to - at < BLOCK ? to - at : BLOCK;
-        running.x.cache.places(running.x.slots[row], head, at, at + tokens, places);
-        for (int64_t i = tokens; i < tokens + LANES; ++i) places[i] = places[tokens - 1];
-        running.block(places, tokens);
+    for (int64_t at = from, i = 0; at < to; at += BLOCK, i ^= 1) {
+        const int64_t after = to - at - tokens < BLOCK ? to - at - tokens : BLOCK;
+        cache.places(running.x.slots[row], head, at + tokens, at + tokens + after, places[i ^ 1]);
+        cache.fetch(places[i ^ 1], after);
+        for (int64_t t = tokens; t < tokens + LANES; ++t) places[i][t] = places[i][tokens - 1];
+        running.block(places[i], tokens);
+        tokens = after;
     }
     running.end(row, head, part, span.parts == 1);
 }

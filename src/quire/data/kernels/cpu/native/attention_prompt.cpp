@@ -154,17 +154,23 @@ template <class T, bool PAIRS> struct Tile {
 template <class T, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
     const Tile<T, PAIRS> tile(a, chunk);
     const Room<PAIRS> room(scratch, tile.queries * tile.cache.shared, tile.cache.dim);
+    int64_t places[2][BLOCK];
+    const int64_t first = tile.first(0), end = tile.stop(tile.queries - 1);
+    int64_t from = first, to = first / BLOCK * BLOCK + BLOCK < end ? first / BLOCK * BLOCK + BLOCK : end;
+    tile.cache.places(tile.slot, tile.head, from, to, places[0]);
+    tile.cache.fetch(places[0], to - from);
     tile.load_queries(room);
     if (room.tiled) begin_tiles();
-    int64_t places[BLOCK];
-    const int64_t first = tile.first(0), end = tile.stop(tile.queries - 1);
     /* Blocks begin at multiples of BLOCK: a token's numbers don't depend on the tile that it is in. */
-    for (int64_t block = first / BLOCK * BLOCK; block < end; block += BLOCK) {
-        const int64_t from = block < first ? first : block, to = block + BLOCK < end ? block + BLOCK : end;
-        tile.cache.places(tile.slot, tile.head, from, to, places);
-        pack_keys(tile.cache, room, places, from - block, to - from);
-        pack_values(tile.cache, room, places, from - block, to - from);
+    for (int64_t i = 0; from < end; i ^= 1) {
+        const int64_t block = from / BLOCK * BLOCK, next = to + BLOCK < end ? to + BLOCK : end;
+        tile.cache.places(tile.slot, tile.head, to, next, places[i ^ 1]);
+        tile.cache.fetch(places[i ^ 1], next - to);
+        pack_keys(tile.cache, room, places[i], from - block, to - from);
+        pack_values(tile.cache, room, places[i], from - block, to - from);
         for (int64_t row = 0; row < room.rows; row += HEIGHT) tile.rows(room, row, block);
+        from = to;
+        to = next;
     }
     if (room.tiled) end_tiles();
     tile.answer(room);
