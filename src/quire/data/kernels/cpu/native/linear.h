@@ -12,7 +12,7 @@ Each sum goes over K in order, whatever the number of rows. */
 #include "wide.h"
 
 constexpr int64_t PANEL = 32, STEP = PANEL * 4, KTILE = 32;
-constexpr int64_t BLOCK = 512; /* steps that many rows go over at a time: 64 KiB of a panel */
+constexpr int64_t BLOCK = 256; /* steps that many rows go over at a time: 32 KiB of a panel */
 constexpr int VECTORS = int(PANEL) / LANES;
 
 template <class T> static inline int64_t steps_of(int64_t columns) {
