@@ -40,6 +40,7 @@ def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(products, "library", lambda: own)
         return own
 
+    monkeypatch.setattr(products, "pairs", lambda: False)
     yield place
     for own in made:
         own.close()
@@ -73,6 +74,18 @@ def test_products_are_those_of_fp64(use: Callable[[int], Library], dtype: torch.
             assert (into[:, :2] == 7).all(), "what is beside the output stays"
             assert (into[:, -3:] == 7).all(), "what is beside the output stays"
         assert linear(wide[:0, :columns], Packed(weight)).shape == (0, size)
+
+
+def test_products_of_pairs(use: Callable[[int], Library], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD: by vdpbf16ps, where the machine has it and no tiles are used."""
+    use(2)
+    monkeypatch.setattr(products, "pairs", lambda: True)
+    for rows, size, columns in SIZES:
+        weight, x = (numbers(n, columns, dtype=torch.bfloat16, seed=n) for n in (size, rows))
+        got = linear(x, packed := Packed(weight))
+        close(got, x.double() @ weight.double().T, columns)
+        if "amx" not in products.library().path.name:  # type: ignore[union-attr]
+            assert all(torch.equal(linear(x[i : i + 1], packed)[0], got[i]) for i in range(rows))
 
 
 @pytest.mark.parametrize("dtype", BOTH)

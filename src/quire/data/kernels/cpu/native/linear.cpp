@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 2048; /* bytes of the weight that are asked for before they are needed */
+constexpr int64_t AHEAD = 2048;     /* bytes of the weight that are asked for before they are needed */
 constexpr int64_t WIDE = BLOCK + 8; /* steps from a row of x in scratch to the next: not a power of 2, for the cache */
-constexpr int64_t FEW = 4;      /* rows that are faster without tiles: 15 against 12 GB/s of the weight */
+constexpr int64_t FEW = 4;          /* rows that are faster without tiles: 15 against 12 GB/s of the weight */
 
 /* How x lies in scratch, and what a step adds to sums: one fp32 column, two of bf16, or two of bf16 made fp32. */
 struct Single {
@@ -48,13 +48,6 @@ struct Pair {
     }
     static void stage(const bf16 *x, int64_t count, X *at) { std::memcpy(at, x, size_t(count) * 2); }
 };
-
-/* Intel's vdpbf16ps multiplies no more numbers in a cycle than its two units for fp32 do, and fewer than those where it
-   takes two cycles: numbers made fp32 by shifts are multiplied 1.6 times as fast. On AMD it does twice as many. */
-inline bool pairs() {
-    static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-    return amd;
-}
 #endif
 
 /* Sums in registers at a time; a pass over a panel has R rows and V vectors of its columns. */
@@ -178,7 +171,7 @@ QUIRE_EXPORT void linear_bf16(const Arg *a, int64_t chunk, void *scratch) {
     const bool few = product.rows <= FEW && !product.alike;
     if (!few && linear_tiles(product, scratch)) return;
 #if defined(__AVX512BF16__)
-    if (pairs()) return linear<Pair>(product, scratch);
+    if (product.pairs) return linear<Pair>(product, scratch);
 #endif
     linear<Widened>(product, scratch);
 }
