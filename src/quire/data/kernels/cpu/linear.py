@@ -117,8 +117,8 @@ def _parts(rows: int, packed: Packed, threads: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def pairs() -> bool:
-    """Whether vdpbf16ps is faster than fp32: on AMD, where it multiplies twice as many numbers. Intel's takes two cycles,
-    and numbers that shifts have made fp32 are multiplied 1.6 times as fast."""
+    """Whether vdpbf16ps is faster than fp32: on AMD, where it multiplies twice as many numbers. Intel's takes two
+    cycles, and numbers that shifts have made fp32 are multiplied 1.6 times as fast."""
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:

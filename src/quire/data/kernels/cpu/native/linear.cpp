@@ -137,30 +137,32 @@ template <class O> void linear(const Product &p, void *scratch) {
 
 /* Args: weight [rows, columns], packed, rows, columns, stride (in numbers), gated. A chunk is a panel. */
 template <class T> void pack(const Arg *a, int64_t panel) {
-    const int64_t rows = a[2].integer, columns = a[3].integer, stride = a[4].integer;
-    const int64_t steps = steps_of<T>(columns), per = 4 / int64_t(sizeof(T));
-    T *out = as<T>(a[1]) + panel * steps * PANEL * per;
-    std::memset(static_cast<void *>(out), 0, size_t(steps * STEP));
-    for (int64_t from = 0; from < columns; from += 64) /* what is written stays in the cache */
+    const int64_t rows = a[2].integer, size = a[3].integer * int64_t(sizeof(T)), steps = steps_of<T>(a[3].integer);
+    char *out = as<char>(a[1]) + panel * steps * STEP;
+    if (size % 4 || size / 4 < steps || (panel + 1) * PANEL > rows) std::memset(out, 0, size_t(steps * STEP));
+    for (int64_t from = 0; from < size; from += 128) /* what is written stays in the cache */
         for (int64_t lane = 0; lane < PANEL; ++lane) {
-            const int64_t row = source(panel * PANEL + lane, rows, a[5].integer);
+            const int64_t row = source(panel * PANEL + lane, rows, a[5].integer), end = std::min(from + 128, size);
             if (row < 0) continue;
-            const T *weight = as<T>(a[0]) + row * stride;
-            for (int64_t k = from; k < std::min(from + 64, columns); ++k)
-                out[(k / per * PANEL + lane) * per + k % per] = weight[k];
+            const char *weight = as<char>(a[0]) + row * a[4].integer * int64_t(sizeof(T));
+            char *at = out + from / 4 * STEP + lane * 4;
+            for (int64_t i = from; i + 4 <= end; i += 4, at += STEP) std::memcpy(at, weight + i, 4);
+            if (end % 4) std::memcpy(at, weight + end - 2, 2);
         }
 }
 
 /* Rows `ids` (int64) of a packed weight that is not gated, times `scale`. Args: ids, packed, out, count, columns,
    out_stride (in numbers), scale, rows of a chunk. */
 template <class T> void rows_of(const Arg *a, int64_t chunk) {
-    const int64_t columns = a[4].integer, per = 4 / int64_t(sizeof(T)), panel = steps_of<T>(columns) * PANEL * per;
+    const int64_t columns = a[4].integer, per = 4 / int64_t(sizeof(T)), panel = steps_of<T>(columns) * STEP;
+    const float scale = float(a[6].number);
     for (int64_t i = chunk * a[7].integer; i < std::min(a[3].integer, (chunk + 1) * a[7].integer); ++i) {
         const int64_t row = as<int64_t>(a[0])[i];
-        const T *from_ = as<T>(a[1]) + row / PANEL * panel + row % PANEL * per;
+        const char *lane = as<char>(a[1]) + row / PANEL * panel + row % PANEL * 4;
         T *out = as<T>(a[2]) + i * a[5].integer;
-        for (int64_t k = 0; k < columns; ++k)
-            out[k] = from<T>(to(from_[k / per * PANEL * per + k % per]) * float(a[6].number));
+        for (int64_t k = 0; k + per <= columns; k += per, lane += STEP) std::memcpy(out + k, lane, 4);
+        if (columns % per) std::memcpy(out + columns - 1, lane, sizeof(T));
+        for (int64_t k = 0; k < columns && scale != 1.0f; ++k) out[k] = from<T>(to(out[k]) * scale);
     }
 }
 
