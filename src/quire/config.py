@@ -65,9 +65,9 @@ class EngineConfig:
     wrote) says is cheaper.
     `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers. `retention` says what
     stays cached behind a window, and of states (quire.control.memory.retention). `deterministic` makes a
-    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps, and
-    `warm_up` makes it compile kernels and capture these graphs at start, not when they are first needed. `log_plans`
-    names a file to write every plan and result to (quire.plan_log), for debugging.
+    GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps (a CPU
+    too, as tapes), and `warm_up` makes it compile kernels and capture these graphs at start, not when they are first
+    needed. `log_plans` names a file to write every plan and result to (quire.plan_log), for debugging.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
     `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from that file in the folder that it
     names; those in `override_generation_config` win.

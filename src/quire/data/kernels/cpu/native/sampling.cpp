@@ -136,25 +136,37 @@ template <class T> static int32_t border_of(const Row<T> &row, uint64_t top_k, d
 
 /* The lowest id of the greatest logit; -1 if one is NaN or infinite, or none is above -infinity. */
 template <class T> static int64_t greatest(const T *x, int64_t vocab, float *best) {
-    Floats most = all(-__builtin_inff());
-    Ints bad{};
-    for (int64_t i = 0; i < vocab; i += LANES) {
-        const int64_t begin = i + LANES <= vocab || vocab < LANES ? i : vocab - LANES; /* the last ones overlap */
-        Floats some = load(x + begin, vocab - begin);
-        for (int64_t j = vocab - begin; j < LANES; ++j) some[j] = -__builtin_inff();
-        bad |= ~(some < __builtin_inff());
-        most = select(some > most, some, most);
+    const Floats least = all(-__builtin_inff());
+    Floats most[4] = {least, least, least, least}, odd{}; /* four, so that no comparison waits for the one before it */
+    const auto look = [&](Floats some, Floats &most) {
+        most = some > most ? some : most;
+        odd = some == some ? odd : some;
+    };
+    int64_t i = 0;
+    for (; i + 4 * LANES <= vocab; i += 4 * LANES)
+        for (int j = 0; j < 4; ++j) look(load(x + i + j * LANES), most[j]);
+    for (; i < vocab; i += LANES) {
+        Floats some = load(x + i, vocab - i);
+        for (int64_t j = vocab - i; j < LANES; ++j) some[j] = -__builtin_inff();
+        look(some, most[0]);
     }
-    *best = most[0];
     bool fault = false;
-    for (int j = 0; j < LANES; ++j) *best = most[j] > *best ? most[j] : *best, fault |= bad[j] != 0;
+    *best = -__builtin_inff();
+    for (const Floats &some : most)
+        for (int j = 0; j < LANES; ++j) *best = some[j] > *best ? some[j] : *best;
+    for (int j = 0; j < LANES; ++j) fault |= odd[j] != odd[j];
+    fault |= *best == __builtin_inff();
     if (fault || !(*best > -__builtin_inff())) return -1;
-    for (int64_t i = 0; i < vocab; i += LANES) {
-        const Ints same = load(x + i, vocab - i) == *best;
-        for (int64_t j = 0; j < LANES && i + j < vocab; ++j)
-            if (same[j]) return i + j;
+    const Floats wanted = all(*best);
+    for (i = 0; i + BLOCK <= vocab; i += BLOCK) { /* the block that has it */
+        Ints same{};
+        for (int64_t j = 0; j < BLOCK; j += LANES) same |= load(x + i + j) == wanted;
+        int32_t any = 0;
+        for (int j = 0; j < LANES; ++j) any |= same[j];
+        if (any) break;
     }
-    return -1;
+    while (i < vocab && to(x[i]) != *best) ++i;
+    return i;
 }
 
 /* The first token, by id, at which the sum of kept weights exceeds chance times the total. `masses`: of blocks. */
