@@ -77,7 +77,7 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
 
 def _gguf(model: str) -> GGUF | None:
     """The GGUF file that is called so: a path, or the name of a package's; None if it is no such file."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if not os.path.lexists(path):
         if model not in PACKAGED:
             return None

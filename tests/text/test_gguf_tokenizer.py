@@ -151,7 +151,8 @@ def test_composed_characters() -> None:
     ("change", "message"),
     [
         ({"model": "t5"}, "kind 't5'; gpt2 and llama"),
-        ({"model": None}, "of the kind None"),
+        ({"model": None}, "no kind of tokenizer"),
+        ({"model": np.array([1, 2])}, "no kind of tokenizer"),
         ({"tokens": None}, "has no tokenizer.*--tokenizer"),
         ({"tokens": "abc"}, "has no tokenizer"),
         ({"tokens": ["a", "a"], "token_type": None}, "a token twice"),

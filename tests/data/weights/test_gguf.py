@@ -235,6 +235,36 @@ def test_mutated_files(tmp_path: Path) -> None:
     assert MUTATIONS / 4 < len(said) < MUTATIONS, "the mutations are neither harmless nor all fatal"
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"split.count": [1, 2]}, "parts"),
+        ({"llama.expert_count": [1, 2]}, "expert_count"),
+        ({"llama.block_count": 1 << 31}, "block_count"),
+        ({"llama.attention.head_count": [4] * 99}, "head_count"),
+        ({"tokenizer.ggml.tokens": ["x"] * 8}, "has 8 tokens, and its model knows 7"),
+        ({"general.architecture": [1, 2]}, "architecture"),
+        ({"general.architecture": "gemma3", "gemma3.block_count": 1 << 31}, "attention.head_count"),
+    ],
+)
+def test_settings_of_strangers(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", SAID | changed, {"token_embd.weight": floats(np.ones((7, 32)))})
+    with pytest.raises(StartupError, match=message):
+        all_of(path)
+
+
+def test_sampling_of_strangers(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", SAID | {"general.sampling.temp": [1, 2], "general.sampling.top_p": "x"}, {})
+    assert generation_of(read_gguf(path)) == {"eos_token_id": [1]}
+
+
+def test_factors_of_strangers(tmp_path: Path) -> None:
+    tensors = {name: floats(np.ones((7, 32))) for name in ("token_embd.weight", "output.weight")}
+    path = write(tmp_path / "a.gguf", SAID, tensors | {"rope_freqs.weight": floats(np.ones(5000))})
+    with pytest.raises(StartupError, match=r"no tensor rope_freqs\.weight of at most"):
+        config_of(read_gguf(path))
+
+
 def test_scales_that_are_not_finite(tmp_path: Path) -> None:
     path = small(tmp_path / "model.gguf")
     tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"].data.tobytes()
