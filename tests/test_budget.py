@@ -12,7 +12,7 @@ from quire import budget
 from quire.budget import GIB, MemoryPlan, activation_bytes, plan_memory
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
 
 # 4 layers x 2 (keys, values) x 8 heads x 64 numbers x 2 bytes = 8192 bytes a token
 SPEC = ModelSpec(
@@ -155,3 +155,15 @@ def test_each_rotary_embedding_has_a_table() -> None:
     config = EngineConfig().sized("cpu")
     one, two = (activation_bytes(config, dataclasses.replace(SPEC, rotaries=count), 2) for count in (1, 2))
     assert two - one == 2048 * 64 * 4
+
+
+def test_pictures_take_what_a_step_encodes_and_what_it_leaves() -> None:
+    """Both in numbers of 2 bytes, as they are said, or of 4; and the rows of a picture."""
+    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
+    before = activation_bytes(config, SPEC, 2)
+    eyes = VisionSpec(512, 100, 1, activations=10**7, part_tokens=500, part_bytes=10**5, begun_bytes=10**6)
+    seeing = dataclasses.replace(SPEC, vision=eyes)
+    assert activation_bytes(config, seeing, 2) - before == 10**7 + 4 * 10**5 + 10**6 + 512 * 100 * 2
+    assert activation_bytes(config, seeing, 4) - activation_bytes(config, SPEC, 4) == 2 * (
+        activation_bytes(config, seeing, 2) - before
+    )

@@ -197,9 +197,10 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
             2 * config.max_num_batched_tokens * spec.heads * max(s.head_dim for s in spec.layers) * (itemsize + 4)
         )
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
-    if spec.vision is not None:  # as many parts as a step encodes, and a picture's rows
+    if spec.vision is not None:  # as many parts as a step encodes, what it leaves of a picture, and a picture's rows
         parts = max(config.max_num_batched_tokens // spec.vision.part_tokens, 1)
-        step += (spec.vision.activations + parts * spec.vision.part_bytes) * itemsize // 2
+        encoding = spec.vision.activations + parts * spec.vision.part_bytes + spec.vision.begun_bytes
+        step += encoding * itemsize // 2
         step += spec.vision.most_rows * spec.vision.width * itemsize
     if spec.least_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))

@@ -23,7 +23,7 @@ from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.memory.virtual import capacity
 from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
-from quire.data.models.quantization import fp8_of
+from quire.data.models.quantization import BLOCKS, fp8_of
 from quire.data.weights.checkpoint import SMALLEST, check_size
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
@@ -164,15 +164,18 @@ def _runner(
     from quire.data.runner.model_runner import ModelRunner
     from quire.data.weights.dummy import fill_dummy
     from quire.data.weights.fp8 import made
+    from quire.data.weights.gguf_loader import load_gguf
     from quire.data.weights.loader import load
 
     scheme = fp8_of(source.config, config.quantization)
     dummy = config.dummy_weights or source.folder is None
-    if not dummy:
+    if not dummy and source.file is None:
         check_size(source.folder, source.spec.parameters, 1 if scheme is not None and scheme.stored else SMALLEST)
     model = made(source.config, dtype, device, scheme)
     if dummy:
         fill_dummy(model, config.seed, scheme)
+    elif source.file is not None:
+        load_gguf(model, source.file, progress, scheme)
     else:
         load(model, source.folder, progress, scheme)
     model.prepare(max_len, config.deterministic)
@@ -229,9 +232,13 @@ def device_of(config: EngineConfig) -> str:
 
 
 def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
-    """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32."""
+    """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32.
+
+    There, a model whose weights are in a GGUF file's blocks is in float32: bfloat16 would add to what they round."""
     if config.dtype != "auto":
         return config.dtype
+    if device == "cpu" and model.get(BLOCKS):
+        return "float32"
     said = model.get("dtype") or model.get("torch_dtype") or "float32"
     said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
     if device == "cpu" and said != "float32":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,11 +12,14 @@ from quire.data.models import read_spec
 from quire.data.models.configs import CONFIGS
 from quire.data.models.seeing_settings import PREPARATION
 from quire.data.weights.checkpoint import locate, read_config, read_generation_config, read_preprocessor_config
+from quire.data.weights.packaged import PACKAGED, packaged
 from quire.errors import InputError, StartupError
+from quire.files import AGAIN
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
+    from quire.data.weights.gguf import GGUF
     from quire.text.chat import ChatTemplate
     from quire.text.eyes import Eyes
     from quire.text.renderer import Renderer
@@ -28,8 +32,9 @@ STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
 class Source(NamedTuple):
-    """A model before it is loaded. `folder` is None for a named shape with dummy weights. `generation` is its
-    generation_config.json, `defaults` what requests' parameters are unless they say otherwise."""
+    """A model before it is loaded. `folder` is None for a named shape with dummy weights; of a GGUF file it is the
+    file's path, and `file` what it holds. `generation` is its generation_config.json, `defaults` what requests'
+    parameters are unless they say otherwise."""
 
     name: str
     folder: Path | None
@@ -37,6 +42,7 @@ class Source(NamedTuple):
     generation: dict[str, Any]
     spec: ModelSpec
     defaults: dict[str, Any]
+    file: GGUF | None = None
 
     def stored(self, config: EngineConfig, itemsize: int) -> Source:
         """The same where numbers have `itemsize` bytes, but for what `config` says of running states."""
@@ -59,6 +65,8 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
     named = model in ALL_BUNDLED and not Path(model).is_dir()
     if named and config.revision is not None:
         raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
+    if (file := _gguf(model)) is not None:
+        return _read_file(config, model, file)
     folder = bundled if named else locate(model, weights and not config.dummy_weights, config.revision)
     settings, generation = read_config(folder), read_generation_config(folder)
     settings[PREPARATION] = read_preprocessor_config(folder)
@@ -67,17 +75,77 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
     return Source(name, folder, settings, generation, read_spec(settings), _defaults(config, generation))
 
 
+def _gguf(model: str) -> GGUF | None:
+    """The GGUF file that is called so: a path, or the name of a package's; None if it is no such file."""
+    path = Path(model).expanduser()
+    if not os.path.lexists(path):
+        if model not in PACKAGED:
+            return None
+        path = packaged(model)
+    from quire.data.weights.gguf import is_gguf, read_gguf
+
+    return read_gguf(path) if is_gguf(path) else None
+
+
+def _read_file(config: EngineConfig, model: str, file: GGUF) -> Source:
+    """The model of a GGUF file."""
+    from quire.data.weights.gguf_model import config_of, generation_of
+
+    if config.revision is not None:
+        raise StartupError(f"--revision is given, and {model!r} is a file", "Give a model of the hub with it")
+    settings, generation = config_of(file), generation_of(file)
+    try:
+        spec = read_spec(settings)
+    except StartupError as error:
+        raise StartupError(f"the model of {file.path} can't be used: {error.cause}", error.remedy) from error
+    if file.numbers < spec.parameters:
+        cause = f"{file.path} makes {spec.parameters} parameters of its settings, and its tensors have {file.numbers}"
+        raise StartupError(cause, AGAIN)
+    name = model if model in PACKAGED else file.path.stem
+    return Source(name, file.path, settings, generation, spec, _defaults(config, generation), file)
+
+
 def read_text(
     config: EngineConfig, source: Source, renderer: Renderer | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """The tokenizer and the chat template, as far as there are any; the latter runs in `renderer`."""
-    folder = locate(config.tokenizer, weights=False) if config.tokenizer is not None else source.folder
-    if renderer is None or folder is None:
+    if renderer is None:
         return None, None
     from quire.text.chat import ChatTemplate
+
+    file, folder = _texts(config, source)
+    tokenizer = _tokenizer(file, folder)
+    if tokenizer is None or file is None:
+        return tokenizer, None if folder is None else ChatTemplate.find(folder, renderer=renderer)
+    from quire.text.gguf import template_of
+
+    template = template_of(file.said)
+    return tokenizer, None if template is None else ChatTemplate(template, tokenizer.special, renderer=renderer)
+
+
+def read_tokenizer(config: EngineConfig, source: Source | None) -> Tokenizer | None:
+    """The tokenizer of --tokenizer, or the model's own; None for a named shape."""
+    return _tokenizer(*_texts(config, source))
+
+
+def _texts(config: EngineConfig, source: Source | None) -> tuple[GGUF | None, Path | None]:
+    """The file or the folder that holds the tokenizer and the chat template."""
+    if config.tokenizer is not None:
+        file = _gguf(config.tokenizer)
+        return file, locate(config.tokenizer, weights=False) if file is None else None
+    return (None, None) if source is None else (source.file, source.folder)
+
+
+def _tokenizer(file: GGUF | None, folder: Path | None) -> Tokenizer | None:
+    if file is not None:
+        from quire.text.gguf import tokenizer_of
+
+        return tokenizer_of(file.said, str(file.path))
+    if folder is None:
+        return None
     from quire.text.tokenizer import Tokenizer
 
-    return Tokenizer.load(folder), ChatTemplate.find(folder, renderer=renderer)
+    return Tokenizer.load(folder)
 
 
 def read_sight(config: EngineConfig, source: Source, tokenizer: Tokenizer | None) -> Sight | None:

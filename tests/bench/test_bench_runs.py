@@ -170,7 +170,7 @@ class Imitation(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(asked)
+        self.asked.append(asked | {"path": self.path})
         if self.every and len(self.asked) % self.every == 0:
             self.answer(503, b'{"error": {"message": "the queue is full"}}')
             return
@@ -230,6 +230,23 @@ def test_prompts_as_text(tmp_path: Path) -> None:
     assert content["results"][0]["prompts"] == "text"
     assert [type(body["prompt"]) for body in asked] == [str] * 3
     assert content["results"][0]["median"]["prompt_tokens"] == 3 * 7  # as the server counts them
+
+
+@pytest.mark.parametrize(("model", "sees"), [("tiny-vision", True), ("tiny", False)])
+def test_a_server_whose_model_sees_gets_pictures(tmp_path: Path, model: str, sees: bool) -> None:
+    with imitation() as url:
+        content = bench(tmp_path, "serve", model, "--url", url, "--workload", "mmmu-pro@3", "--repeat", "1",
+                        "--warmup", "0")  # fmt: skip
+        asked = Imitation.last
+    assert content["results"][0]["prompts"] == ("text" if sees else "ids")
+    assert {body.pop("path") for body in asked} == {"/v1/chat/completions" if sees else "/v1/completions"}
+    assert ["messages" in body for body in asked] == ["prompt" not in body for body in asked] == [sees] * 3
+    for [message] in [body["messages"] for body in asked if sees]:
+        picture, text = message["content"]
+        assert (message["role"], picture["type"], text["type"]) == ("user", "image_url", "text")
+        assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBORw0KGgo")
+        assert 8 < len(text["text"]) < 2000
+    assert len({json.dumps(body) for body in asked}) == 3
 
 
 def test_a_refusal_is_shown() -> None:

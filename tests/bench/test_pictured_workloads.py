@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from quire.bench import main as bench
-from quire.bench.pictured import PLACE, Eyes
+from quire.bench.pictured import PLACE, Eyes, png, posted
 from quire.bench.workloads import Sketch, Sketched, parse
 from quire.cli.simulate import main, plant_of
 from quire.config import EngineConfig
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
+from quire.text.images import ImageLimits, checked_header
 from quire.vocabulary.pictures import Grid
 
 SEEING = ("llama3.2-vision-11b", "llava-onevision-7b", "internvl2-8b", "phi-3-vision-4b", "paligemma2-10b")
@@ -64,6 +65,22 @@ def test_pictures_of_one_name_are_the_same() -> None:
     length, media = seeing.placed(Sketch(20, 1, pictures=(one, other, one)))
     assert length == 20 - 3 * 5 + 3 * 256
     assert [medium.start for medium in media] == [1, 257, 513]
+
+
+def test_files_have_the_rows_that_are_planned() -> None:
+    """A PNG of the size is prepared as what is drawn in this process is, and the prompt is the text alone."""
+    workload, seeing = parse("mmmu-pro@20"), eyes("llava-onevision-7b")
+    sketches, plain = workload.sketches(), workload.jobs(1000)
+    jobs = posted(sketches, plain)
+    assert [job.prompt for job in jobs] == [job.prompt[6193:] for job in plain]
+    assert len({file for job in jobs for file in job.files}) == 20
+    for sketch, job in zip(sketches, jobs):
+        (picture,), (file,), (_, media) = sketch.pictures, job.files, seeing.placed(sketch)
+        assert file == png(picture)
+        assert len(file) < 20_000
+        header = checked_header(file, ImageLimits(), "file")
+        assert (header.width, header.height) == (picture.width, picture.height)
+        assert seeing.tiling.rows(seeing.tiling.grid(header.height, header.width)) == media[0].rows
 
 
 TINY = {

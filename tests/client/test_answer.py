@@ -91,6 +91,17 @@ def test_usage_of_every_chunk() -> None:
     assert list(answer.counts) == [1, 2, 3, 4, 5]
 
 
+def test_the_chunk_that_says_who_speaks_brings_no_token() -> None:
+    """A chat's first one; where it has a token, it counts."""
+    said = [{"delta": {"role": "assistant", "content": text}} for text in ("", "a")] + [{"delta": {"content": "b"}}]
+    events = [b"data: %s\n\n" % json.dumps({"choices": [one]}).encode() for one in said]
+    events.append(b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n')
+    pieces = [PLAIN + b"Transfer-Encoding: chunked\r\n\r\n", *(b"%X\r\n%s\r\n" % (len(e), e) for e in events)]
+    ends = [sum(map(len, pieces[: i + 1])) for i in range(len(pieces))]
+    answer, _ = read(b"".join([*pieces, b"0\r\n\r\n"]), ends)
+    assert (list(answer.times), answer.tokens, answer.error) == ([2.0, 3.0], 2, None)
+
+
 def test_bodies_of_known_length_and_until_the_end() -> None:
     body = b"".join(events(3))
     answer, reader = read(PLAIN + b"Content-Length: %d\r\n\r\n%s" % (len(body), body), [70, 90])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -118,7 +120,7 @@ def test_pictures_wait_for_threads_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
     def decoded(*_: Any) -> Image.Image:
         names.append(threading.current_thread().name)
-        assert go.wait(20)
+        assert go.wait(5)
         return drawn(8, 8)
 
     async def all_of_them() -> None:
@@ -134,6 +136,44 @@ def test_pictures_wait_for_threads_of_their_own(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(all_of_them())
     assert len(names) == 4
     assert all(name.startswith("quire-pictures") for name in names)
+
+
+def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures that nobody has begun with are gone at once, so that others may wait in their place; what a thread is at
+    counts until it is done, since it takes the thread that long."""
+    monkeypatch.setattr(sights, "MAX_WAITING", 4)
+    eyes, go = sight(), threading.Event()
+    prepare = eyes.eyes.prepare
+
+    def slowly(*given: Any) -> Pixels:
+        assert go.wait(5)
+        return prepare(*given)
+
+    def looks(arrays: list[Any]) -> list[asyncio.Task[Any]]:
+        return [asyncio.create_task(eyes.look([Given("a", one)], "")) for one in arrays]
+
+    async def all_of_them() -> None:
+        arrays = [np.zeros((8, 8, 3), np.uint8) for _ in range(4)]
+        tasks, there = looks(arrays), list(map(weakref.ref, arrays))
+        arrays.clear()
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        del task
+        tasks.clear()
+        gc.collect()
+        assert [one() is None for one in there] == [False, False, True, True]
+        more = looks([np.zeros((8, 8, 3), np.uint8) for _ in range(3)])  # beside the two whose threads go on
+        await asyncio.sleep(0.05)
+        assert [type(task.exception()) for task in more if task.done()] == [Overloaded]
+        go.set()
+        assert sum(isinstance(found, list) for found in await asyncio.gather(*more, return_exceptions=True)) == 2
+        assert len(await eyes.look([Given("a", PNG)], "")) == 1
+        assert not eyes._under_way
+
+    monkeypatch.setattr(eyes.eyes, "prepare", slowly)
+    asyncio.run(all_of_them())
 
 
 # Places

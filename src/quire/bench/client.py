@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
@@ -89,19 +90,21 @@ class Client:
             raise StartupError(f"{self._host!r} has no address: {error}", "Expected http://HOST:PORT") from error
         return Address(str(where[0]), self._port, self._host if self._tls else None)
 
-    def _head(self) -> str:
+    def _head(self, route: str) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
         headers = {"Host": f"{host}:{self._port}", **self._headers}
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        return f"POST {self._root}/v1/completions HTTP/1.1\r\n{lines}"
+        return f"POST {self._root}/v1/{route} HTTP/1.1\r\n{lines}"
 
     def body(self, job: Job) -> bytes:
-        """A streamed completion of exactly the job's length."""
+        """A streamed completion of exactly the job's length; of a chat, where the job has pictures."""
         temperature, chunk_usage, text = self._asking
         options = {"include_usage": True} | ({"continuous_usage_stats": True} if chunk_usage else {})
+        prompt = text(job.prompt) if text else job.prompt
         asked = {
-            "model": self.model, "prompt": text(job.prompt) if text else job.prompt, "max_tokens": job.output,
-            "temperature": temperature, "ignore_eos": True, "stream": True, "stream_options": options,
+            "model": self.model, **(_said(job.files, prompt) if job.files else {"prompt": prompt}),
+            "max_tokens": job.output, "temperature": temperature, "ignore_eos": True, "stream": True,
+            "stream_options": options,
         }  # fmt: skip
         return json.dumps(asked, separators=(",", ":")).encode()
 
@@ -111,7 +114,8 @@ class Client:
             self._jobs, self._bodies = jobs, [self.body(job) for job in jobs]
         fleet = self._fleet_for(len(jobs), load)
         before = self.scrape()
-        sent, clients = fleet.run(self._address(), self._head(), self._bodies, load)
+        route = "chat/completions" if any(job.files for job in jobs) else "completions"
+        sent, clients = fleet.run(self._address(), self._head(route), self._bodies, load)
         after = self.scrape()
         run = summary(jobs, sent, clients)
         if not run["requests"]:
@@ -128,6 +132,13 @@ class Client:
         if self._fleet is None:
             self._fleet = Fleet(count)
         return self._fleet
+
+
+def _said(files: Sequence[bytes], text: Any) -> dict[str, Any]:
+    """A user's message with these pictures before its text."""
+    uris = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+    pictures = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    return {"messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]}
 
 
 def progress(run: dict[str, Any]) -> str:

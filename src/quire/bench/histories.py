@@ -127,7 +127,7 @@ def weights_of(config: EngineConfig) -> str | None:
     if folder is None or config.dummy_weights:
         return None
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

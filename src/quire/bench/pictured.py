@@ -1,10 +1,11 @@
 """Pictures of workloads, as a model that sees takes them: each has the rows that the model makes of one of its size,
-and stands behind its prompt's first token. Pixels are drawn by lot, and prepared as a user's are.
+and stands behind its prompt's first token. Pixels are drawn by lot, and prepared as a user's are; a server gets files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.pictures import Tiling
 from quire.vocabulary.specs import ModelSpec
 
+BLOCK = 28  # pixels a side that have one colour in a PNG file, so that it is no larger than a drawing's
 PLACE = EDGE  # the token that a picture's rows stand in the place of; nobody reads it
 
 
@@ -71,6 +73,28 @@ class Eyes(NamedTuple):
             made, grid = how.prepare(image, alone=len(sketch.pictures) == 1)
             found.append(Pixels(_key(one), made.shape, made.tobytes(), grid))
         return tuple(found)
+
+
+def posted(sketches: Sequence[Sketch], jobs: Sequence[Job]) -> list[Job]:
+    """The same requests for a server whose model sees: prompts of text alone, and pictures as PNG files, of which it
+    makes as many rows as of others of their sizes."""
+    return [
+        Job(
+            job.prompt[sum(one.tokens for one in sketch.pictures) :], job.output, files=tuple(map(png, sketch.pictures))
+        )
+        for sketch, job in zip(sketches, jobs, strict=True)
+    ]
+
+
+def png(one: Sketched) -> bytes:
+    """A picture of its size, of blocks whose colours are drawn by lot: the same of pictures of one name."""
+    from PIL import Image
+
+    blocks = -(-one.height // BLOCK), -(-one.width // BLOCK), 3
+    colours = np.random.default_rng(list(_key(one))).integers(0, 256, blocks, dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(colours).resize((one.width, one.height), Image.Resampling.NEAREST).save(file, "PNG")
+    return file.getvalue()
 
 
 def _key(one: Sketched) -> bytes:

@@ -18,9 +18,9 @@ from quire.bench.document import short, table
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
-from quire.bench.pictured import Eyes
+from quire.bench.pictured import Eyes, posted
 from quire.bench.traces import tokenizer_of
-from quire.bench.workloads import Job, Workload, parse, poisson
+from quire.bench.workloads import Job, Sketch, Workload, parse, poisson
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
@@ -33,19 +33,19 @@ Attempt = Callable[[Sequence[Job], Load], dict[str, Any]]
 
 class Target(NamedTuple):
     """What runs the jobs: `attempt` once, for the numbers of a run; and facts that hold for all runs, asked for at the
-    end. `eyes` are those of a model in this process that sees."""
+    end. `seen` gives requests their pictures, where a model sees."""
 
     vocab_size: int
     max_len: int | None
     attempt: Attempt
     facts: Callable[[], dict[str, Any]]
-    eyes: Eyes | None = None
+    seen: Callable[[Sequence[Sketch], Sequence[Job]], list[Job]] | None = None
 
     def jobs(self, workload: Workload, seed: int) -> list[Job]:
         """A workload's requests."""
         jobs, sketches = workload.jobs(self.vocab_size, seed), workload.sketches(seed)
-        seen = self.eyes is not None and any(sketch.pictures for sketch in sketches)
-        return self.eyes.jobs(sketches, jobs) if self.eyes is not None and seen else jobs
+        pictured = any(sketch.pictures for sketch in sketches)
+        return self.seen(sketches, jobs) if self.seen is not None and pictured else jobs
 
 
 def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
     if url and not decoding.plain:
         raise StartupError("--url is given with --n, --best-of or --beam-width", "Measure those in this process")
     results = []
-    with _server(url, args, config) if url else _engine(config, decoding) as target:
+    with _server(url, args, config, workloads) if url else _engine(config, decoding) as target:
         for workload in workloads:
             jobs = target.jobs(workload, config.seed)
             _check_lengths(workload, jobs, target.max_len)
@@ -137,18 +137,24 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
 
     try:
         eyes = Eyes.of(read_source(config).config, built.spec) if built.spec.vision is not None else None
-        yield Target(built.spec.vocab_size, built.plan.max_len, attempt, facts, eyes)
+        yield Target(built.spec.vocab_size, built.plan.max_len, attempt, facts, eyes.jobs if eyes else None)
     finally:
         engine.close()
 
 
 @contextmanager
-def _server(url: str, args: argparse.Namespace, config: EngineConfig) -> Iterator[Target]:
-    tokenizer = tokenizer_of(config) if args.prompts == "text" else None
+def _server(
+    url: str, args: argparse.Namespace, config: EngineConfig, workloads: Sequence[Workload]
+) -> Iterator[Target]:
+    """Where a workload has pictures, and MODEL sees, prompts are texts: a server takes pictures beside these alone."""
+    pictured = any(sketch.pictures for workload in workloads for sketch in workload.sketches(config.seed)[:1])
+    sees = pictured and read_source(config, weights=False).spec.vision is not None
+    tokenizer = tokenizer_of(config) if sees or args.prompts == "text" else None
     asking = Asking(args.temperature, args.chunk_usage, tokenizer.decode if tokenizer else None)
     with Client(url, args.clients, asking) as client:
-        facts = {"model": client.model, "url": url, "prompts": args.prompts}
-        yield Target(tokenizer.vocab_size if tokenizer else args.vocab_size, None, client.run, lambda: facts)
+        facts = {"model": client.model, "url": url, "prompts": "text" if tokenizer else "ids"}
+        vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
+        yield Target(vocab_size, None, client.run, lambda: facts, posted if sees else None)
 
 
 def _check_lengths(workload: Workload, jobs: Sequence[Job], max_len: int | None) -> None:

@@ -24,10 +24,12 @@ from quire.errors import StartupError
 from quire.source import read_source
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.pictures import Grid
 
 if TYPE_CHECKING:
     from quire.text.pictures.preparation import Preparation
 
+ROUNDS = 5
 TEXT_FIRST = 8
 """Tokens in front of the picture."""
 
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             found |= {f"text_{name}": value for name, value in _served(made.engine, rows, args, None).items()}
             sight = how, vision.cross, vision.token or 1
             found |= {f"picture_{name}": value for name, value in _served(made.engine, rows, args, sight).items()}
+            found |= _encoded(made.engine, args.picture, *sight)
             results.append(found)
         return results[1:]
 
@@ -96,6 +99,29 @@ def _served(
     return {"rows": count, "first_s": first, "step_ms": 1e3 * median(gaps) if gaps else None}
 
 
+def _encoded(engine: Engine, size: Sequence[int], how: Preparation, cross: bool, token: int) -> dict[str, Any]:
+    """The encoder alone, with as many parts of a picture at once as a step may have: parts, and the milliseconds that
+    they take, of ROUNDS the median."""
+    import torch
+
+    from quire.data.kernels.limits import PARTS_AT_ONCE
+
+    runner = engine.runner
+    eyes, device = runner.model.eyes, runner.device
+    _, _, (picture,) = _shown([0] * (TEXT_FIRST + 1), size, 0, how, cross, token)
+    grid, times = Grid(*picture.grid), list[float]()
+    data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8).view(picture.shape)
+    with torch.inference_mode():
+        parts = eyes.open(data.to(device), grid)[:PARTS_AT_ONCE]
+        for _ in range(ROUNDS + 1):  # the first isn't told
+            began = time.perf_counter()
+            eyes.encode(parts, grid)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+    return {"encoded_parts": len(parts), "encode_ms": 1e3 * median(times[1:])}
+
+
 def _shown(
     tokens: list[int], size: Sequence[int], number: int, how: Preparation, cross: bool, token: int
 ) -> tuple[list[int], tuple[Medium, ...], tuple[Pixels, ...]]:
@@ -115,6 +141,8 @@ def _shown(
 
 def show(results: Sequence[dict[str, Any]]) -> str:
     """A line a number of rows."""
-    head = ("requests", "text", "rows of a picture", "ms a step, text", "picture", "s to all first tokens", "picture")
-    names = ("rows", "text", "picture_rows", "text_step_ms", "picture_step_ms", "text_first_s", "picture_first_s")
-    return table(head, [[r[name] if i < 3 else short(r.get(name)) for i, name in enumerate(names)] for r in results])
+    head = ("requests", "text", "rows of a picture", "parts", "ms to encode them", "ms a step, text", "picture",
+            "s to all first tokens", "picture")  # fmt: skip
+    names = ("rows", "text", "picture_rows", "encoded_parts", "encode_ms", "text_step_ms", "picture_step_ms",
+             "text_first_s", "picture_first_s")  # fmt: skip
+    return table(head, [[r[name] if i < 4 else short(r.get(name)) for i, name in enumerate(names)] for r in results])

@@ -336,12 +336,9 @@ def counter(config: EngineConfig) -> Count:
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:
     """The tokenizer of --tokenizer, or the model's own."""
-    from quire.data.weights.checkpoint import locate
-    from quire.source import read_source
-    from quire.text.tokenizer import Tokenizer
+    from quire.source import read_source, read_tokenizer
 
-    named = config.tokenizer
-    folder = locate(named, weights=False) if named is not None else read_source(config, weights=False).folder
-    if folder is None:
+    found = read_tokenizer(config, None if config.tokenizer is not None else read_source(config, weights=False))
+    if found is None:
         raise StartupError("texts are counted in tokens, and there is no tokenizer", "Give --tokenizer FOLDER")
-    return Tokenizer.load(folder)
+    return found

@@ -35,12 +35,13 @@ EDGE = 10  # token ids this near to either end of a vocabulary are not drawn: sp
 
 class Job(NamedTuple):
     """One request: a prompt as token ids, and how many tokens it generates; the pictures in it, and what an encoder
-    gets of them."""
+    gets of them. Or, for a server, pictures as PNG `files`, which stand before the prompt."""
 
     prompt: list[int]
     output: int
     media: tuple[Medium, ...] = ()
     pixels: tuple[Pixels, ...] = ()
+    files: tuple[bytes, ...] = ()
 
 
 class Sketched(NamedTuple):

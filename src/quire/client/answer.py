@@ -9,6 +9,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 HEAD = 65_536  # bytes of a status line and headers
 LINE = 2**20  # bytes of a line of a stream
@@ -171,7 +172,7 @@ class Reader:
                 self.answer.tokens, self.answer.prompt = (
                     _count(usage["completion_tokens"]), _count(usage["prompt_tokens"])
                 )  # fmt: skip
-            if chunk.get("choices"):
+            if chunk.get("choices") and not _only_role(chunk["choices"][0]):
                 self.answer.times.append(now)
                 if usage:
                     self.answer.counts.append(self.answer.tokens)
@@ -185,3 +186,9 @@ class Reader:
             answer.error = f"{answer.status}: {self._told.decode(errors='replace')}"
         elif not answer.times or not answer.tokens:
             answer.error = "a stream that ended without tokens or usage"
+
+
+def _only_role(choice: Any) -> bool:
+    """Whether a chunk only says who speaks, as a chat's first one does: no token came with it."""
+    delta = choice.get("delta")
+    return bool(delta) and "role" in delta and not delta.get("content")

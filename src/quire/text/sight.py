@@ -19,7 +19,7 @@ from quire.vocabulary.columns import MOST_PIXELS
 from quire.vocabulary.media import Medium, Pixels
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     from PIL.Image import Image
 
@@ -34,25 +34,30 @@ class Sight:
     def __init__(self, eyes: Eyes, limits: ImageLimits) -> None:
         self.eyes, self.limits = eyes, limits
         self._threads: ThreadPoolExecutor | None = None
-        self._waiting = 0
+        self._under_way: set[Future[Any]] = set()
 
     async def look(self, given: Sequence[Given], salt: str) -> list[Pixels]:
         """As `see`, on another thread. Overloaded if too many wait."""
         return await self._apart(partial(self.see, given, salt))
 
     async def _apart(self, work: Callable[[], T]) -> T:
+        """`work` on another thread. Who is cancelled counts until his work under way is done; what hadn't begun is gone
+        at once, with the pictures that it was to decode."""
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"the pictures of {self._waiting} requests wait to be decoded")
+        if len(self._under_way) >= MAX_WAITING:
+            raise Overloaded(f"the pictures of {len(self._under_way)} requests wait to be decoded")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quire-pictures")
-        self._waiting += 1
+        todo = [work]  # taken out by who does it, or emptied by who doesn't wait: a queue would hold on to it
+        future = self._threads.submit(lambda: todo.pop()())
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.wrap_future(future)
         finally:
-            self._waiting -= 1
+            todo.clear()
 
     def see(self, given: Sequence[Given], salt: str) -> list[Pixels]:
         """What the encoder gets of each picture, under its key. All headers are read before anything is decoded.

@@ -105,10 +105,10 @@ class Selection:
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
     """A model's eyes: the rows that stand for a picture have `width` numbers and are `most_rows` at most; `parameters`
-    of tower and connector; `activations`, bytes that encoding takes, however many parts a step has, and `part_bytes` of
-    each of these beside, where numbers have 2 bytes; `part_tokens`, how many tokens of a prompt take about as long as a
-    part. With `both_ways` the tokens of a prompt attend to one another both ways, so that all of
-    it is computed in one step (PaliGemma)."""
+    of tower and connector; where numbers have 2 bytes, `activations`, bytes that encoding takes, however many parts a
+    step has, `part_bytes` of each of these beside, and `begun_bytes` of a picture that a step leaves in parts, where it
+    has ended another one; `part_tokens`, how many tokens of a prompt take about as long as a part. With `both_ways` the
+    tokens of a prompt attend to one another both ways, so that all of it is computed in one step (PaliGemma)."""
 
     width: int
     most_rows: int
@@ -117,6 +117,7 @@ class VisionSpec:
     both_ways: bool = False
     part_tokens: int = 256
     part_bytes: int = 0
+    begun_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,27 @@ def test_encoding_is_cut_to_fit_while_neighbours_go_on() -> None:
     served.drain()
 
 
+@pytest.mark.parametrize(("mode", "layers"), [("pages", (SELF,)), ("inside", (SELF,)), ("pages", (SELF, CROSS))])
+def test_one_picture_at_a_time_is_left_in_parts(mode: str, layers: tuple[LayerSpec, ...]) -> None:
+    """Whoever is asked for first: one that doesn't fit into a step waits until the one that is in parts is encoded, or
+    given up; one that fits doesn't wait."""
+    served = Served(memory(spec(*layers), vision_cache=mode, max_num_batched_tokens=12), budget=12)
+    for number, parts in enumerate((7, 5, 2)):
+        served.add(str(number), prompt(12), picture(number, 0, parts=parts))
+    assert [(entry.first, entry.parts) for entry in served.step()] == [(0, 3)]
+    _, second, third = (request.live[0] for request in served.engine.requests.values())
+    made = served.memory
+    for seq in (second, third):
+        assert made.grow(seq, 12)
+    assert made.encode(second, 12, 3) == (0, 0)
+    assert made.encode(third, 12, 3) == (12, 2)
+    made.unencode()
+    served.engine.abort("0")
+    assert made.encode(second, 12, 3) == (0, 3)
+    made.unencode()
+    served.drain()
+
+
 def test_pictures_are_evicted_as_wholes_each_by_a_random_value() -> None:
     """Three of two pages each left at once: who comes next takes a page of one, and all of it is gone."""
     made = memory(page_sizes="own", vision_cache="pages", tokens=32)

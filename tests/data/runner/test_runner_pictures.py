@@ -115,6 +115,24 @@ def test_rows_in_pages_of_their_own() -> None:
     assert flat.isfinite().all()
 
 
+def test_what_was_given_up_is_dropped_when_another_picture_is_begun() -> None:
+    """A preempted sequence's parts; but not those of a picture that the same step ends."""
+    pictures, store, _ = pictures_of("pages")
+    pictures.born([born(1, medium(1, 0)), born(2, medium(2, 0))])
+    for slot in (1, 2):
+        store.replay((Table(slot, 1, 0, tuple(range(9 + 8 * slot, 17 + 8 * slot))),))
+    pictures.encode([Encode(1, 1, 0, 0, 0, 5)])
+    pictures.encode([Encode(1, 2, 0, 0, 0, 3)])
+    assert list(pictures.coming) == [(2, 0)]
+    pictures.encode([Encode(1, 2, 0, 0, 3, 9), Encode(1, 1, 0, 0, 0, 1)])
+    assert list(pictures.coming) == [(1, 0)]
+    pictures.encode([Encode(1, 1, 0, 0, 1, 11)])
+    x = put(pictures, row(1, 0, 24))
+    assert x is not None
+    assert x[:, :2].tolist() == expected(1, 0, 24)
+    assert not pictures.coming
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 24])
 def test_rows_inside_pages_of_keys_and_values(chunk: int) -> None:
     """The row of a position lies in the page behind its token's; those that were passed aren't written."""

@@ -74,6 +74,7 @@ class Gallery:
         self.policies = {g: one for g, one in enumerate(tables.policies) if isinstance(one, MediaPolicy)}
         self.hosts = {g: one for g, one in enumerate(tables.policies) if isinstance(one, HostPolicy)}
         self.coming: dict[tuple[int, bytes], Encoding] = {}
+        self.begun: Encoding | None = None  # the last one that a step left in parts
         self.counts: dict[tuple[int, bytes], int] = {}  # pages of each picture that can be found
         self.torn = {g: self.pages.watch(g) for g in self.policies}  # keys of its pages that were evicted
         self.untold: list[tuple[Encode, Encoding]] = []  # since the last journal was taken
@@ -274,10 +275,21 @@ class Gallery:
         if coming.by is None:
             coming.by = resident.slot, i
         count = min(coming.parts - coming.done, most)
-        if coming.by != (resident.slot, i) or count <= 0:
+        if (
+            coming.by != (resident.slot, i)
+            or count <= 0
+            or (coming.done + count < coming.parts and self._awaits(coming))
+        ):
             return 0
         self._tell(Encode(g, resident.slot, i, at, coming.done, count, skip), coming)
+        if not coming.complete:
+            self.begun = coming
         return count
+
+    def _awaits(self, coming: Encoding) -> bool:
+        """Another picture is encoded in part. A runner holds on to the features of such a one: of one at a time."""
+        other = self.begun
+        return other is not None and other is not coming and 0 < other.done < other.parts
 
     def _tell(self, entry: Encode, coming: Encoding) -> None:
         self.tables.entries.append(entry)

@@ -17,6 +17,8 @@ METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8")
 BLOCK = 128
 """Rows and columns of a block that has one scale, where there are blocks."""
 WHERE = "quantization_config of config.json"
+BLOCKS = "quire_blocks"
+"""Of a config that a GGUF file's metadata make: whether its weights are in blocks of few bits."""
 HEAD = "lm_head"  # is never quantised by two of the three methods, whether they name it or not
 REMEDY = "Use the unquantised checkpoint, with --quantization fp8"
 MAX_KEPT = 4096  # modules that are named as not quantised

@@ -88,7 +88,7 @@ class CrossPictures(Pictures):
         super().__init__(model.eyes, store, width)
         self.project, self.caches = model.project, store.cross
         self.views: dict[int, list[View]] = {}  # by slot
-        self.made: dict[tuple[int, int, int], list[Tensor]] = {}  # of group, slot and medium: rows of its pictures
+        self.made: dict[tuple[int, int, int], tuple[int, int]] = {}  # of group, slot and medium: parts, and their rows
         self.groups = {cache.group for cache in self.caches.values()}
         shapes = {
             (group.run_tokens, group.table_width) for group in map(store.geometry.groups.__getitem__, self.groups)
@@ -136,14 +136,14 @@ class CrossPictures(Pictures):
         """See Pictures. A picture is a part: its tiles see one another."""
         for group, slot, number, first, begun, parts, _ in entries:
             medium, place = self.media[slot][number], (group, slot, number)
-            rows = self.made.setdefault(place, [])
-            if begun == 0:
-                rows.clear()
-            assert len(rows) == begun, f"part {begun} of a picture isn't its next one"
-            rows += self._encoded(self.held[medium.key], begun, begun + parts)
+            done, written = self.made.get(place, (0, 0)) if begun else (0, 0)
+            assert done == begun, f"part {begun} of a picture isn't its next one"
+            for rows in self._encoded(self.held[medium.key], begun, begun + parts):
+                self._write(group, slot, first, written, rows)
+                written += len(rows)
+            self.made[place] = begun + parts, written
             if begun + parts == medium.parts:
                 del self.made[place]
-                self._write(group, slot, first, torch.cat(rows))
 
     def _encoded(self, pixels: Pixels, begin: int, end: int) -> Iterator[Tensor]:
         """The rows of some pictures of a medium."""
@@ -153,9 +153,9 @@ class CrossPictures(Pictures):
         for grid, (start, stop) in list(zip(grids, pairwise(ends)))[begin:end]:
             yield rows_of(self.eyes, to_device(tiles[start:stop].copy(), self.store.device), grid, 1)
 
-    def _write(self, group: int, slot: int, first: int, rows: Tensor) -> None:
-        """Keys and values of all of the group's layers, from the slot's page `first` on."""
-        at = np.arange(len(rows))
+    def _write(self, group: int, slot: int, first: int, begin: int, rows: Tensor) -> None:
+        """Keys and values of all of the group's layers, from the `begin`-th row of the slot's page `first` on."""
+        at = np.arange(begin, begin + len(rows))
         named = self.store.host_tables[group][slot, first + at // self.size]
         pages, offsets = self.store.staging.upload_all([named, at % self.size])
         for layer, cache in self.caches.items():

@@ -88,6 +88,10 @@ class Pictures:
         them."""
         if not entries:
             return
+        if any(entry.first == 0 and entry.parts < self._medium(entry).parts for entry in entries):
+            # One picture is in parts between steps: what nobody goes on with was given up, by a preemption, say.
+            going_on = {(entry.slot, entry.medium) for entry in entries}
+            self.coming = {place: one for place, one in self.coming.items() if place in going_on}
         jobs = [(entry, self._begun(entry)) for entry in entries]
         shares = [coming.opened[entry.first : entry.first + entry.parts] for entry, coming in jobs]
         if self.eyes.whole:
@@ -99,15 +103,18 @@ class Pictures:
         for (entry, coming), features in zip(jobs, found):
             assert sum(map(len, coming.features)) == entry.first, f"part {entry.first} of a picture isn't its next one"
             coming.features.append(features)
-            if entry.first + entry.parts == self.media[entry.slot][entry.medium].parts:
+            if entry.first + entry.parts == self._medium(entry).parts:
                 self.coming.pop((entry.slot, entry.medium), None)
                 self._keep(entry, self.eyes.join(torch.cat(coming.features), coming.grid))
+
+    def _medium(self, entry: Encode) -> Medium:
+        return self.media[entry.slot][entry.medium]
 
     def _begun(self, entry: Encode) -> Coming:
         """The picture of an entry, opened at its first part."""
         place = entry.slot, entry.medium
         if entry.first == 0:
-            pixels = self.held[self.media[entry.slot][entry.medium].key]
+            pixels = self.held[self._medium(entry).key]
             grid = Grid(*pixels.grid)
             array = np.frombuffer(pixels.data, dtype=np.uint8).reshape(pixels.shape)
             self.coming[place] = Coming(grid, self.eyes.open(to_device(array.copy(), self.store.device), grid), [])
@@ -115,7 +122,7 @@ class Pictures:
 
     def _keep(self, entry: Encode, rows: Tensor) -> None:
         """Write the rows of a picture to their pages."""
-        medium = self.media[entry.slot][entry.medium]
+        medium = self._medium(entry)
         assert len(rows) == medium.rows, f"an encoder makes {len(rows)} rows of a picture that has {medium.rows}"
         if entry.group < 0:
             self.passing[entry.slot, entry.medium] = rows

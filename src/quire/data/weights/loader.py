@@ -49,7 +49,7 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
     kind, for scales that aren't finite and above 0, and for damaged files.
     """
-    targets, device = _targets(model, scheme), next(model.parameters()).device
+    targets, device = targets_of(model, scheme), next(model.parameters()).device
     stored = scheme is not None and scheme.stored
     scales = {f"{name}_scale": target for name, target in targets.items() if target.fp8} if stored else {}
     products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
@@ -67,7 +67,7 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None 
                             continue
                         _check_new(name, key, path, targets if name in targets else scales, filled)
                         if name in targets:
-                            _fill(targets[name], file.get_tensor(key), key, path, stored)
+                            fill(targets[name], file.get_tensor(key), key, path, stored)
                         else:
                             assert scheme is not None, "only it has scales"
                             products += _scale(scales[name], file.get_tensor(key), key, path, scheme.blocks)
@@ -77,12 +77,12 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None 
                 raise StartupError(f"{path} is damaged: {error}", AGAIN) from error
     missing = [name for name in (*targets, *scales) if name not in filled]
     if missing:
-        raise StartupError(f"{folder} lacks {_some(missing)}", FIT)
+        raise StartupError(f"{folder} lacks {some(missing)}", FIT)
     for rows, by in products:
         rows.copy_(scaled(rows, by))
 
 
-def _targets(model: Model, scheme: FP8 | None) -> dict[str, Target]:
+def targets_of(model: Model, scheme: FP8 | None) -> dict[str, Target]:
     """Every weight that the checkpoint must hold (its name without prefix) -> where it goes."""
     parameters, targets = dict(model.named_parameters()), {}
     fp8 = {} if scheme is None else covered(model, scheme)
@@ -117,7 +117,7 @@ def _check_new(name: str, key: str, path: Path, targets: dict[str, Target], fill
         raise StartupError(f"{path} holds {shown(key)}, which was already loaded under that name", AGAIN)
 
 
-def _fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) -> None:
+def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) -> None:
     if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
         kind = str(tensor.dtype).removeprefix("torch.")
         if target.fp8 and stored:
@@ -174,7 +174,7 @@ def ungrouped(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:
     return torch.cat([part.flatten(0, 1) for part in groups.split(parts, 1)])
 
 
-def _some(names: Iterable[str], count: int = 3) -> str:
+def some(names: Iterable[str], count: int = 3) -> str:
     names = list(names)
     rest = f" and {len(names) - count} more tensors" if len(names) > count else ""
     return ", ".join(names[:count]) + rest

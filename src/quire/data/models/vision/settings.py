@@ -108,12 +108,18 @@ class VisionSettings:
         kept = self.tower.patches * (self.tower.out + self.width) + 3 * self.tower.image**2
         return tiles * kept * itemsize
 
+    def begun_bytes(self, itemsize: int) -> int:
+        """Bytes of the largest picture, opened, of which parts are left for another step."""
+        parts = self.tiling.most_parts
+        return 0 if self.cross or parts == 1 else parts * 3 * self.tower.image**2 * itemsize
+
     def spec(self, text: int) -> VisionSpec:
         """What a memory needs to know, beside a text of so many parameters."""
         at_once = min(PARTS_AT_ONCE, self.tiling.most_parts)
         return VisionSpec(
             self.width, self.most_rows, self.parameters, self.activation_bytes(at_once, 2), self.both_ways,
             -(-self.tower.parameters * self.tower.patches * self.tower.most_tiles // text), self.part_bytes(2),
+            self.begun_bytes(2),
         )  # fmt: skip
 
 

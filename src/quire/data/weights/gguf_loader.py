@@ -1,0 +1,49 @@
+"""Tensors of a GGUF file into a model's parameters, each exactly once, in the model's dtype or rounded to FP8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from quire.data.models.quantization import FP8
+from quire.data.weights.blocks import Blocks
+from quire.data.weights.gguf import GGUF
+from quire.data.weights.gguf_model import named
+from quire.data.weights.loader import Target, fill, some, targets_of
+from quire.errors import StartupError, shown
+
+if TYPE_CHECKING:
+    from quire.data.models import Model
+
+FIT = "The file's tensors must fit what it says of its model"
+
+
+def load_gguf(model: Model, file: GGUF, progress: bool = False, scheme: FP8 | None = None) -> None:
+    """Fill every parameter of `model`, which is not prepared yet, with what the file's tensors stand for. `scheme`:
+    what becomes FP8. StartupError for tensors that are missing, unknown or of the wrong shape, and for scales that
+    aren't finite."""
+    targets, stored = targets_of(model, scheme), named(file)
+    if unknown := stored.unknown(set(targets)):
+        raise StartupError(f"{file.path} holds {shown(unknown[0])}, which the model has no place for", FIT)
+    if missing := [name for name in map(stored.name, targets) if name not in file.tensors]:
+        raise StartupError(f"{file.path} lacks {some(map(str, missing))}", FIT)
+    for name, target in tqdm(targets.items(), "Loading weights", unit=" tensors", disable=not progress):
+        blocks = stored.blocks(name)
+        assert blocks is not None, "it isn't missing"
+        _fill(target, blocks, str(stored.name(name)), file)
+
+
+def _fill(target: Target, blocks: Blocks, name: str, file: GGUF) -> None:
+    shape = target.rows.shape
+    if (blocks.rows, blocks.columns) not in (tuple(shape), (1, *shape), (*shape, 1)):
+        found = [blocks.rows, blocks.columns]
+        raise StartupError(f"{name} in {file.path} has shape {found}, but its settings make it {list(shape)}", FIT)
+    if target.fp8:
+        fill(target, torch.from_numpy(np.array(blocks.numbers())).view(shape), name, file.path, False)
+        return
+    rows = target.rows.view(blocks.rows, blocks.columns)
+    for start, piece in blocks.pieces():
+        rows[start : start + len(piece)] = torch.from_numpy(np.require(piece, requirements="W"))
