@@ -90,9 +90,13 @@ def build_engine(
     memory is that of `member`, if any."""
     import torch
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    from quire.data.kernels.cpu import loading as kernels
+
     device = device_of(config)
+    if device == "cpu":
+        kernels.use_threads(config.threads)
+    elif config.threads is not None:
+        torch.set_num_threads(config.threads)
     config = config.sized(device)
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
@@ -126,6 +130,8 @@ def build_engine(
     if member is not None:
         member.pool.turns.add(engine)
     notices = _notices(config, plan, ends, source.defaults)
+    if device == "cpu":
+        notices = (kernels.said(), *notices)
     if runner.attention == "triton":
         from quire.data.kernels.triton.launch import left_out
 

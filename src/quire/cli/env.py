@@ -17,7 +17,9 @@ PACKAGES = (
 )  # fmt: skip
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
                 "bf16", "sve")  # fmt: skip
-VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_CACHE_DIR")
+VARIABLES = (
+    "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "QUIRE_CPU_KERNELS", "TRITON_CACHE_DIR",
+)  # fmt: skip
 
 
 def env(args: argparse.Namespace) -> int:
@@ -40,6 +42,7 @@ def facts() -> list[tuple[str, str]]:
     rows += [
         ("torch threads", f"{torch.get_num_threads()}"),
         ("torch cpu kernels", torch.backends.cpu.get_cpu_capability()),
+        ("quire cpu kernels", _kernels()),
     ]
     rows += [("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB")]
     rows += [("cuda", f"torch built for {torch.version.cuda or 'CPU only'}")]
@@ -51,6 +54,13 @@ def facts() -> list[tuple[str, str]]:
             )
     rows += [("set", ", ".join(name for name in VARIABLES if name in os.environ) or "-")]
     return rows
+
+
+def _kernels() -> str:
+    from quire.data.kernels.cpu.loading import library, missing
+
+    found = library()
+    return found.path.stem if found is not None else f"none: {missing()}"
 
 
 def _version(package: str) -> str:

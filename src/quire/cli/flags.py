@@ -84,7 +84,7 @@ ENGINE = (
          ("-q",)),
     Flag("device", str, "where to compute", DEVICES),
     Flag("revision", str, "branch, tag or commit of a hub's model", metavar="REV"),
-    Flag("threads", int, "CPU threads", metavar="N"),
+    Flag("threads", int, "CPU threads (default: one a core, no more than a container may use at once)", metavar="N"),
     Flag("model_config", str, "a named shape instead of a model, with --dummy-weights", metavar="NAME"),
     Flag("dummy_weights", bool, "random weights: for measuring"),
     Flag("max_model_len", int, "longest sequence, in tokens", metavar="N"),

@@ -1,17 +1,21 @@
-"""The kernels' library: which of the built ones this machine can run, its threads, and how operations are run or
-recorded. It knows no model and no memory.
-"""
+"""The kernels in one file, their threads, and how operations are run or recorded. It knows no model and no memory."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from struct import error as NotANumber
+from struct import pack
+from threading import Lock, get_ident
+from weakref import finalize
 
 from torch import Tensor
 
 SCRATCH = 1 << 20
 """Bytes that each thread has for itself while a kernel runs."""
+
+MOST_CHUNKS = (1 << 24) - 1
 
 Argument = Tensor | int | float | None
 
@@ -22,19 +26,17 @@ class Operation(ctypes.Structure):
     _fields_ = (("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p), ("chunks", ctypes.c_int64))
 
 
-class Arg(ctypes.Union):
-    _fields_ = (("pointer", ctypes.c_void_p), ("integer", ctypes.c_int64), ("number", ctypes.c_double))
-
-
 class Tape:
-    """Operations in order, which run as one program; and the tensors that they use, kept alive."""
+    """Operations in order, which run as one program; and the tensors that they use, kept alive. Recorded by the thread
+    that made it."""
 
     def __init__(self) -> None:
-        self.operations: list[tuple[int, ctypes.Array[Arg], int]] = []
+        self.operations: list[tuple[int, ctypes.Array[ctypes.c_char], int]] = []
         self.kept: list[Tensor] = []
         self.program: ctypes.Array[Operation] | None = None
+        self.thread = get_ident()
 
-    def add(self, kernel: int, args: ctypes.Array[Arg], chunks: int, tensors: Sequence[Tensor]) -> None:
+    def add(self, kernel: int, args: ctypes.Array[ctypes.c_char], chunks: int, tensors: Sequence[Tensor]) -> None:
         assert self.program is None, "a program that has run grows no more"
         self.operations.append((kernel, args, chunks))
         self.kept += tensors
@@ -47,47 +49,90 @@ class Tape:
 
 
 class Library:
-    """The kernels in one file, and a pool of threads. One thread at a time uses it."""
+    """The kernels in one file, and a pool of threads, which end with it. Several threads may use it: one at a time runs
+    its operations, the others wait. In a process forked from this one, the caller computes all by itself."""
 
     def __init__(self, path: Path, threads: int, cpus: Sequence[int] = ()) -> None:
         """`cpus`: where each thread runs, the caller first; none: anywhere."""
-        self.path, self.threads = path, threads
+        self.path, self.threads, self.tape = path, 0, None
         self.native = ctypes.CDLL(str(path))
-        self.native.quire_pool.restype = ctypes.c_void_p
-        places = (ctypes.c_int64 * threads)(*cpus) if cpus else None
-        self.pool = ctypes.c_void_p(self.native.quire_pool(ctypes.c_int64(threads), places, ctypes.c_int64(SCRATCH)))
-        assert self.pool.value is not None, "threads have memory"
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self.native.quire_pool.restype = address
+        self.native.quire_pool.argtypes = number, address, number
+        self.native.quire_call.argtypes = address, address, ctypes.c_char_p, number
+        self.native.quire_run.argtypes = address, address, number
+        self.native.quire_close.argtypes = (address,)
         self.addresses: dict[str, int] = {}
-        self.tape: Tape | None = None
+        self.lock = Lock()
+        self.tape: Tape | None
+        self.resize(threads, cpus)
+
+    def resize(self, threads: int, cpus: Sequence[int] = ()) -> None:
+        """Other threads in place of those that are there, if any."""
+        assert threads >= 1, "the caller is one"
+        assert len(cpus) in (0, threads), "a place for each thread, or none"
+        with self.lock:
+            if self.threads:
+                self.end()
+            places = (ctypes.c_int64 * threads)(*cpus) if cpus else None
+            self.pool = self.native.quire_pool(threads, places, SCRATCH)
+            assert self.pool is not None, f"{threads} threads have memory"
+            self.threads = threads
+            self.end = finalize(self, self.native.quire_close, self.pool)
+            self.end.atexit = False  # a thread may be in a program still; the process's end is theirs too
 
     def address(self, kernel: str) -> int:
         if kernel not in self.addresses:
-            found = ctypes.cast(getattr(self.native, kernel), ctypes.c_void_p).value
-            assert found is not None, f"{self.path.name} has {kernel}"
+            found = ctypes.cast(getattr(self.native, kernel, None), ctypes.c_void_p).value
+            assert found is not None, f"{self.path.name} has no kernel {kernel}"
             self.addresses[kernel] = found
         return self.addresses[kernel]
 
     def call(self, kernel: str, chunks: int, *args: Argument) -> None:
-        """Run a kernel; or, while a tape records, put it there. Tensors are passed as where their numbers begin."""
-        packed = (Arg * len(args))()
-        for place, arg in zip(packed, args):
-            if isinstance(arg, Tensor):
-                place.pointer = arg.data_ptr()
-            elif isinstance(arg, float):
-                place.number = arg
-            else:
-                place.integer = arg or 0
-        if self.tape is not None:
-            self.tape.add(self.address(kernel), packed, chunks, [arg for arg in args if isinstance(arg, Tensor)])
+        """Run a kernel; or, while this thread records a tape, put it there. Tensors are passed as where their numbers
+        begin."""
+        assert 1 <= chunks <= MOST_CHUNKS, f"{kernel} in {chunks} chunks"
+        packed = packed_for(kernel, args)
+        address = self.addresses.get(kernel) or self.address(kernel)
+        tape = self.tape
+        if tape is not None and tape.thread == get_ident():
+            kept = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
+            tape.add(address, kept, chunks, [arg for arg in args if isinstance(arg, Tensor)])
             return
-        operation = Operation(self.address(kernel), ctypes.addressof(packed), chunks)
-        self.native.quire_run(self.pool, ctypes.byref(operation), ctypes.c_int64(1))
+        with self.lock:
+            assert self.threads, "it isn't closed"
+            self.native.quire_call(self.pool, address, packed, chunks)
 
     def run(self, tape: Tape) -> None:
         program = tape.ready()
-        self.native.quire_run(self.pool, program, ctypes.c_int64(len(program)))
+        with self.lock:
+            assert self.threads, "it isn't closed"
+            self.native.quire_run(self.pool, program, len(program))
 
     def close(self) -> None:
-        if self.pool.value is not None:
-            self.native.quire_close(self.pool)
-            self.pool = ctypes.c_void_p()
+        """End its threads. It runs nothing more."""
+        with self.lock:
+            self.end()
+            self.threads = 0
+
+
+def packed_for(kernel: str, args: Sequence[Argument]) -> bytes:
+    """8 bytes each. This is most of what a call costs in Python: types are compared, as isinstance takes twice as
+    long."""
+    kinds, values = "", []
+    try:
+        for arg in args:
+            kind = type(arg)
+            if kind is int:
+                kinds += "q"
+                values.append(arg)
+            elif kind is float:
+                kinds += "d"
+                values.append(arg)
+            else:
+                kinds += "q"
+                values.append(0 if arg is None else arg.data_ptr())
+        return pack(kinds, *values)
+    except (AttributeError, NotANumber) as error:
+        shown = ", ".join("a tensor" if isinstance(arg, Tensor) else repr(arg)[:80] for arg in args)
+        raise AssertionError(f"{kernel} is given ({shown}): {error}") from error

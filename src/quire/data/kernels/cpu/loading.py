@@ -1,32 +1,92 @@
-"""Finds the kernels' library that suits this machine."""
+"""Finds the kernels' library that suits this machine, and says which; how many threads it has."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+from collections.abc import Set
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from quire.data.kernels.cpu.cores import cores
 from quire.data.kernels.cpu.library import Library
 from quire.data.kernels.cpu.variants import features, variants
+from quire.errors import StartupError
 
 BUILT = Path(__file__).parent / "built"
+OFF = "off"
 
 
-def suited(only: str | None = None) -> Path | None:
-    """The best library that is built and that this machine runs; `only`: that one, "off" none."""
-    has = features()
+def suited(only: str = "", has: Set[str] | None = None) -> Path | None:
+    """The best library that is built and that a machine with the features `has` runs (none: this one's); `only`: that
+    one, "off" none. StartupError if there is no such name."""
+    names = [variant.name for variant in variants()]
+    if only and only not in (OFF, *names):
+        raise StartupError(f"QUIRE_CPU_KERNELS is {only[:80]!r}", f"Choose one of: {', '.join([*names, OFF])}")
+    has = usable(features()) if has is None else has
     for variant in variants():
         path = BUILT / f"{variant.name}.so"
-        if variant.needs <= has and path.exists() and only in (None, "", variant.name):
+        if variant.needs <= has and only in ("", variant.name) and path.exists():
             return path
     return None
+
+
+def usable(has: Set[str]) -> frozenset[str]:
+    """Those features that the system lets this process use: the tiles of AMX want to be asked for."""
+    tiles = {name for name in has if name.startswith("amx_")}
+    return frozenset(has) - (tiles if tiles and not _tiles_allowed() else frozenset())
+
+
+def _tiles_allowed() -> bool:
+    """Ask Linux for the registers of AMX, for all threads: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(ctypes.c_long(158), ctypes.c_long(0x1023), ctypes.c_long(18)) == 0)
 
 
 @lru_cache(maxsize=1)
 def library() -> Library | None:
     """The process's own, with as many threads as torch; None where there is none. QUIRE_CPU_KERNELS names one, or is
     "off"."""
-    path = suited(os.environ.get("QUIRE_CPU_KERNELS"))
+    path = suited(os.environ.get("QUIRE_CPU_KERNELS", ""))
     return None if path is None else Library(path, torch.get_num_threads())
+
+
+def use_threads(threads: int | None) -> None:
+    """As many for torch and for the kernels; None: what suits this process, unless OMP_NUM_THREADS says it."""
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        here = cores()
+        threads = None if here is None else here.threads
+    if threads is not None and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    found = library()
+    if found is not None and found.threads != torch.get_num_threads():
+        found.resize(torch.get_num_threads())
+
+
+def said() -> str:
+    """What computes on the CPU, for the lines at start; and what to do where the kernels are missing."""
+    threads = torch.get_num_threads()
+    found, here = library(), cores()
+    on = f"{threads} thread{'s' * (threads != 1)}" + (f" ({here})" if here is not None else "")
+    if found is not None:
+        return f"CPU kernels {found.path.stem}, {on}"
+    return f"stock torch computes, which is slower, {on}: {missing()}"
+
+
+def missing() -> str:
+    """Why there is no library, and the remedy."""
+    if os.environ.get("QUIRE_CPU_KERNELS") == OFF:
+        return "QUIRE_CPU_KERNELS is off"
+    built = [variant for variant in variants() if (BUILT / f"{variant.name}.so").exists()]
+    if not variants():
+        return f"quire has no kernels for {platform.system()} on {platform.machine()}"
+    if not built:
+        return "quire's kernels aren't built; install a C++ compiler (g++ or clang++), then quire again"
+    lacks = ", ".join(sorted(built[-1].needs - usable(features())))
+    if lacks:
+        return f"this CPU lacks {lacks[:80]}"
+    return f"QUIRE_CPU_KERNELS is {os.environ.get('QUIRE_CPU_KERNELS', '')[:80]!r}, which isn't built or can't run here"

@@ -40,14 +40,15 @@ def variants() -> tuple[Variant, ...]:
     return VARIANTS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), ())
 
 
+CPUINFO = Path("/proc/cpuinfo")
+
+
 def features() -> frozenset[str]:
-    """What the machine says that it has, in Linux's words; empty where it says nothing."""
+    """What each of the machine's CPUs says that it has, in Linux's words; empty where it says nothing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    parts = (line.partition(":") for line in lines)
+    said = [frozenset(value.split()) for name, _, value in parts if name.strip() in ("flags", "Features")]
+    return frozenset.intersection(*said) if said else frozenset()

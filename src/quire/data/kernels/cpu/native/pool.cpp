@@ -1,130 +1,149 @@
-/* Threads that run programs: the caller is one of them, the others sleep between programs.
+/* Threads that run programs: the caller is one of them; the others look for work for a moment, then sleep.
 
-One 64-bit number says what is to be done next: the operation's number above, the next chunk below. Whoever finishes the
-last chunk of an operation begins the next one. Nobody waits for a thread that holds no chunk: one that the machine has
-taken away for another program's sake costs what it held, and no more. */
+One 64-bit number says what is to be done: which operation it is, counted since the pool began, above; how many of its
+chunks nobody has taken, below. Whoever finishes an operation's last chunk begins the next one. A thread looks at the
+operation only while it holds a chunk of it, so that nobody waits for a thread that holds none: one whose core another
+program has comes late, and finds other work or none. One that loses its core while it holds a chunk holds up all: it is
+brought to the core of a thread that waits for it (cores.h). */
+#include "cores.h"
 #include "quire.h"
+#include "sleep.h"
 
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
 #include <cstdlib>
-#include <mutex>
+#include <deque>
 #include <thread>
-#include <vector>
 
-#if defined(__linux__)
-#include <pthread.h>
-#include <sched.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-static inline void pause() { _mm_pause(); }
-#elif defined(__aarch64__)
-static inline void pause() { asm volatile("yield"); }
-#else
-static inline void pause() {}
-#endif
+#include <signal.h>
+#include <unistd.h>
 
 namespace {
 
-constexpr int64_t SPINS = 4000; /* looks at the number before a thread lets others run: some 50 us */
-constexpr int64_t LOW = (int64_t(1) << 32) - 1;
+constexpr int LOW_BITS = 24; /* of chunks */
+constexpr uint64_t LOW = (uint64_t(1) << LOW_BITS) - 1;
+constexpr int64_t LOOK = 50'000;   /* ns that a thread looks for work before it sleeps */
+constexpr int64_t MISSED = 20'000; /* ns that a caller waits before it asks whether those who hold chunks run */
+
+int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+struct alignas(64) Worker {
+    void *scratch = nullptr;
+    Place place;
+    std::thread thread;
+};
 
 struct Pool {
-    std::vector<std::thread> threads;
-    std::vector<void *> scratch;
-    const Operation *operations = nullptr;
-    int64_t count = 0;
-    alignas(64) std::atomic<int64_t> next{0};    /* operation << 32 | chunk */
-    alignas(64) std::atomic<int64_t> done{0};    /* chunks of the operation that are done */
-    alignas(64) std::atomic<int64_t> inside{0};  /* workers that may look at `operations` */
-    alignas(64) std::atomic<bool> open{false};   /* a program runs */
-    std::mutex mutex;
-    std::condition_variable wake;
-    int64_t programs = 0;
-    bool ending = false;
+    const pid_t process = getpid();
+    std::deque<Worker> workers; /* the caller's first */
+    Sleepers sleepers;
+    std::atomic<bool> ending{false};
+    /* Written by who begins an operation, read by who holds a chunk of it. */
+    const Operation *current = nullptr, *end = nullptr;
+    alignas(64) std::atomic<uint64_t> next{0};  /* operation << LOW_BITS | chunks to be taken */
+    alignas(64) std::atomic<int64_t> done{0};   /* chunks of the operation */
+    alignas(64) std::atomic<bool> ended{true};  /* the program */
 
-    /* Take chunks until the program has ended. */
-    void work(void *own) {
-        int64_t spins = 0;
-        for (;;) {
-            int64_t now = next.load(std::memory_order_acquire);
-            const int64_t index = now >> 32;
-            if (index >= count) return;
-            const Operation &operation = operations[index];
-            if ((now & LOW) >= operation.chunks) { /* others finish it */
-                if (++spins < SPINS) pause();
-                else std::this_thread::yield();
-                continue;
-            }
-            if (!next.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
-            spins = 0;
-            operation.kernel(operation.args, now & LOW, own);
-            if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == operation.chunks) {
-                done.store(0, std::memory_order_relaxed);
-                next.store((index + 1) << 32, std::memory_order_release);
-            }
+    bool idle() const { return (next.load(std::memory_order_seq_cst) & LOW) == 0; }
+
+    /* From `current` on: what has one chunk runs here and now, the first that has more is offered to all. */
+    void go_on(void *scratch) {
+        for (; current != end && current->chunks == 1; ++current) current->kernel(current->args, 0, scratch);
+        if (current == end) {
+            ended.store(true, std::memory_order_release);
+            return;
         }
+        done.store(0, std::memory_order_relaxed);
+        const uint64_t which = (next.load(std::memory_order_relaxed) >> LOW_BITS) + 1;
+        next.store(which << LOW_BITS | uint64_t(current->chunks), std::memory_order_seq_cst);
+        sleepers.wake();
     }
 
-    void loop(size_t which) {
-        int64_t seen = 0;
-        for (;;) {
-            {
-                std::unique_lock<std::mutex> lock(mutex);
-                wake.wait(lock, [&] { return ending || (programs != seen && open.load()); });
-                if (ending) return;
-                seen = programs;
-                inside.fetch_add(1);
+    /* Take a chunk and compute it; false where there is none. */
+    bool take(Worker &own) {
+        uint64_t now = next.load(std::memory_order_acquire);
+        do {
+            if ((now & LOW) == 0) return false;
+        } while (!next.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+        own.place.hold();
+        const Operation &operation = *current;
+        const int64_t chunks = operation.chunks;
+        operation.kernel(operation.args, chunks - int64_t(now & LOW), own.scratch);
+        if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) {
+            ++current;
+            go_on(own.scratch);
+        }
+        own.place.let_go();
+        return true;
+    }
+
+    /* Somebody who holds a chunk but no core. */
+    void bring(const Worker &own) {
+        for (Worker &other : workers)
+            if (&other != &own && other.place.bring()) return;
+    }
+
+    void loop(Worker &own) {
+        own.place.begin();
+        int64_t since = now_ns();
+        while (!ending.load(std::memory_order_relaxed)) {
+            if (take(own)) since = now_ns();
+            else if (now_ns() - since < LOOK) relax();
+            else {
+                if (!ended.load(std::memory_order_acquire)) bring(own);
+                sleepers.sleep([&] { return idle() && !ending.load(); });
+                since = now_ns();
             }
-            work(scratch[which]);
-            inside.fetch_sub(1, std::memory_order_release);
         }
     }
 
     void run(const Operation *what, int64_t many) {
-        operations = what;
-        count = many;
-        done.store(0);
-        next.store(0, std::memory_order_release);
-        if (!threads.empty() && (many > 1 || what[0].chunks > 1)) {
-            std::lock_guard<std::mutex> lock(mutex);
-            ++programs;
-            open.store(true);
-            wake.notify_all();
+        Worker &own = workers.front();
+        own.place.begin();
+        own.place.hold();
+        current = what;
+        end = what + many;
+        ended.store(false, std::memory_order_relaxed);
+        go_on(own.scratch);
+        own.place.let_go();
+        int64_t since = now_ns();
+        while (!ended.load(std::memory_order_acquire)) {
+            if (take(own)) since = now_ns();
+            else if (now_ns() - since < MISSED) relax();
+            else {
+                bring(own);
+                std::this_thread::yield();
+                since = now_ns();
+            }
         }
-        work(scratch[0]);
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            open.store(false);
-        }
-        while (inside.load(std::memory_order_acquire)) pause(); /* late comers see that it has ended */
     }
 };
 
 } // namespace
 
 /* A pool of `threads`, the caller's included, each with `bytes` of scratch. `cpus`: where each runs; -1, or null: anywhere.
-   Null if there is no memory. */
-QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t bytes) {
+   Null if there is no memory, or no thread to be had. */
+QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t bytes) try {
     Pool *pool = new Pool;
     for (int64_t i = 0; i < threads; ++i) {
-        void *own = nullptr;
-        if (posix_memalign(&own, 64, size_t(bytes < 64 ? 64 : bytes))) return nullptr;
-        pool->scratch.push_back(own);
+        pool->workers.emplace_back();
+        if (posix_memalign(&pool->workers.back().scratch, 64, size_t(bytes < 64 ? 64 : bytes))) return nullptr;
     }
+    sigset_t all, before; /* signals are for the program's own threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int64_t i = 1; i < threads; ++i) {
-        pool->threads.emplace_back([pool, i] { pool->loop(size_t(i)); });
-#if defined(__linux__)
-        if (cpus && cpus[i] >= 0) {
-            cpu_set_t set;
-            CPU_ZERO(&set);
-            CPU_SET(int(cpus[i]), &set);
-            pthread_setaffinity_np(pool->threads.back().native_handle(), sizeof set, &set);
-        }
-#endif
+        Worker &worker = pool->workers[size_t(i)];
+        worker.thread = std::thread([pool, &worker] { pool->loop(worker); });
+        if (cpus && cpus[i] >= 0) pin(worker.thread.native_handle(), int(cpus[i]));
     }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return pool;
+} catch (...) {
+    return nullptr;
 }
 
 /* Run the operations one after another; returns when all are done. One caller at a time. */
@@ -132,14 +151,21 @@ QUIRE_EXPORT void quire_run(void *pool, const Operation *operations, int64_t cou
     static_cast<Pool *>(pool)->run(operations, count);
 }
 
+/* One operation, likewise. */
+QUIRE_EXPORT void quire_call(void *pool, Kernel kernel, const Arg *args, int64_t chunks) {
+    const Operation operation{kernel, args, chunks};
+    static_cast<Pool *>(pool)->run(&operation, 1);
+}
+
+/* No program runs. A process that was forked from the pool's has none of its threads: there it leaves all as it is. */
 QUIRE_EXPORT void quire_close(void *handle) {
     Pool *pool = static_cast<Pool *>(handle);
-    {
-        std::lock_guard<std::mutex> lock(pool->mutex);
-        pool->ending = true;
-        pool->wake.notify_all();
+    if (pool->process != getpid()) return;
+    pool->ending.store(true);
+    pool->sleepers.wake();
+    for (Worker &worker : pool->workers) {
+        if (worker.thread.joinable()) worker.thread.join();
+        free(worker.scratch);
     }
-    for (auto &thread : pool->threads) thread.join();
-    for (void *own : pool->scratch) free(own);
     delete pool;
 }

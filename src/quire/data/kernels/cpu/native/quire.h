@@ -28,5 +28,5 @@ typedef void (*Kernel)(const Arg *args, int64_t chunk, void *scratch);
 struct Operation {
     Kernel kernel;
     const Arg *args;
-    int64_t chunks; /* >= 1, < 2^31 */
+    int64_t chunks; /* >= 1, < 2^24 */
 };

@@ -1,0 +1,211 @@
+"""The kernels' pool and its programs, with kernels that say who ran what."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+import quire
+from quire.data.kernels.cpu.build import FLAGS, HERE, compiler
+from quire.data.kernels.cpu.library import SCRATCH, Library, Tape
+
+THREADS = (1, 2, 3, 8)
+SIZE = 64
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cxx = compiler()
+    if cxx is None:
+        pytest.skip("no compiler")
+    path = tmp_path_factory.mktemp("counting") / "counting.so"
+    sources = [str(Path(__file__).parent / "counting.cpp"), str(HERE / "native" / "pool.cpp")]
+    subprocess.run([cxx, *FLAGS, f"-I{HERE / 'native'}", "-o", str(path), *sources], check=True)
+    return path
+
+
+@pytest.fixture(params=THREADS)
+def library(built: Path, request: pytest.FixtureRequest) -> Iterator[Library]:
+    library = Library(built, request.param)
+    yield library
+    library.close()
+
+
+def recorded(library: Library, calls: list[tuple[object, ...]]) -> Tape:
+    library.tape = tape = Tape()
+    try:
+        for call in calls:
+            library.call(*call)  # type: ignore[arg-type]
+    finally:
+        library.tape = None
+    return tape
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 7, 1000])
+def test_each_chunk_runs_once(library: Library, chunks: int) -> None:
+    counts = torch.zeros(chunks + 1, dtype=torch.int64)
+    library.call("count", chunks, counts)
+    assert counts.tolist() == [1] * chunks + [0]
+    tape = recorded(library, [("count", chunks, counts)] * 50)
+    assert counts.sum() == chunks, "recording runs nothing"
+    library.run(tape)
+    library.run(tape)
+    assert counts.tolist() == [101] * chunks + [0]
+
+
+def test_operations_run_in_order(library: Library) -> None:
+    """Each sums all that the one before it wrote, in operations of one chunk and of many."""
+    sizes = [64, 1, 64, 64, 1, 1, 16, 2, 64]
+    buffers = [torch.arange(SIZE), *(torch.zeros(SIZE, dtype=torch.int64) for _ in sizes)]
+    sources = [SIZE, *sizes]
+    tape = recorded(library, [("sum", size, buffers[i], buffers[i + 1], sources[i]) for i, size in enumerate(sizes)])
+    expected = [torch.arange(SIZE)]
+    for i, size in enumerate(sizes):
+        expected.append(expected[-1][: sources[i]].sum() % 1000003 + torch.arange(size))
+    for _ in range(200):
+        for buffer in buffers[1:]:
+            buffer.zero_()
+        library.run(tape)
+        for i, size in enumerate(sizes):
+            assert torch.equal(buffers[i + 1][:size], expected[i + 1])
+
+
+def test_100_000_programs(library: Library) -> None:
+    counts, times = torch.zeros(5, dtype=torch.int64), 100_000 // len(THREADS)
+    tape = recorded(library, [("count", 5, counts), ("count", 1, counts), ("count", 2, counts)])
+    for _ in range(times):
+        library.run(tape)
+    assert counts.tolist() == [3 * times, 2 * times, times, times, times]
+
+
+def test_an_empty_tape_does_nothing(library: Library) -> None:
+    library.run(Tape())
+
+
+def test_arguments_arrive(library: Library) -> None:
+    out = torch.zeros(3, dtype=torch.float64)
+    library.call("echo", 1, out, -(2**62), 0.1, out)
+    assert out.tolist() == [-(2.0**62), 0.1, 1]
+    library.call("echo", 1, out, 3, -1.5, None)
+    assert out.tolist() == [3, -1.5, 0]
+
+
+def test_scratch_is_a_threads_own(library: Library) -> None:
+    own = torch.zeros(32, dtype=torch.int64)
+    library.call("fill", 32, own, SCRATCH)
+    assert own.all()
+
+
+def test_tapes_keep_tensors(built: Path) -> None:
+    library = Library(built, 2)
+    counts = torch.zeros(8, dtype=torch.int64)
+    kept = weakref.ref(counts)
+    tape = recorded(library, [("count", 8, counts)])
+    del counts
+    gc.collect()
+    assert kept() is not None
+    library.run(tape)
+    assert kept().tolist() == [1] * 8
+    del tape
+    assert kept() is None
+    library.close()
+
+
+def test_several_threads_use_it(built: Path) -> None:
+    """Each has its programs; and what one calls while another records isn't on that tape."""
+    library = Library(built, 3)
+    counts = [torch.zeros(16, dtype=torch.int64) for _ in range(4)]
+    taped = torch.zeros(16, dtype=torch.int64)
+
+    def use(mine: torch.Tensor) -> None:
+        for _ in range(500):
+            library.call("count", 16, mine)
+
+    library.tape = tape = Tape()
+    users = [Thread(target=use, args=(mine,)) for mine in counts]
+    for user in users:
+        user.start()
+    for _ in range(100):
+        library.call("count", 16, taped)
+    for user in users:
+        user.join()
+    library.tape = None
+    assert not taped.any()
+    assert len(tape.operations) == 100
+    for mine in counts:
+        assert mine.tolist() == [500] * 16
+    library.close()
+
+
+def test_threads_are_exchanged(built: Path) -> None:
+    library, counts = Library(built, 1), torch.zeros(16, dtype=torch.int64)
+    tape = recorded(library, [("count", 16, counts)])
+    for threads in (4, 1, 2):
+        library.resize(threads)
+        library.run(tape)
+    assert counts.tolist() == [3] * 16
+    library.close()
+
+
+def test_errors_are_named(built: Path) -> None:
+    library, counts = Library(built, 2), torch.zeros(4)
+    with pytest.raises(AssertionError, match=r"counting\.so has no kernel nothing"):
+        library.call("nothing", 1)
+    for chunks in (0, -1, 2**24):
+        with pytest.raises(AssertionError, match=f"count in {chunks} chunks"):
+            library.call("count", chunks, counts)
+    for wrong in ("x", 2**63, [1]):
+        with pytest.raises(AssertionError, match="count is given"):
+            library.call("count", 1, wrong)  # type: ignore[arg-type]
+    tape = recorded(library, [("count", 1, counts)])
+    library.run(tape)
+    with pytest.raises(AssertionError, match="grows no more"):
+        tape.add(0, tape.operations[0][1], 1, ())
+    library.close()
+    library.close()
+    with pytest.raises(AssertionError, match="closed"):
+        library.call("count", 1, counts)
+    with pytest.raises(AssertionError, match="caller"):
+        Library(built, 0)
+
+
+PROGRAM = """
+import os, sys, threading, torch
+from pathlib import Path
+from quire.data.kernels.cpu.library import Library
+library, counts = Library(Path(sys.argv[1]), 4), torch.zeros(64, dtype=torch.int64)
+library.call("count", 64, counts)
+{}
+"""
+FORKED = """
+child = os.fork()
+if not child:
+    library.call("count", 64, counts)
+    library.close()
+    os._exit(0 if counts.tolist() == [2] * 64 else 3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+library.call("count", 64, counts)
+assert counts.tolist() == [2] * 64
+"""
+LEFT_RUNNING = """
+def use():
+    while True:
+        library.call("count", 64, counts)
+threading.Thread(target=use, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("what", ["", FORKED, LEFT_RUNNING, "del library", "library.close()"])
+def test_processes_end_cleanly(built: Path, what: str) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(what), str(built)]
+    environment = {"PYTHONPATH": str(Path(quire.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

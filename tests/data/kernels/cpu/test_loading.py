@@ -1,0 +1,116 @@
+"""Which library a machine gets: never one with instructions that it lacks."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from quire.data.kernels.cpu import loading, variants
+from quire.data.kernels.cpu.library import Library
+from quire.errors import StartupError
+
+X86 = variants.VARIANTS["x86_64"]
+ALL = frozenset.union(*(variant.needs for variant in X86))
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All of x86's variants, on a machine of that kind, whose system refuses nothing."""
+    for variant in X86:
+        (tmp_path / f"{variant.name}.so").touch()
+    monkeypatch.setattr(loading, "BUILT", tmp_path)
+    monkeypatch.setattr(loading, "variants", lambda: X86)
+    monkeypatch.setattr(loading, "_tiles_allowed", lambda: True)
+    monkeypatch.delenv("QUIRE_CPU_KERNELS", raising=False)
+    return tmp_path
+
+
+def test_the_best_comes_first(built: Path) -> None:
+    assert [variant.name for variant in X86] == ["amx", "avx512bf16", "avx512", "avx2"]
+    has = ALL
+    for variant, worse in zip(X86, [*X86[1:], None]):
+        assert loading.suited(has=has) == built / f"{variant.name}.so"
+        has = worse.needs if worse is not None else frozenset()
+    assert loading.suited(has=has) is None
+
+
+@pytest.mark.parametrize("only", ["", *(variant.name for variant in X86)])
+def test_no_instruction_is_missing(built: Path, only: str) -> None:
+    """Each feature masked alone, each two together, and each of a machine's generations without one."""
+    needs = {variant.name: variant.needs for variant in X86}
+    masks = [frozenset(), *(frozenset(names) for many in (1, 2) for names in combinations(sorted(ALL), many))]
+    for has in {ALL - mask for mask in masks} | {variant.needs - mask for variant in X86 for mask in masks}:
+        found = loading.suited(only, has)
+        if found is not None:
+            assert needs[found.stem] <= has
+            assert only in ("", found.stem)
+        else:
+            assert not any(need <= has for name, need in needs.items() if only in ("", name))
+
+
+def test_tiles_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for allowed in (True, False):
+        monkeypatch.setattr(loading, "_tiles_allowed", lambda allowed=allowed: allowed)
+        assert loading.usable({"avx2", "amx_tile", "amx_bf16"}) == ALL & (
+            {"avx2", "amx_tile", "amx_bf16"} if allowed else {"avx2"}
+        )
+    monkeypatch.setattr(loading, "_tiles_allowed", lambda: pytest.fail("a machine without AMX isn't asked"))
+    assert loading.usable({"avx2"}) == {"avx2"}
+
+
+def test_features_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(variants, "CPUINFO", path)
+    assert variants.features() == frozenset()
+    for line in ("flags\t\t: fpu avx2 amx_tile", "Features\t: fpu avx2 amx_tile"):
+        path.write_text(f"processor\t: 0\nvmx flags\t: vnmi\n{line}\n\nprocessor\t: 1\n")
+        assert variants.features() == {"fpu", "avx2", "amx_tile"}
+
+
+def test_cores_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one core lacks no kernel may use: it may run there."""
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(variants, "CPUINFO", path)
+    path.write_text("Features\t: asimd asimdhp asimddp\n\nFeatures\t: asimd asimdhp\n")
+    assert variants.features() == {"asimd", "asimdhp"}
+
+
+def test_a_variant_is_named(built: Path) -> None:
+    assert loading.suited("avx2", ALL) == built / "avx2.so"
+    assert loading.suited("off", ALL) is None
+    with pytest.raises(StartupError, match="QUIRE_CPU_KERNELS is 'sse'") as caught:
+        loading.suited("sse", ALL)
+    assert "amx, avx512bf16, avx512, avx2, off" in str(caught.value)
+
+
+def test_what_is_missing_is_said(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "library", lambda: None)
+    monkeypatch.setattr(loading, "features", lambda: ALL - {"fma"})
+    assert loading.missing() == "this CPU lacks fma"
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    assert loading.said().endswith(": QUIRE_CPU_KERNELS is off")
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "amx")
+    monkeypatch.setattr(loading, "features", lambda: X86[-1].needs)
+    assert "QUIRE_CPU_KERNELS is 'amx', which" in loading.missing()
+    for path in built.iterdir():
+        path.unlink()
+    monkeypatch.delenv("QUIRE_CPU_KERNELS")
+    assert "install a C++ compiler" in loading.said()
+    monkeypatch.setattr(loading, "variants", lambda: ())
+    assert "quire has no kernels for" in loading.missing()
+
+
+def test_all_that_this_machine_runs_load() -> None:
+    """Whatever is built and suits runs here."""
+    has, ran = loading.usable(variants.features()), 0
+    for variant in variants.variants():
+        path = loading.BUILT / f"{variant.name}.so"
+        if path.exists() and variant.needs <= has:
+            library = Library(path, 2)
+            assert library.address("rms_norm_f32")
+            library.close()
+            ran += 1
+    if not ran:
+        pytest.skip("no kernels are built for this machine")
