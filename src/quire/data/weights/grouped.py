@@ -49,7 +49,7 @@ class Stored:
         if tensor.dtype not in ((torch.float16, torch.bfloat16, torch.float32) if floats else (torch.int32,)):
             kind_of = str(tensor.dtype).removeprefix("torch.")
             raise StartupError(f"{shown(key)} in {path} has dtype {kind_of}", "Numbers are int32, scales are floats")
-        if floats and not (tensor.half().float() == tensor.float()).all():
+        if floats and not (tensor.half().isfinite() & (tensor.half().float() == tensor.float())).all():
             raise StartupError(f"{shown(key)} in {path} has a scale that isn't a finite number in fp16", FIT)
         if kind == "g_idx":
             self._check_order(tensor, key, path)
