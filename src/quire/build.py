@@ -250,15 +250,13 @@ def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     multiply them as they are: bfloat16 would add to what they round."""
     if config.dtype != "auto":
         return config.dtype
-    if device == "cpu" and model.get(BLOCKS):
-        from quire.data.kernels.cpu.loading import library
-
-        if library() is None:
-            return "float32"
+    few = device == "cpu" and _multiplies_bits(config, model)
+    if device == "cpu" and model.get(BLOCKS) and not few:
+        return "float32"
     said = model.get("dtype") or model.get("torch_dtype") or "float32"
     said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
     if device == "cpu" and said != "float32":
-        return "bfloat16" if _fast_bfloat16() else "float32"
+        return "bfloat16" if few or _fast_bfloat16() else "float32"
     return str(said)
 
 
@@ -282,6 +280,14 @@ def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) 
 def model_id(config: EngineConfig, source: Source, dtype: str) -> str:
     """What tells apart models whose keys and values differ."""
     return f"{source.name}:{dtype}" + (f":{config.quantization}" if config.quantization else "")
+
+
+def _multiplies_bits(config: EngineConfig, model: dict[str, Any]) -> bool:
+    """The model has weights of few bits, and there are kernels of our own for them: they round rows in bfloat16 to
+    int8, which every machine multiplies, and leave rows in float32 as they are."""
+    from quire.data.kernels.cpu.loading import library
+
+    return isinstance(scheme_of(model, config.quantization), Few) and library() is not None
 
 
 def _fast_bfloat16() -> bool:

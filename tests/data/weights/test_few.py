@@ -15,7 +15,7 @@ from quire.config import EngineConfig
 from quire.data.layers.linear import Linear
 from quire.data.models.quantization import BITS, scheme_of
 from quire.data.weights import few
-from quire.data.weights.few import FORMS, INT4, INT8, of_blocks, rounded
+from quire.data.weights.few import FORMS, INT4, INT8, four_bits, of_blocks, rounded
 from quire.errors import StartupError
 from quire.source import read_source
 from quire.vocabulary.params import SamplingParams
@@ -31,7 +31,7 @@ def test_blocks_lose_nothing(kind: str) -> None:
     assert np.array_equal(numbers.floats().numpy(), blocks.numbers())
 
 
-@pytest.mark.parametrize("form", [INT8, INT4])
+@pytest.mark.parametrize("form", [INT8, INT4, four_bits(256), four_bits(640)])
 def test_rounding(form: Any) -> None:
     """No number is farther from its own than half a step and what rounds the scale."""
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(1)) * 0.05
@@ -42,10 +42,13 @@ def test_rounding(form: Any) -> None:
     else:
         step = (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15
     error = (found - groups).abs()
-    assert (error <= step * 0.51 + groups.abs().amax(2, keepdim=True) * 1e-3 + 1e-7).all()
+    shared = (
+        step.amax() / 10 if form.super else 0.0
+    )  # half of 1/127 of the largest scale, 15 times
+    assert (error <= step * 0.51 + groups.abs().amax(2, keepdim=True) * 1e-3 + 1e-7 + shared).all()
     assert error.mean() > 0.1 * step.mean()
     assert (found[3, 0] == 0).all()
-    torch.testing.assert_close(found[4, 1], groups[4, 1], rtol=1e-3, atol=0)
+    torch.testing.assert_close(found[4, 1], groups[4, 1], rtol=5e-3, atol=0)
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])

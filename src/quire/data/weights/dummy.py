@@ -64,8 +64,7 @@ def _round(model: Model, name: str, forms: tuple[Form, ...], noise: Tensor, at: 
     for part, rows in enumerate(parameter.data.split(layer.parts if len(forms) > 1 else len(parameter))):
         numbers = torch.empty(rows.shape, dtype=noise.dtype, device=noise.device)
         at = _lay(numbers.view(-1), noise, at)
-        form = forms[part] if forms[part] in (few.INT8, few.INT4) else few.INT4
-        few.put(rows, layer, part, partial(few.rounded, numbers, form))
+        few.put(rows, layer, part, partial(few.rounded, numbers, forms[part]))
     return at
 
 

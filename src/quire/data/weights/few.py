@@ -54,10 +54,17 @@ def forms_of(model: Model, scheme: Few, file: GGUF | None = None) -> Forms:
             stays = scheme.ordered or bool(names[name].grouped)
             forms = tuple(made for module in modules if scheme.covers(module, model.prefixes) and not stays)
         else:
-            forms = (INT8 if scheme.bits == 8 or HEAD.search(module_of(model, layer)) else INT4,) * len(tensors)
+            eight = scheme.bits == 8 or HEAD.search(module_of(model, layer)) is not None
+            forms = (INT8 if eight else four_bits(columns),) * len(tensors)
         if len(forms) == len(tensors) and all(columns % (form.super or form.group) == 0 for form in forms):
             found[name] = forms
     return found
+
+
+def four_bits(columns: int) -> Form:
+    """With 4.625 bits a number, or 4.75, where groups' scales can share units; else with 5."""
+    unit = next((unit for unit in (256, 128) if columns % unit == 0), 0)
+    return Form(4, unit, 0, True)
 
 
 def module_of(model: nn.Module, layer: nn.Module) -> str:
@@ -111,20 +118,34 @@ def put(rows: Tensor, layer: Linear | None, part: int, make: Make) -> None:
 
 def rounded(weight: Tensor, form: Form) -> Numbers:
     """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
-    least and largest values are 0 and 15 scales above the least. Scales are rounded first, so that numbers make up for
-    it."""
+    least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
+    share a unit. Scales are rounded first, so that numbers make up for it."""
     groups = weight.float().unflatten(1, (-1, form.group))
     if form == INT8:
         d = (groups.abs().amax(2) / 127).half()
         by = _inverse(d)
         numbers = (groups * by).round_().clamp_(-127, 127).add_(128)
         return Numbers(form, numbers.to(torch.uint8).flatten(1), d)
-    assert form == INT4, f"nothing is rounded to {form}"
+    assert form == INT4._replace(super=form.super), f"nothing is rounded to {form}"
     least, most = groups.amin(2), groups.amax(2)
-    e = least.half()
-    d = ((most - e.float()) / 15).half()
-    numbers = ((groups - e.float()[:, :, None]) * _inverse(d)).round_().clamp_(0, 15)
-    return Numbers(form, numbers.to(torch.uint8).flatten(1), d, e)
+    if not form.super:
+        scales = [((most - least.half().float()) / 15).half(), least.half()]
+    else:
+        d, a = _shared((most - least) / 15, form)
+        e, b = _shared(-least, form)
+        scales = [d, e, a, b]
+    flat = Numbers(form, torch.zeros_like(weight, dtype=torch.uint8), *scales)
+    low = flat.floats().unflatten(1, (-1, form.group))[:, :, :1]
+    one = flat._replace(numbers=flat.numbers + 1).floats().unflatten(1, (-1, form.group))[:, :, :1]
+    numbers = ((groups - low) * _inverse((one - low)[:, :, 0])).round_().clamp_(0, 15)
+    return flat._replace(numbers=numbers.to(torch.uint8).flatten(1))
+
+
+def _shared(values: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """values [N, groups] -> what each unit's are multiples of, in fp16, and how many times, in int8."""
+    units = values.unflatten(1, (-1, form.super // form.group))
+    unit = (units.abs().amax(2) / 127).half()
+    return unit, (units * _inverse(unit)).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
 
 
 def _inverse(d: Tensor) -> Tensor:
