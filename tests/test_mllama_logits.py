@@ -4,6 +4,8 @@ tokens are those of transformers' `generate`."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +319,13 @@ def test_prompts_of_users(model: Saved) -> None:
     with pytest.raises(InputError, match="2 places for pictures"):
         prompts.prompt({"prompt": "<|image|> w1 <|image|>", "multi_modal_data": {"image": images[0]}})
     engine.close()
+
+
+def test_nothing_holds_the_pages_of_a_closed_engine(tmp_path: Path) -> None:
+    """Another engine may need their memory, though somebody still has the first one."""
+    engine = engine_of(Saved(tmp_path))
+    list(run(engine, PROMPTS[:2], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
+    pages = weakref.ref(engine.runner.store.buffer)
+    engine.close()
+    gc.collect()
+    assert pages() is None

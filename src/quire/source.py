@@ -77,7 +77,7 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
 
 def _gguf(model: str) -> GGUF | None:
     """The GGUF file that is called so: a path, or the name of a package's; None if it is no such file."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if not os.path.lexists(path):
         if model not in PACKAGED:
             return None
@@ -101,7 +101,9 @@ def _read_file(config: EngineConfig, model: str, file: GGUF) -> Source:
     if file.numbers < spec.parameters:
         cause = f"{file.path} makes {spec.parameters} parameters of its settings, and its tensors have {file.numbers}"
         raise StartupError(cause, AGAIN)
-    name = model if model in PACKAGED else file.path.stem
+    name = file.path.stem
+    if model in PACKAGED:
+        name, generation = model, PACKAGED[model].sampling | generation
     return Source(name, file.path, settings, generation, spec, _defaults(config, generation), file)
 
 

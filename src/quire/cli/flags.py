@@ -140,7 +140,8 @@ SAMPLING = (
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """MODEL and every field of EngineConfig."""
     parser.add_argument("model", nargs="?", default="", metavar="MODEL",
-                        help="a folder or hub id, in the Hugging Face format (default: the bundled model)")  # fmt: skip
+                        help="a folder or hub id, in the Hugging Face format, or a GGUF file (default: the bundled "
+                        "model)")  # fmt: skip
     group = parser.add_argument_group("engine")
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     for flag in ENGINE:

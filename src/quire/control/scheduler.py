@@ -328,17 +328,9 @@ class Scheduler:
                     del self.running[request]
                     request.status = Status.DONE
             return
-        branches = [seq]
-        if seq.branches:
-            children = [seq.fork(self.new_id(), i, branch_seed(request.seed, i)) for i in range(1, 1 + seq.branches)]
-            seq.branches = 0
-            branches += children
-            request.live += children
-            self._fork(request, [(seq, child) for child in children])
-        for draw, branch in enumerate(branches):
+        for draw, branch in enumerate(self._branches(request, seq) if seq.branches else (seq,)):
             append(request, branch, sampled, draw, self.eos_ids, self.max_len)
-            tops = sampled.tops[draw : draw + 1]
-            events.append(Event(request, branch, sampled.tokens[draw : draw + 1], tops))
+            events.append(Event(request, branch, sampled.tokens[draw : draw + 1], sampled.tops[draw : draw + 1]))
             if branch is seq:
                 continue
             if branch.finish is not None:
@@ -349,6 +341,14 @@ class Scheduler:
             assert self.memory.prefixes is not None, "a prefix is registered where none is kept"
             if not self.memory.prefixes.pin(request.prefix, seq):
                 seq.finish, seq.stop_reason = "error", "the registered prefixes are full"
+
+    def _branches(self, request: Request, seq: Sequence) -> list[Sequence]:
+        """The sequence, and those that are forked from it now."""
+        children = [seq.fork(self.new_id(), i, branch_seed(request.seed, i)) for i in range(1, 1 + seq.branches)]
+        seq.branches = 0
+        request.live += children
+        self._fork(request, [(seq, child) for child in children])
+        return [seq, *children]
 
     def _fork(self, request: Request, pairs: list[tuple[Sequence, Sequence]]) -> None:
         """Children share their parents' pages. If the memory can't fork, the whole request is preempted."""

@@ -181,6 +181,7 @@ def real(case: Case, within: tuple[float, int] = REAL_WITHIN, beyond: tuple[floa
             for rate, asked in traces.items():
                 found.append(_served(partial(serve, made.engine, sleep_until, asked, span), rule, "real", rate, less))
                 print(json.dumps(found[-1]._asdict()), file=sys.stderr, flush=True)
+        del made
         release()
         for rate, asked in traces.items():
             simulated = case.plant(rule).simulation()

@@ -120,6 +120,7 @@ def run(load: Load) -> list[Both]:
         with built(here, rule, **more) as made:
             warm(made, here)
             real = serve(made.engine, trace, made.spec, concurrency=load.concurrency)
+        del made
         release()
         print(json.dumps({"rule": way, **real.facts()}), file=sys.stderr, flush=True)
         engine = here.plant(rule, **more).simulation().engine

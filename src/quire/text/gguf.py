@@ -81,6 +81,8 @@ def tokenizer_of(said: Mapping[str, Any], where: str) -> Tokenizer:
     if len(vocab) != len(tokens):
         raise StartupError(f"{where} has a token twice", REMEDY)
     with unreadable(f"the tokenizer of {where}"):
+        if not isinstance(kind, str):
+            raise StartupError(f"{where} has no kind of tokenizer", REMEDY)
         if kind == "gpt2":
             backend, begins = _byte_level(said, vocab, where)
         elif kind == "llama":

@@ -144,6 +144,7 @@ def layers() -> None:
     wide = torch.zeros(3584)  # Gemma's weights are float32
     norm.rms_norm(zeros(4, 3584), wide, 1e-6, delta=zeros(4, 3584), behind=wide, pdl=PDL)
     activation.softcap(zeros(4, 256_000), 30.0, pdl=PDL)
+    norm.rms_norms(zeros(4, 288), (zeros(256), zeros(16), zeros(16)), 1e-6, pdl=PDL)
     norm.layer_norm(zeros(4, 5120), zeros(5120), zeros(5120), 1e-5, delta=zeros(4, 5120), pdl=PDL)
     activation.act(zeros(4, 20480), "relu", zeros(20480), pdl=PDL)
     if CAPABILITY >= 89:
@@ -179,10 +180,10 @@ def mixtures() -> None:
         scales = [torch.zeros(max(depth // group, 1), 16 * rows) for _, rows, depth in shapes]
         kinds.append(([torch.empty(shape, dtype=linear.E4M3) for shape in shapes], tuple(scales)))
     for tokens in (1, 64, 512, 8192):
-        experts.route(zeros(tokens, 16), 2, False)
+        experts.route(zeros(tokens, 16), 2, False, pdl=PDL)
         for (gate_up, down), scales in kinds:
             x, shares = zeros(tokens, 4096), torch.zeros(tokens, 2)
-            experts.mixture(x, shares, ints(tokens, 2), gate_up, down, "silu", scales)
+            experts.mixture(x, shares, ints(tokens, 2), gate_up, down, "silu", scales, pdl=PDL)
 
 
 def in_fp8() -> None:
@@ -196,6 +197,9 @@ def in_fp8() -> None:
             for rows in (1, 2, 9, 32) if SHARED >= linear.SHARED else ():
                 linear.linear(zeros(rows, depth), weight, None, scale, pdl=PDL)
                 linear.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
+            for rows in (2, 17, 33) if SHARED >= linear.SHARED else ():
+                scaled.few(zeros(rows, depth), weight, None, scale, pdl=PDL)
+                scaled.gated(zeros(rows, depth), weight, "silu", scale, pdl=PDL)
 
 
 def samples() -> None:

@@ -176,7 +176,8 @@ class LargePages:
             for home in homes:
                 refs[home] = 1
             return homes
-        pages, ones, owners = list[int](), [1] * ratio, self.partial[group].owner
+        pages: list[int] = []
+        ones, owners = [1] * ratio, self.partial[group].owner
         for home in homes:
             owners[home] = owner
             first = home * ratio
@@ -312,7 +313,8 @@ class LargePages:
                 cached[page] = None
         self.used[group] -= len(cached) - before + empty
         self.releases += len(touched) > 0
-        resting, emptied, partial, span = list[int](), 0, self.partial[group], self.spans[group]
+        resting: list[int] = []
+        emptied, partial, span = 0, self.partial[group], self.spans[group]
         for home, first in touched.items():
             if busy[home]:
                 if holes[home]:

@@ -55,7 +55,8 @@ class Prefixes:
         self.set_aside, self.caching = set_aside, caching
         self.whole = tables.geometry.both_ways
         self.bounded = any(not policy.media and policy not in tables.keeping for policy in tables.policies)
-        units = [policy.unit for policy in self.policies if policy.unit]
+        self.named = [(g, p) for g, p in enumerate(self.policies) if p.unit]  # whose pages are found by tokens
+        units = [policy.unit for _, policy in self.named]
         self.unit, self.stride = math.gcd(*units) or FAR, math.lcm(*units)
         self.root = hashlib.sha256(b"quire:" + model_id.encode()).digest()
         self.registered: dict[str, Registered] = {}
@@ -77,11 +78,10 @@ class Prefixes:
             return
         data = array("q", seq.tokens[first * self.unit : last * self.unit]).tobytes()
         key = keys[-1] if keys else self._origin(seq.salt)
-        runs = [data[at : at + size] for at in range(0, len(data), size)]
-        if seq.media or self.whole:
-            runs = [run + self._beside(seq, i) for i, run in enumerate(runs, first)]
-        for run in runs:
-            key = hashlib.sha256(key + run).digest()
+        beside = seq.media or self.whole
+        for i, at in enumerate(range(0, len(data), size), first):
+            run = data[at : at + size]
+            key = hashlib.sha256(key + (run + self._beside(seq, i) if beside else run)).digest()
             keys.append(key)
 
     def _beside(self, seq: Sequence, run: int) -> bytes:
@@ -112,9 +112,7 @@ class Prefixes:
     def publish(self, seq: Sequence, start: int, end: int, tables: Tables, first: Seq[int]) -> None:
         """tokens[start : end] of the sequence are computed, both multiples of `unit`: their full pages can be found."""
         self.chain(seq, end)
-        for g, policy in enumerate(self.policies):
-            if not policy.unit:
-                continue
+        for g, policy in self.named:
             table = tables[g]
             i, stop = max(policy.group.whole(start), first[g]), min(policy.group.whole(end), len(table))
             for name in self.names(g, seq.keys, i, stop):

@@ -62,19 +62,20 @@ class Retention:
     ) -> None:
         """Logical pages `first` and on of a resident, called so, were released: it reads them no more. Those that left
         `slack` tokens earlier are emptied, or stay for good."""
-        trail = resident.trails.setdefault(group, deque())
+        trail = resident.trails.get(group)
+        if trail is None:
+            trail = resident.trails[group] = deque()
         trail.extend(zip(range(first, first + len(pages)), pages, names))
-        policy = self.policies[group]
-        start = max(seq.computed - self.slack, 0)
-        near = policy.needed(start, seq.computed).start
-        due = trail and trail[0][0] < near
-        kept = [self._window(group, mark) for mark in self._marks(seq, resident, near)] if due else []
+        near = self.policies[group].needed(max(seq.computed - self.slack, 0), seq.computed).start
+        if not trail or trail[0][0] >= near:
+            return
+        kept = [self._window(group, mark) for mark in self._marks(seq, resident)]
         while trail and trail[0][0] < near:
             at, page, name = trail.popleft()
             if not any(at in window for window in kept) and self._is_cached(group, page, name):
                 self.pages.evict(group, page)
 
-    def _marks(self, seq: Sequence, resident: Resident, near: int) -> list[int]:
+    def _marks(self, seq: Sequence, resident: Resident) -> list[int]:
         """Where prefixes end whose windows stay, in tokens."""
         marks = [seq.prompt_len, *resident.marks] if self.marks else []
         if self.every:

@@ -79,6 +79,7 @@ class PageTables:
         if geometry.sight == "inside":
             self.policies[geometry.host] = HostPolicy(geometry.groups[geometry.host])
         self.keeping = {policy for policy in self.policies if not forgets(policy)}  # that need all pages to the end
+        self.dropping = [(g, p) for g, p in enumerate(self.policies) if p.media or p not in self.keeping]  # the others
         self.back = [0] * len(self.policies)  # tokens that pages are held longer than they are read, a group
         self.growing = [grows(policy) for policy in self.policies]
         self.shrinking = any(policy.shrinks for policy in self.policies)
@@ -232,7 +233,7 @@ class PageTables:
     def _drop(self, seq: Sequence, resident: Resident) -> None:
         """Release the pages that no token to come can see, nor any of the last few (`back`)."""
         resident.drops_at = FAR
-        for g, policy in enumerate(self.policies):
+        for g, policy in self.dropping:
             table, held = resident.tables[g], resident.first[g]
             start = max(seq.computed - self.back[g], 0)
             first = min(policy.reads(seq, start, start + 1).start, len(table))
@@ -262,7 +263,7 @@ class PageTables:
             return seq.prompt_len
         if isinstance(policy, MediaPolicy):
             return policy.next_drop(seq)
-        if policy in self.keeping or policy.shrinks:
+        if policy.shrinks:
             return FAR
         start = max(seq.computed + 1 - back, 0)
         ends = range(start, start + policy.group.run_tokens)

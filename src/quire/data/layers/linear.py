@@ -78,7 +78,7 @@ class Linear(nn.Module):
         """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works. On a GPU
         few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
         any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
-        FP8 few rows are multiplied as they are, and many in FP8 too, unless `deterministic`."""
+        FP8 one row is multiplied as it is, and more are in FP8 too, unless `deterministic`."""
         if self.weight is None:
             return
         if self.bits is not None:
@@ -94,7 +94,8 @@ class Linear(nn.Module):
             elif self.scale is not None:
                 self.many, self.pdl = scaled.linear, early(self.weight.device)
             if not deterministic and linear.supports(self.weight, 1):
-                self.few, self.few_rows, self.pdl = linear.linear, linear.MAX_ROWS, early(self.weight.device)
+                few = (linear.linear, linear.MAX_ROWS) if self.scale is None else (scaled.few, scaled.MAX_ROWS)
+                (self.few, self.few_rows), self.pdl = few, early(self.weight.device)
         if self.weight.device.type != "cpu":
             return
         from quire.data.kernels.cpu import linear as cpu

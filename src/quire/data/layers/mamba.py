@@ -3,6 +3,7 @@ on the token; with Jamba's norms of these three (arXiv:2403.19887)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ class Mamba(nn.Module):
         self.norms = nn.ModuleList(
             RMSNorm(size, norm_eps, dtype, device) for size in (sizes if norm_eps is not None else ())
         )
+        self.all_norms: Callable[..., tuple[Tensor, ...]] | None = None  # in one launch
         self.decay: Tensor | None = None
         self.conv, self.scan = states.causal_conv, states.selective_scan
 
@@ -69,23 +71,30 @@ class Mamba(nn.Module):
         assert self.decay is not None, "prepare() makes it"
         inner, gate = self.into(x).chunk(2, dim=1)
         inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan, self.act)
-        steps, *numbers = self.parts(inner).split(self.parts.parts, dim=1)
-        if self.norms:
-            steps, *numbers = (norm(part) for norm, part in zip(self.norms, (steps, *numbers)))
+        steps, *numbers = self.normed(self.parts(inner))
         return self.scan(inner, self.dt(steps), self.decay, *numbers, self.skip, gate, self.dt_bias, cache, plan)
+
+    def normed(self, product: Tensor) -> tuple[Tensor, ...]:
+        """What the steps are made of [T, dt_rank], B and C [T, d_state], of the product that has them side by side."""
+        if self.all_norms is not None:
+            return self.all_norms(product, tuple(norm.weight for norm in self.norms), self.norms[0].eps)
+        parts = product.split(self.parts.parts, dim=1)
+        return tuple(norm(part) for norm, part in zip(self.norms, parts)) if self.norms else parts
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
         """Call once, after loading. On a GPU kernels are chosen; if `deterministic`, ones by which a token's bits, with
         states in fp32, depend neither on the rows beside it nor on how its row is cut into steps."""
         self.decay = -torch.exp(self.decay_log)
-        for norm in self.norms:
-            if norm.weight is None:  # it has none
-                norm.weight = nn.Parameter(self.conv_weight.new_ones(norm.shape), requires_grad=False)
+        for one in self.norms:
+            if one.weight is None:  # it has none
+                one.weight = nn.Parameter(self.conv_weight.new_ones(one.shape), requires_grad=False)
         if self.decay.is_cuda:
-            from quire.data.kernels.triton import conv, scan
+            from quire.data.kernels.triton import conv, norm, scan
             from quire.data.kernels.triton.launch import early
 
             pdl = early(self.decay.device)
             self.conv = partial(conv.causal_conv, pdl=pdl)
             self.scan = partial(scan.selective_scan, deterministic=deterministic, pdl=pdl)
+            if self.norms:
+                self.all_norms = partial(norm.rms_norms, pdl=pdl)

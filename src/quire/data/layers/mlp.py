@@ -63,12 +63,12 @@ class GatedMLP(nn.Module):
         weight = self.gate_up.weight
         if weight is None or not weight.is_cuda:
             return
-        from quire.data.kernels.triton import activation, linear
+        from quire.data.kernels.triton import activation, linear, scaled
 
         if self.name in activation.ACTIVATIONS:
             self.gate = activation.gate
             if linear.supports(weight, 1) and self.gate_up.bias is None and not deterministic:
-                self.gated = linear.gated
+                self.gated = linear.gated if self.gate_up.scale is None else scaled.gated
 
 
 class MLP(nn.Module):

@@ -43,14 +43,14 @@ class SparseMLP(nn.Module):
         self.down_scale: Tensor | None = None
         self.choose: Callable[..., tuple[Tensor, Tensor]] | None = None  # the choice in one launch
         self.grouped: Callable[..., Tensor] | None = None
-        self.deterministic = False
+        self.deterministic = self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.route(x)
         gate_up, down = self.gate_up.view(self.experts, -1, self.hidden), self.down.view(self.experts, self.hidden, -1)
         if self.grouped is not None:
-            scales = self.gate_up_scale, self.down_scale
-            return self.grouped(x, weights, chosen, gate_up, down, self.name, scales, deterministic=self.deterministic)
+            scales, how = (self.gate_up_scale, self.down_scale), {"deterministic": self.deterministic, "pdl": self.pdl}
+            return self.grouped(x, weights, chosen, gate_up, down, self.name, scales, **how)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():
             rows, place = torch.where(chosen == expert)
@@ -62,7 +62,7 @@ class SparseMLP(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, top] each: the weights of a token's experts, fp32, and which they are, likeliest first."""
         if self.choose is not None:
-            return self.choose(self.router(x), self.top, self.normalised)
+            return self.choose(self.router(x), self.top, self.normalised, pdl=self.pdl)
         weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top, dim=1)
         return weights / weights.sum(dim=1, keepdim=True) if self.normalised else weights, chosen
 
@@ -71,6 +71,8 @@ class SparseMLP(nn.Module):
         `deterministic`, a row's bits don't depend on the number of rows."""
         if self.gate_up.is_cuda:
             from quire.data.kernels.triton import activation, experts
+            from quire.data.kernels.triton.launch import early
 
             if self.name in activation.ACTIVATIONS:
                 self.choose, self.grouped, self.deterministic = experts.route, experts.mixture, deterministic
+                self.pdl = early(self.gate_up.device)

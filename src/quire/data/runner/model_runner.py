@@ -331,6 +331,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         store = getattr(self, "store", None)
+        self.pictures = None  # holds the store too
         for name in ("graphs", "mixed", "sampler", "last"):
             if hasattr(self, name):
                 delattr(self, name)

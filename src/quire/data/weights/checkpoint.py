@@ -40,7 +40,7 @@ def locate(model: str, weights: bool = True, revision: str | None = None) -> Pat
     if path.is_dir():
         return path
     if path.exists():
-        raise StartupError(f"the model {model!r} is a file", "Give the folder that holds config.json")
+        raise StartupError(f"the model {model!r} is a file, and no GGUF file", "Give the folder that holds config.json")
     if not HUB_ID.fullmatch(model):
         raise StartupError(f"there is no folder {model!r}", "Give a folder with a checkpoint, or a hub id (owner/name)")
     return _snapshot(model, WANTED if weights else SMALL, revision)
@@ -94,6 +94,8 @@ def _hub_answers() -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in config.json; StartupError if it's missing or broken."""
     if find(folder, "config.json") is None:
+        if files := sorted(shown(path.name) for path in folder.glob("*.gguf")):
+            raise StartupError(f"{folder} has no config.json, but {', '.join(files[:3])}", "Give the GGUF file itself")
         raise StartupError(f"{folder} has no config.json", "Give a folder with a checkpoint in the Hugging Face format")
     return read_optional(folder, "config.json")
 

@@ -25,7 +25,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16  # keys, and tensors
 MAX_NAME = 1 << 16  # bytes of a key
-MAX_TEXTS = 1 << 21  # texts of all arrays: each is looked at
+MAX_TEXTS = 1 << 20  # texts of all arrays: each is looked at
 MAX_ALIGNMENT = 1 << 16
 MAX_DIMENSIONS = 4
 TEXT, ARRAY, FLAG, FLOAT = 8, 9, 7, 6
@@ -85,8 +85,10 @@ class GGUF(NamedTuple):
 
 def is_gguf(path: Path) -> bool:
     """The file is named as one, or begins as one."""
+    if path.is_dir():
+        return False
     if path.suffix.lower() == ".gguf":
-        return path.exists() and not path.is_dir()
+        return path.exists()
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -100,10 +102,9 @@ def read_gguf(path: Path) -> GGUF:
     reader = _Reader(path, _mapped(path))
     try:
         said, infos = reader.header()
-        if said.get("split.count", 1) != 1:
-            raise StartupError(
-                f"{path} is one of {shown(said['split.count'])} parts", "Merge them: llama-gguf-split --merge"
-            )
+        parts = said.get("split.count", 1)
+        if type(parts) is not int or parts > 1:
+            raise StartupError(f"{path} is one of {shown(parts)} parts", "Merge them: llama-gguf-split --merge")
         return GGUF(path, said, reader.tensors(infos, said.get("general.alignment", 32)))
     except struct.error:
         reader.refuse("it ends too soon")

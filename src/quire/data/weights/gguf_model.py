@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.data.models.fields import Fields
+from quire.data.models.fields import MAX_NUMBERS, Fields
 from quire.data.models.quantization import BLOCKS
+from quire.data.models.settings import MAX_LAYERS
 from quire.data.weights.blocks import Blocks
 from quire.data.weights.gguf import GGUF
 from quire.errors import StartupError, shown
@@ -121,31 +122,7 @@ def config_of(file: GGUF) -> dict[str, Any]:
     """What would be its config.json. StartupError for an architecture, or a value, that isn't supported."""
     family, fields = _family(file)
     arch = str(file.said["general.architecture"])
-    heads, hidden = fields.size("attention.head_count"), fields.size("embedding_length")
-    head_dim = fields.size("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        fields.refuse(name, head_dim)
-    fields.refuse("expert_count", 0)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise StartupError(f"{file.path} has no tensor token_embd.weight", "Give a GGUF file of a language model")
-    config: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "hidden_size": hidden,
-        "num_hidden_layers": fields.size("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": fields.size("feed_forward_length"),
-        "vocab_size": embedding.rows,
-        "max_position_embeddings": fields.size("context_length"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": _dtype(file),
-        BLOCKS: _kind(file) not in FLOATS,
-        "eos_token_id": end_ids(file),
-    }
+    config = _shape(file, family, fields)
     window = fields.size("attention.sliding_window", 0, least=0)
     if arch.startswith("gemma"):
         config |= _gemma(arch, fields, config)
@@ -154,23 +131,52 @@ def config_of(file: GGUF) -> dict[str, Any]:
     elif window and arch == "llama":
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     if arch == "llama":
-        config |= {
-            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        }
-    theta, scaling = fields.number("rope.freq_base", 10000.0), _rope(file, fields)
+        biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+        config |= {name: tensor in file.tensors for name, tensor in biased.items()}
+    rope = _rope(file, fields) | {"rope_theta": fields.number("rope.freq_base", 10000.0)}
     if arch == "gemma3":
         local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)}
-        return config | {
-            "rope_parameters": {"full_attention": scaling | {"rope_theta": theta}, "sliding_attention": local}
-        }
-    return config | {"rope_parameters": scaling | {"rope_theta": theta}}
+        return config | {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    return config | {"rope_parameters": rope}
+
+
+def _shape(file: GGUF, family: Family, fields: Fields) -> dict[str, Any]:
+    """What all families say."""
+    heads, hidden = fields.size("attention.head_count"), fields.size("embedding_length")
+    head_dim = fields.size("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        fields.refuse(name, head_dim)
+    fields.refuse("expert_count", 0)
+    embedding, tokens = file.tensors.get("token_embd.weight"), file.said.get("tokenizer.ggml.tokens", ())
+    if embedding is None:
+        raise StartupError(f"{file.path} has no tensor token_embd.weight", "Give a GGUF file of a language model")
+    if hasattr(tokens, "__len__") and len(tokens) > embedding.rows:
+        raise StartupError(f"{file.path} has {len(tokens)} tokens, and its model knows {embedding.rows}", AGAIN)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.size("block_count", most=MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": fields.size("feed_forward_length"),
+        "vocab_size": embedding.rows,
+        "max_position_embeddings": fields.size("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": FLOATS.get(_kind(file), "bfloat16"),
+        BLOCKS: _kind(file) not in FLOATS,
+        "eos_token_id": end_ids(file),
+    }
 
 
 def generation_of(file: GGUF) -> dict[str, Any]:
     """What would be its generation_config.json: the sampling that the file asks for, and the end tokens."""
     asked = {name: file.said.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
-    return {name: value for name, value in asked.items() if value is not None} | {"eos_token_id": end_ids(file)}
+    return {name: value for name, value in asked.items() if type(value) in (int, float)} | {
+        "eos_token_id": end_ids(file)
+    }
 
 
 def end_ids(file: GGUF) -> list[int]:
@@ -187,8 +193,15 @@ def _family(file: GGUF) -> tuple[Family, Fields]:
             f"{file.path} holds a model of the architecture {shown(arch)}, which is not supported",
             f"Supported in GGUF files: {', '.join(FAMILIES)}",
         )
-    said = {key.removeprefix(f"{arch}."): value for key, value in file.said.items() if key.startswith(f"{arch}.")}
+    said = {
+        key.removeprefix(f"{arch}."): _plain(value) for key, value in file.said.items() if key.startswith(f"{arch}.")
+    }
     return FAMILIES[arch], Fields(said, str(file.path))
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and shown: no setting that is read is an array."""
+    return value[:16].tolist() if isinstance(value, np.ndarray) else value
 
 
 def _gemma(arch: str, fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -227,9 +240,9 @@ def _rope(file: GGUF, fields: Fields) -> dict[str, Any]:
 
 
 def _numbers(file: GGUF, name: str) -> list[float]:
-    if name not in file.tensors:
-        raise StartupError(f"{file.path} has no tensor {name}", AGAIN)
-    blocks = file.tensors[name]
+    blocks = file.tensors.get(name)
+    if blocks is None or blocks.rows * blocks.columns > MAX_NUMBERS:
+        raise StartupError(f"{file.path} has no tensor {name} of at most {MAX_NUMBERS} numbers", AGAIN)
     return [float(number) for number in blocks.numbers().ravel()]
 
 
@@ -239,10 +252,6 @@ def _kind(file: GGUF) -> str:
     for blocks in file.tensors.values():
         sizes[blocks.kind] = sizes.get(blocks.kind, 0) + blocks.rows * blocks.columns
     return max(sizes, key=lambda kind: sizes[kind])
-
-
-def _dtype(file: GGUF) -> str:
-    return FLOATS.get(_kind(file), "bfloat16")
 
 
 def _unturned(stored: Blocks, head_dim: int) -> Blocks:

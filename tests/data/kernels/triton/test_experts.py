@@ -13,6 +13,7 @@ from quire.data.kernels.triton.experts import FEW, MANY, MOST_UNSORTED, SOME, mi
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
+PDL = (False, True) if CUDA and torch.cuda.get_device_capability()[0] >= 9 else (False,)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -37,8 +38,8 @@ def case(tokens: int, count: int, top: int, dtype: torch.dtype, inner: int = 24,
     return [wide[:, :hidden], weights, chosen, gate_up, down]
 
 
-def check(made: list[Tensor], deterministic: bool = False) -> None:
-    got, want = mixture(*made, "silu", deterministic=deterministic), dense(*made)
+def check(made: list[Tensor], deterministic: bool = False, pdl: bool = False) -> None:
+    got, want = mixture(*made, "silu", deterministic=deterministic, pdl=pdl), dense(*made)
     half = 0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.double(), want, rtol=half + 2e-5, atol=4 * half * float(want.abs().max()) + 2e-5)
 
@@ -92,6 +93,24 @@ def test_many_tokens(dtype: torch.dtype) -> None:
     check(made)
 
 
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "hidden"), [(1, 40), (24, 40), (144, 1032), *([(14336, 4096)] if CUDA else [])])
+@pytest.mark.parametrize("top", [1, 2, 3])
+def test_one_token(top: int, inner: int, hidden: int, dtype: torch.dtype, pdl: bool) -> None:
+    """In kernels of its own, which add its experts' outputs in the order of their shares."""
+    check(case(1, 5, top, dtype, inner, hidden), pdl=pdl)
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("tokens", [3, MOST_UNSORTED])
+def test_early_launches(tokens: int, pdl: bool) -> None:
+    """The whole of it, from the choice on, sorted and not."""
+    made, logits = case(tokens, 5, 2, DTYPES[-1]), random(tokens, 5, dtype=DTYPES[-1])
+    made[1:3] = route(logits, 2, True, pdl=pdl)
+    check(made, pdl=pdl)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_choose_one_expert(dtype: torch.dtype) -> None:
     """And nobody the others: the first, the last, one in between."""
@@ -101,9 +120,10 @@ def test_all_choose_one_expert(dtype: torch.dtype) -> None:
         check(made)
 
 
-def test_experts_that_nobody_chose_are_not_read() -> None:
-    made = case(3, 4, 2, torch.float32)
-    made[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_experts_that_nobody_chose_are_not_read(tokens: int) -> None:
+    made = case(tokens, 4, 2, torch.float32)
+    made[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]])[:tokens]
     for weight in made[3:]:
         weight[[0, 2]] = torch.nan
     check(made)

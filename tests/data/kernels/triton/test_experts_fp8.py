@@ -64,6 +64,14 @@ def test_equal_to_a_dense_loop(kind: str, dtype: torch.dtype, deterministic: boo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "hidden"), [(16, 32), (1040, 272), (256, 1040)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_token(kind: str, inner: int, hidden: int, dtype: torch.dtype) -> None:
+    """Lines of a tile and less, of several and of parts."""
+    Experts(3, kind, dtype, inner, hidden).check(*tokens(1, 3, 2, dtype, hidden))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rows", "groups"])
 def test_many_tokens(kind: str, dtype: torch.dtype) -> None:
     """Sorted, in the tiles of prompts."""
@@ -82,10 +90,11 @@ def test_rows_do_not_know_each_other(kind: str) -> None:
         assert torch.equal(experts.mixture(*(part[few] for part in made), deterministic=True), every[few])
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", ["rows", "groups"])
-def test_experts_that_nobody_chose_are_not_read(kind: str) -> None:
-    experts, (x, shares, chosen) = Experts(4, kind, DTYPES[0], 32, 144), tokens(3, 4, 2, DTYPES[0], 144)
-    chosen[:] = torch.tensor([[1, 3], [3, 1], [1, 3]])
+def test_experts_that_nobody_chose_are_not_read(kind: str, count: int) -> None:
+    experts, (x, shares, chosen) = Experts(4, kind, DTYPES[0], 32, 144), tokens(count, 4, 2, DTYPES[0], 144)
+    chosen[:] = torch.tensor([[1, 3], [3, 1], [1, 3]])[:count]
     for weight, scale in zip(experts.weights, experts.scales):
         assert scale is not None
         weight.view(torch.uint8)[[0, 2]] = 0x7F  # NaN

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from quire.data.kernels.limits import SCORED_AT_ONCE
 from quire.data.kernels.triton import linear as kernels
+from quire.data.kernels.triton import scaled
 from quire.data.kernels.triton.linear import MAX_ROWS, Tile, gated, invariant, linear, supports
+from quire.data.kernels.triton.tiles import rounded_rows
 from quire.data.layers import mlp
 from quire.data.runner.rehearsal import _plans
 
@@ -150,6 +152,7 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
 
     def tiles(rows: int, size: int) -> set[Tile]:
         few = {kernels.few_rows(r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
+        few |= {rounded_rows(rows, size, 4096, False)} if 1 < rows <= scaled.MAX_ROWS else set()
         return few | {kernels.any_rows(rows, size, torch.bfloat16, bulk) for bulk in (False, rows > 64)}
 
     plans = list(_plans(tokens, 4096, slots))

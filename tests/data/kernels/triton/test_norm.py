@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.data.kernels.triton.norm import layer_norm, rms_norm
+from quire.data.kernels.triton.norm import layer_norm, rms_norm, rms_norms
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -119,3 +119,29 @@ def test_the_sum_may_go_through_a_norm_first(size: int, dtype: torch.dtype, pdl:
 
 def test_no_rows() -> None:
     assert rms_norm(torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE), EPS).shape == (0, 64)
+
+
+@pytest.mark.parametrize("pdl", PDL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "pair"), [(256, 16), (6, 5), (160, 64), (3000, 16)])
+def test_three_norms_at_once(size: int, pair: int, dtype: torch.dtype, pdl: bool) -> None:
+    """The same numbers as one by one, each row by itself."""
+    x = random(7, size + 2 * pair + 8, dtype=dtype)[:, : size + 2 * pair]
+    x[3, 0] = x[4, size] = x[5, size + pair] = torch.nan
+    x[:, size:] *= 3
+    sizes = (size, pair, pair)
+    first, second, third = (random(many, dtype=dtype, seed=seed + 1) + 1 for seed, many in enumerate(sizes))
+    got = rms_norms(x, (first, second, third), EPS, pdl=pdl)
+    for one, part, weight in zip(got, x.split(sizes, dim=1), (first, second, third)):
+        want = F.rms_norm(part.double(), weight.shape, weight.double(), EPS)
+        assert want.isnan().any(dim=1).sum() == 1
+        assert_nearly(one.to(dtype), want)
+        assert_nearly(one, rms_norm(part, weight, EPS).double())
+    assert got[0].dtype == dtype
+    assert got[1].dtype == got[2].dtype == torch.float32
+    assert got[2].data_ptr() - got[1].data_ptr() == 4 * pair
+
+
+def assert_nearly(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.isnan(), want.isnan())
+    assert_rounded(got.nan_to_num(), want.nan_to_num())

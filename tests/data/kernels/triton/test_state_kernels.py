@@ -300,3 +300,11 @@ def test_what_a_kernel_refuses() -> None:
     for name, value in {"A": made.A.bfloat16(), "D": made.D.double(), "bias": made.bias[:4]}.items():
         with pytest.raises(AssertionError, match=r"in fp32|of a channel|another layer"):
             outputs(made._replace(**{name: value}), KERNELS["Triton"])
+
+
+def test_parts_that_lie_side_by_side_are_not_copied() -> None:
+    both = torch.randn(5, 12, device=DEVICE)
+    for B, C in ((both[:, :6], both[:, 6:]), (both[:, 6:], both[:, :6]), (both[:, :4], both[:, 4:8])):
+        assert torch.equal(scan._beside(B, C), torch.cat((B, C), dim=1))
+        assert torch.equal(scan._beside(B.half(), C.half()), torch.cat((B, C), dim=1).half().float())
+    assert scan._beside(both[:, :6], both[:, 6:]).data_ptr() == both.data_ptr()

@@ -5,13 +5,15 @@ kernel of `linear` has it. It finds its pairs by itself; where they are many, th
 are programs for as many tiles as there may be, however the pairs fall to experts: those without pairs end at once, so
 that a graph serves any choice. Nothing is added to from two sides: a result is the same every time.
 
+One token's experts have kernels of their own (`experts_one`).
+
 Weights may be in FP8 (e4m3), as those of `linear`: converted in registers, whatever the number of pairs, and sums
 multiplied by scales.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.data.kernels.triton.activation import ACTIVATIONS, activate
+from quire.data.kernels.triton.experts_one import one_token
 from quire.data.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.data.kernels.triton.linear import E4M3
 from quire.data.kernels.triton.quick import quick
@@ -47,9 +50,12 @@ SIDE = 8
 @triton.jit
 def _route(
     logits, weights, chosen, stride,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A token a program. What isn't a number stays so, and is some expert's."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     x = tl.load(logits + row * stride + expert, mask=expert < EXPERTS, other=-float("inf")).to(tl.float32)
     x = tl.exp(x - tl.max(x, axis=0))
@@ -65,7 +71,7 @@ def _route(
         tl.store(weights + row * TOP + j, best[j] / total if NORMALISED else best[j])
 
 
-def route(logits: Tensor, top: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top: int, normalised: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """logits [T, experts] -> the softmax's `top` largest, fp32, divided by their sum if `normalised`, and whose they
     are, int64, the largest first: [T, top] each."""
     tokens, experts = logits.shape
@@ -75,9 +81,14 @@ def route(logits: Tensor, top: int, normalised: bool) -> tuple[Tensor, Tensor]:
     if tokens:
         _route[(tokens,)](
             logits, weights, chosen, logits.stride(0),
-            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, NORMALISED=normalised, num_warps=1,
+            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, NORMALISED=normalised, PDL=pdl, num_warps=1,
+            **_early(pdl),
         )  # fmt: skip
     return weights, chosen
+
+
+def _early(pdl: bool) -> dict[str, Any]:
+    return {"launch_pdl": True} if pdl else {}
 
 
 @triton.jit
@@ -128,9 +139,13 @@ def _experts(
     x, weight, scale, shares, out, chosen, bounds, pairs, tiles, x_stride, size, depth,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each pair: with a KIND, act(gate) * up of its token; without, its own row's product, times its share. GROUP
     numbers of a row have a scale in common: 0 for all of a row, -1 where the weight isn't in FP8."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # the choice may be of the kernel before: which weights are read is not known yet
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
@@ -168,8 +183,13 @@ def _experts(
 
 @quick
 @triton.jit
-def _sum(parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _sum(
+    parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """out[row] = the sum of the row's TOP parts, in their order."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, columns = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP):
@@ -202,13 +222,14 @@ def _group(weight: Tensor, scale: Tensor | None) -> int:
 
 def mixture(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [T, hidden], weights and chosen [T, top] (fp32, int64), gate_up [experts, 2 * inner, hidden], down [experts,
     hidden, inner] -> [T, hidden]: the sum of the chosen experts' outputs, times their weights, in fp32, rounded once.
 
     `scales`: of `gate_up` and `down`, where they are in FP8: [G, experts * rows], as `linear` has them.
-    May be captured. `deterministic`: a row's bits don't depend on the number of rows.
+    May be captured. `deterministic`: a row's bits don't depend on the number of rows. pdl: programmatic dependent
+    launch, on GPUs of capability 9 and more.
     """
     (tokens, hidden), top, (experts, inner) = x.shape, chosen.shape[1], (len(gate_up), down.shape[2])
     assert gate_up.shape == (experts, 2 * inner, hidden), "gates and ups of one size"
@@ -218,11 +239,13 @@ def mixture(
     pairs, out = tokens * top, torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not pairs:
         return out
+    groups = _group(gate_up, scales[0]), _group(down, scales[1])
+    if tokens == 1 and not deterministic:
+        return one_token(x, weights, chosen, gate_up, down, activation, scales, groups, pdl)
     few, order, bounds = pairs <= MOST_UNSORTED, chosen, chosen
     if not few:
         sorted_, order = chosen.flatten().sort(stable=True)
         bounds = torch.searchsorted(sorted_, torch.arange(experts + 1, device=x.device))
-    groups = _group(gate_up, scales[0]), _group(down, scales[1])
     tile = tile_of(pairs, experts, deterministic, x, gate_up, down, group=max(*groups, 0))
     tiles = min(pairs, pairs // tile.pairs + experts)
     between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
@@ -234,9 +257,11 @@ def mixture(
             source.stride(0), size, weight.shape[2],
             EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MOST_UNSORTED if few else 0, TOP=top,
             BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, SIDE=SIDE, GROUP=group, KIND=kind,
-            num_warps=tile.warps, num_stages=tile.stages,
+            PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **_early(pdl),
         )  # fmt: skip
     block = min(power_of_2(hidden), 1024)
     blocks = cdiv(hidden, block)
-    _sum[(tokens * blocks,)](parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, num_warps=4)
+    _sum[(tokens * blocks,)](
+        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, **_early(pdl)
+    )
     return out

@@ -107,3 +107,56 @@ def _launch(
         num_warps=warps_of(block), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _normed(place, scale, eps, inside, SIZE: tl.constexpr):
+    """As `_norm` has it, of a row's numbers from `place` on."""
+    values = tl.load(place, mask=inside, other=0.0)
+    wide = values.to(tl.float32)
+    variance = tl.sum(wide * wide, axis=0) / SIZE
+    return (wide * tl.rsqrt(variance + eps) * scale).to(values.dtype)
+
+
+@quick
+@triton.jit
+def _parts(
+    x, first, second, third, out, pair, x_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, PAIR_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row a program: SIZE numbers, and twice PAIR."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns, few = tl.arange(0, BLOCK), tl.arange(0, PAIR_BLOCK)
+    inside, real = columns < SIZE, few < PAIR
+    scale = tl.load(first + columns, mask=inside, other=0.0).to(tl.float32)
+    left = tl.load(second + few, mask=real, other=0.0).to(tl.float32)
+    right = tl.load(third + few, mask=real, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    place = x + row * x_stride
+    tl.store(out + row * SIZE + columns, _normed(place + columns, scale, eps, inside, SIZE), mask=inside)
+    target = pair + row * (2 * PAIR) + few
+    tl.store(target, _normed(place + SIZE + few, left, eps, real, PAIR).to(tl.float32), mask=real)
+    tl.store(target + PAIR, _normed(place + SIZE + PAIR + few, right, eps, real, PAIR).to(tl.float32), mask=real)
+
+
+def rms_norms(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], eps: float, *, pdl: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms of the three parts of rows x [T, size + 2 pair], of weights [size], [pair], [pair], in one launch: each
+    as `rms_norm` has it, in x's dtype; the latter two, so rounded, in fp32 and side by side in memory."""
+    (rows, width), (size, pair, other) = x.shape, map(len, weights)
+    assert (width, pair) == (size + pair + other, other), "a weight a column, and two parts of one size"
+    assert x.stride(1) == 1, "rows are contiguous"
+    assert all(weight.is_contiguous() for weight in weights), "weights are dense"
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    both = torch.empty((rows, 2 * pair), dtype=torch.float32, device=x.device)
+    if rows:
+        block = power_of_2(size)
+        _parts[(rows,)](
+            x, *weights, out, both, x.stride(0), eps, size, block, pair, power_of_2(pair), pdl,
+            num_warps=warps_of(block), **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return out, both[:, :pair], both[:, pair:]

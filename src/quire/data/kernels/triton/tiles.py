@@ -54,25 +54,16 @@ TILES = {
     },
 }
 
-# The same of FP8 weights, of which a tile is half as many bytes; of one row measured as above, of more rows derived.
+# The same of FP8 weights, of which a tile is half as many bytes: of one row measured as above, of more, which only
+# `invariant` takes, derived. These are in tiles of one width for all numbers of rows: wide enough for a group of warps
+# to multiply together, which takes the numbers of 8 bits in the order that the tiles of many rows take them in. (A warp
+# by itself, as in narrow tiles, takes them in another, and a row would have other bits.)
 TILES_FP8 = {
     1: {
         "deep": Tile(0, 8, 1024, 3, 4),
         "square": Tile(0, 4, 1024, 3, 2),
         "middle": Tile(0, 8, 512, 4, 2, 1),
         "tall": Tile(0, 8, 512, 5, 4),
-    },
-    8: {
-        "deep": Tile(8, 32, 512, 5, 4, 1),
-        "square": Tile(8, 32, 512, 4, 2, 2),
-        "middle": Tile(8, 16, 256, 6, 1, 1),
-        "tall": Tile(8, 32, 256, 4, 2, 2),
-    },
-    16: {
-        "deep": Tile(16, 32, 512, 5, 4),
-        "square": Tile(16, 64, 256, 5, 4, 1),
-        "middle": Tile(16, 64, 256, 5, 4, 1),
-        "tall": Tile(16, 64, 256, 4, 4, 1),
     },
     32: {
         "deep": Tile(32, 64, 256, 5, 4),
@@ -81,19 +72,58 @@ TILES_FP8 = {
         "tall": Tile(32, 64, 256, 4, 4, 1),
     },
 }
+
+# Of FP8 weights and rows that are rounded to FP8 too; measured with the rounding, weights cold. A group of warps
+# multiplies 64 lines of one side by 16 or more of the other in FP8; a warp by itself, as smaller tiles have it, would
+# convert them first. In tiles of less than 64 columns, of which there are enough for every multiprocessor, the 64 are
+# rows of x: most of them aren't there.
+TILES_ROUNDED = {
+    16: {
+        "deep": Tile(16, 64, 256, 6, 4, 1),
+        "square": Tile(16, 64, 256, 6, 4),
+        "middle": Tile(16, 64, 256, 6, 4, 1),
+        "tall": Tile(16, 64, 256, 4, 4),
+    },
+    32: {
+        "deep": Tile(64, 32, 256, 6, 4),
+        "square": Tile(64, 32, 256, 6, 4, 1),
+        "middle": Tile(32, 64, 256, 6, 4),
+        "tall": Tile(32, 64, 256, 4, 4),
+    },
+    64: {
+        "deep": Tile(64, 32, 256, 6, 4),
+        "square": Tile(64, 32, 256, 6, 4),
+        "middle": Tile(64, 64, 256, 4, 4, 1),
+        "tall": Tile(64, 64, 128, 6, 4),
+    },
+}
 GROUP = 128
 """Numbers of a row of an FP8 weight that have a scale in common, where there are several."""
 
 
 def few_rows(rows: int, size: int, depth: int, fp8: bool = False) -> Tile:
     """The tile for a weight [size, depth]."""
-    block = 1 if rows == 1 else 8 if rows <= 8 else 16 if rows <= 16 else 32
+    tile = _found(TILES_FP8 if fp8 else TILES, rows, size, depth)
+    return tile._replace(depth=min(tile.depth, max(16, power_of_2(depth))))
+
+
+def rounded_rows(rows: int, size: int, depth: int, groups: bool) -> Tile:
+    """The tile for a weight [size, depth] in FP8 and rows that are rounded; `groups`: with scales by GROUP numbers, of
+    which each step of the sum has one, so that there are more and smaller steps."""
+    tile = _found(TILES_ROUNDED, rows, size, depth)
+    if not groups:
+        return tile._replace(depth=min(tile.depth, max(32, power_of_2(depth))))
+    stages = min(12, tile.stages * tile.depth // GROUP)
+    return tile._replace(depth=GROUP, stages=stages, early=min(tile.early, 1) if depth % GROUP == 0 else 0)
+
+
+def _found(tiles: dict[int, dict[str, Tile]], rows: int, size: int, depth: int) -> Tile:
+    block = next(block for block in tiles if rows <= block)
     if size > 8192:
-        shape = "tall" if size < 65536 or fp8 else "vocabulary"
+        shape = "vocabulary" if size >= 65536 and "vocabulary" in tiles[block] else "tall"
     else:
         shape = "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
-    tile = (TILES_FP8 if fp8 else TILES)[block][shape]
-    return tile._replace(depth=min(tile.depth, max(16, power_of_2(depth))))
+    return tiles[block][shape]
 
 
 def any_rows(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Tile:

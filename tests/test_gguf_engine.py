@@ -1,0 +1,101 @@
+"""GGUF files as models, from start to tokens: the bundled model written as one says what it says from its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.cli import main
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.source import read_source, read_tokenizer
+
+TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
+PROMPTS = ["Once upon a time", "The colour of the sky is", "A dog and a cat 123"]
+CHAT = [{"role": "user", "content": "What is the colour of the sky?"}]
+SETTINGS: dict[str, Any] = {"device": "cpu", "kv_tokens": 2048, "max_num_seqs": 4, "swap_gib": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model in a file, in bfloat16 as it is."""
+    state = json.loads((TINY / "tokenizer.json").read_text())
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    vocab = state["model"]["vocab"]
+    added = {token["content"] for token in state["added_tokens"]}
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    more = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in added else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": config["chat_template"], "general.sampling.temp": 0.5,
+    }  # fmt: skip
+    path = tmp_path_factory.mktemp("gguf") / "Tiny.BF16.gguf"
+    write = gguf_files.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_files, "write", lambda path, said, tensors: write(path, {**said, **more}, tensors))
+        return gguf_files.convert(TINY, "llama", path, "bf16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_says_what_the_folder_says(tiny: Path, dtype: str) -> None:
+    said = []
+    for model in ("tiny", str(tiny)):
+        with LLM(model, dtype=dtype, **SETTINGS) as llm:
+            greedy = SamplingParams(temperature=0, max_tokens=24)
+            results = [*llm.generate(PROMPTS, greedy), llm.chat(CHAT, greedy)[0]]
+            said.append([(r.prompt_token_ids, r.outputs[0].token_ids, r.outputs[0].text) for r in results])
+    assert said[0] == said[1]
+
+
+def test_a_source(tiny: Path) -> None:
+    source = read_source(EngineConfig(model=str(tiny)))
+    assert (source.name, source.folder, source.config["dtype"]) == ("Tiny.BF16", tiny, "bfloat16")
+    assert (source.generation["eos_token_id"], source.defaults) == ([5], {"temperature": 0.5})
+    assert read_source(EngineConfig(model=str(tiny), generation_config="vllm")).defaults == {}
+    bundled = read_source(EngineConfig())
+    assert replace(source.spec, eos_ids=()) == replace(bundled.spec, eos_ids=())
+    tokenizer = read_tokenizer(EngineConfig(tokenizer=str(tiny)), None)
+    assert tokenizer is not None
+    assert tokenizer.eos_ids == (5, 1)
+
+
+def test_a_plan(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tiny), "--device", "cpu", "--kv-tokens", "2048"]) == 0
+    assert "Tiny.BF16" in capsys.readouterr().out
+
+
+def test_generate(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prompt", "Once upon a time", "--max-tokens", "4", "--temperature", "0", "--kv-tokens", "256"]
+    said = []
+    for model in ("tiny", str(tiny)):
+        assert main(["generate", model, *arguments]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+
+
+def test_what_is_no_such_file(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="--revision is given"):
+        read_source(EngineConfig(model=str(tiny), revision="main"))
+    (tmp_path / "a.gguf").write_bytes(tiny.read_bytes()[:100_000])
+    with pytest.raises(StartupError, match=r"a\.gguf is not a readable GGUF file"):
+        read_source(EngineConfig(model=str(tmp_path / "a.gguf")))
+    with pytest.raises(StartupError, match=r"no config\.json, but 'a\.gguf'. Give the GGUF file itself"):
+        read_source(EngineConfig(model=str(tmp_path)))
+    (tmp_path / "b.bin").write_bytes(b"PK")
+    with pytest.raises(StartupError, match="no GGUF file"):
+        read_source(EngineConfig(model=str(tmp_path / "b.bin")))
+
+
+def test_settings_that_claim_more_than_the_file_has(tmp_path: Path) -> None:
+    """No memory is asked for before."""
+    path = gguf_files.convert(TINY, "llama", tmp_path / "a.gguf", "bf16", feed_forward_length=1 << 30)
+    with pytest.raises(StartupError, match="parameters of its settings, and its tensors have"):
+        read_source(EngineConfig(model=str(path)))
