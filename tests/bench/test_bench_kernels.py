@@ -7,8 +7,9 @@ import argparse
 import pytest
 import torch
 
-from quire.bench import kernels, main
+from quire.bench import cpu_kernels, kernels, main
 from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
+from quire.data.kernels.cpu.loading import library
 from quire.errors import StartupError
 
 
@@ -36,6 +37,25 @@ def test_a_result_is_a_share_of_its_own_ceiling() -> None:
     assert [r["share"] for r in shown] == pytest.approx([0.25, 0.25, 0.25])
     assert [(r["rate"], r["unit"]) for r in shown] == [(1.0, "TB/s"), (200.0, "TFLOP/s"), (0.01, "TB/s")]
     assert "25" in kernels.show(shown)
+
+
+def test_products_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if library() is None:
+        pytest.skip("the kernels for CPUs aren't built")
+    monkeypatch.setattr(cpu_kernels, "SHAPES", {"tiny": {"gate_up": (64, 32), "head": (50, 32)}})
+    for name, value in (("ROWS", (1, 64)), ("READ", 1 << 20), ("SECONDS", 0.0), ("PRODUCT", 64), ("MOST_INPUTS", 2)):
+        monkeypatch.setattr(cpu_kernels, name, value)
+    assert cpu_kernels.asked(["products"])
+    assert not cpu_kernels.asked(["products", "copies"])
+    assert not cpu_kernels.asked(None)
+    results = cpu_kernels.run(argparse.Namespace(family=["products"]))
+    ours = [r for r in results if r["kernel"].startswith("ours")]
+    assert [r["case"].split(",")[0] for r in ours] == [
+        f"tiny {matrix} {dtype}" for dtype in ("bf16", "f32") for matrix in ("gate_up", "head") for _ in range(2)
+    ]
+    assert {r["kernel"] for r in results} >= {"ceiling", "oneDNN"}
+    assert all(r["rate"] > 0 for r in results)
+    assert "GFLOP/s" in kernels.show(results)
 
 
 @pytest.mark.gpu

@@ -178,9 +178,9 @@ def _histories_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from quire.bench import kernels  # which needs torch, as the other entries don't before they run
+    from quire.bench import cpu_kernels, kernels  # which need torch, as the other entries don't before they run
 
-    return kernels.run(args)
+    return cpu_kernels.run(args) if cpu_kernels.asked(args.family) else kernels.run(args)
 
 
 def _show_kernels(results: Sequence[dict[str, Any]]) -> str:
@@ -191,7 +191,8 @@ def _show_kernels(results: Sequence[dict[str, Any]]) -> str:
 
 def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", action="append", metavar="NAME",
-                        help="copies, swaps, decodes, ...; may be given repeatedly (default: all)")  # fmt: skip
+                        help="copies, swaps, decodes, ..., or, on a CPU, products; may be given repeatedly "
+                             "(default: all of a GPU's)")  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
@@ -221,7 +222,7 @@ ENTRIES: dict[str, Entry] = {
     "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),
-    "kernels": Entry("every kernel beside what the GPU can do", _kernels, _show_kernels, _kernels_flags),
+    "kernels": Entry("every kernel beside what the device can do", _kernels, _show_kernels, _kernels_flags),
     "sights": Entry("what a picture costs, to encode and to decode beside", sights.run, sights.show, _sights_flags),
     "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),
     "memory": Entry("what memory went into, beside what was planned", memory.run, memory.show, add_engine_flags),

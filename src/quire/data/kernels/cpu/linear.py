@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from torch import Tensor
 from quire.data.kernels.cpu.library import SCRATCH, Library
 from quire.data.kernels.cpu.loading import library
 
-PANEL, KTILE = 32, 32  # as in native/linear.h
+PANEL, KTILE, BLOCK = 32, 32, 256  # as in native/linear.h
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 ACTIVATIONS = {
-    "silu": 1, "swish": 1, "relu": 2, "gelu": 3, "gelu_new": 4, "gelu_tanh": 4, "gelu_pytorch_tanh": 4, "quick_gelu": 5,
+    "silu": 1, "swish": 1, "relu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "quick_gelu": 5,
 }  # fmt: skip
 """What configs call them -> native/wide.h."""
 
@@ -27,7 +28,7 @@ MOST_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
 CHUNKS = 8  # of a thread, at least, where there are as many panels
 LITTLE = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
 ROWS_CHUNK = 16  # rows of an embedding
-BLOCK = 1 << 25  # bytes of packed weights that are allocated at once
+MAPPED = 1 << 25  # bytes of packed weights that are allocated at once
 ALIGNED = 64
 
 
@@ -74,8 +75,9 @@ def _own() -> Library:
 
 def supports(weight: Tensor) -> bool:
     """Whether the weight can be packed and multiplied here."""
-    fits = weight.shape[1] * 4 <= SCRATCH // 32  # 16 rows at least are in a thread's own memory
-    return library() is not None and weight.device.type == "cpu" and weight.dtype in DTYPES and fits
+    if library() is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        return False
+    return 12 * _staged(weight.shape[1] * weight.element_size() // 4 + KTILE, weight.dtype) <= SCRATCH
 
 
 def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
@@ -97,19 +99,35 @@ def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
     own.call(
         f"linear_{DTYPES[x.dtype]}", -(-rows // span) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
         width, x.stride(0), out.stride(0), span, groups, packed.panels, packed.activation, int(packed.gated),
-        int(packed.deterministic),
+        int(packed.deterministic), int(pairs()),
     )  # fmt: skip
     return out
 
 
 def _parts(rows: int, packed: Packed, threads: int) -> tuple[int, int]:
     """Rows of a chunk at most, and in how many groups panels are cut."""
+    steps = packed.data.shape[1] * packed.dtype.itemsize // 4
     most = MOST_ROWS
     if not (packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _own().native.linear_has_tiles()):
-        most = min(most, SCRATCH // 4 * 3 // (4 * packed.data.shape[1] + 4 * PANEL) // 16 * 16)  # a chunk's, in fp32
+        most = min(most, SCRATCH // _staged(steps, packed.dtype))
     parts = -(-rows // most)
     size = packed.data.numel() * packed.dtype.itemsize * -(-rows // 64)
     return -(-rows // parts), max(1, min(packed.panels, threads * CHUNKS // parts, size // LITTLE))
+
+
+@lru_cache(maxsize=1)
+def pairs() -> bool:
+    """Whether vdpbf16ps is faster than fp32: on AMD, where it multiplies twice as many numbers. Intel's takes two
+    cycles, and numbers that shifts have made fp32 are multiplied 1.6 times as fast."""
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+
+
+def _staged(steps: int, dtype: torch.dtype) -> int:
+    """Bytes of a thread's memory that a row takes: its numbers in fp32, and sums."""
+    return -(-steps // BLOCK) * (BLOCK + 8) * (16 // dtype.itemsize) + 4 * PANEL
 
 
 def rows_of(packed: Packed, ids: Tensor, scale: float = 1.0) -> Tensor:
@@ -135,7 +153,7 @@ class Memory:
         """[rows, columns], not written yet."""
         size = rows * columns * dtype.itemsize
         if self.used + size > len(self.block):
-            self.block, self.used = _mapped(max(size, BLOCK)), 0
+            self.block, self.used = _mapped(max(size, MAPPED)), 0
         found = self.block[self.used : self.used + size].view(dtype).view(rows, columns)
         self.used += -(-size // ALIGNED) * ALIGNED
         return found

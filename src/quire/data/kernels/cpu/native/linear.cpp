@@ -9,8 +9,9 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 2048; /* bytes of the weight that are asked for before they are needed */
-constexpr int64_t FEW = 4;      /* rows that are faster without tiles: 15 against 12 GB/s of the weight */
+constexpr int64_t AHEAD = 2048;     /* bytes of the weight that are asked for before they are needed */
+constexpr int64_t WIDE = BLOCK + 8; /* steps from a row of x in scratch to the next: not a power of 2, for the cache */
+constexpr int64_t FEW = 4;          /* rows that are faster without tiles: 15 against 12 GB/s of the weight */
 
 /* How x lies in scratch, and what a step adds to sums: one fp32 column, two of bf16, or two of bf16 made fp32. */
 struct Single {
@@ -18,7 +19,7 @@ struct Single {
     typedef float X;
     static constexpr int64_t PER_STEP = 1;
     static wide add(wide sum, wide_bits w, X x) { return sum + x * (wide)w; }
-    static X stage(const float *x, int64_t) { return *x; }
+    static void stage(const float *x, int64_t count, X *at) { std::memcpy(at, x, size_t(count) * 4); }
 };
 
 struct Widened {
@@ -31,7 +32,10 @@ struct Widened {
         sum += x.even * (wide)(w << 16);
         return sum + x.odd * (wide)(w & 0xffff0000u);
     }
-    static X stage(const bf16 *x, int64_t left) { return {to(x[0]), left > 1 ? to(x[1]) : 0.0f}; }
+    static void stage(const bf16 *x, int64_t count, X *at) {
+        float *out = &at->even;
+        for (int64_t k = 0; k < count; ++k) out[k] = to(x[k]);
+    }
 };
 
 #if defined(__AVX512BF16__)
@@ -42,15 +46,8 @@ struct Pair {
     static wide add(wide sum, wide_bits w, X x) {
         return (wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(x)), (__m512bh)w);
     }
-    static X stage(const bf16 *x, int64_t left) { return x[0].bits | (left > 1 ? uint32_t(x[1].bits) << 16 : 0); }
+    static void stage(const bf16 *x, int64_t count, X *at) { std::memcpy(at, x, size_t(count) * 2); }
 };
-
-/* Intel's vdpbf16ps takes two cycles, in which two units could have done four products of as many numbers in fp32: that
-   is twice as fast, but for the shifts. AMD's does as much in one. */
-inline bool pairs() {
-    static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-    return amd;
-}
 #endif
 
 /* Sums in registers at a time; a pass over a panel has R rows and V vectors of its columns. */
@@ -60,10 +57,11 @@ constexpr int vectors(int rows) {
     while (found > 1 && found * rows > SUMS) found /= 2;
     return found;
 }
-constexpr int MOST = VECTORS <= 2 ? SUMS / VECTORS : 6; /* rows of a pass */
+constexpr int MOST = VECTORS <= 2 ? SUMS / VECTORS : 4; /* rows of a pass */
 
+/* sums [R, PANEL] += x [R, WIDE] times steps of a panel; memory `ahead` bytes further on is asked for meanwhile. */
 template <class O, int R>
-inline void pass(const typename O::X *x, int64_t stride, const char *w, int64_t steps, float *sums) {
+inline void pass(const typename O::X *x, const char *w, int64_t steps, int64_t ahead, float *sums) {
     constexpr int V = vectors(R);
     for (int part = 0; part < VECTORS; part += V, w += V * LANES * 4) {
         wide sum[R][V];
@@ -76,11 +74,10 @@ inline void pass(const typename O::X *x, int64_t stride, const char *w, int64_t 
             const char *at = w + s * STEP;
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) some[v] = load<wide_bits>(at + v * LANES * 4);
-            __builtin_prefetch(at + AHEAD);
-            if (V == VECTORS) __builtin_prefetch(at + AHEAD + 64);
+            for (int i = 0; i < V * LANES * 4; i += 64) __builtin_prefetch(at + ahead + i);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                const typename O::X own = x[r * stride + s];
+                const typename O::X own = x[r * WIDE + s];
 #pragma GCC unroll 8
                 for (int v = 0; v < V; ++v) sum[r][v] = O::add(sum[r][v], some[v], own);
             }
@@ -93,64 +90,79 @@ inline void pass(const typename O::X *x, int64_t stride, const char *w, int64_t 
 }
 
 template <class O, int R = MOST>
-inline void pass_of(int64_t rows, const typename O::X *x, int64_t stride, const char *w, int64_t steps, float *sums) {
-    if (rows == R) return pass<O, R>(x, stride, w, steps, sums);
-    if constexpr (R > 1) pass_of<O, R - 1>(rows, x, stride, w, steps, sums);
+inline void pass_of(int64_t rows, const typename O::X *x, const char *w, int64_t steps, int64_t ahead, float *sums) {
+    if (rows == R) return pass<O, R>(x, w, steps, ahead, sums);
+    if constexpr (R > 1) pass_of<O, R - 1>(rows, x, w, steps, ahead, sums);
 }
 
+/* Rows of x -> [blocks][rows, WIDE], with zeros behind the last column. */
+template <class O> inline void stage(const Product &p, int64_t first, int64_t rows, typename O::X *staged) {
+    const int64_t steps = steps_of<typename O::Number>(p.columns), per = O::PER_STEP;
+    for (int64_t row = 0; row < rows; ++row) {
+        const auto *x = reinterpret_cast<const typename O::Number *>(p.x) + (first + row) * p.x_stride;
+        for (int64_t s = 0; s < steps; s += BLOCK) {
+            const int64_t some = std::min(BLOCK, steps - s), count = std::min(some * per, p.columns - s * per);
+            typename O::X *at = staged + s / BLOCK * rows * WIDE + row * WIDE;
+            std::fill(at + count / per, at + some, typename O::X{});
+            O::stage(x + s * per, count, at);
+        }
+    }
+}
+
+/* How much of `scratch` it takes is in linear.py too. */
 template <class O> void linear(const Product &p, void *scratch) {
     typedef typename O::Number T;
-    typedef typename O::X X;
-    const int64_t rows = p.last - p.first, steps = steps_of<T>(p.columns), blocks = (rows + MOST - 1) / MOST;
+    const int64_t rows = p.last - p.first, steps = steps_of<T>(p.columns), passes = (rows + MOST - 1) / MOST;
+    const int64_t row_size = (steps + BLOCK - 1) / BLOCK * WIDE;
     float *sums = static_cast<float *>(scratch);
-    X *staged = reinterpret_cast<X *>(sums + rows * PANEL);
-    for (int64_t row = 0; row < rows; ++row) {
-        const T *x = reinterpret_cast<const T *>(p.x) + (p.first + row) * p.x_stride;
-        X *at = staged + row * steps;
-        const int64_t whole = p.columns / O::PER_STEP;
-        for (int64_t s = 0; s < whole; ++s) at[s] = O::stage(x + s * O::PER_STEP, O::PER_STEP);
-        for (int64_t s = whole; s < steps; ++s)
-            at[s] = s * O::PER_STEP < p.columns ? O::stage(x + s * O::PER_STEP, 1) : X{};
-    }
+    auto *staged = reinterpret_cast<typename O::X *>(sums + rows * PANEL);
+    const auto begin = [&](int64_t pass) { return rows * pass / passes; };
+    for (int64_t i = 0; i < passes; ++i)
+        stage<O>(p, p.first + begin(i), begin(i + 1) - begin(i), staged + begin(i) * row_size);
     for (int64_t panel = p.panel; panel < p.end; ++panel) {
         const char *weight = p.weight + panel * steps * STEP;
         std::fill(sums, sums + rows * PANEL, 0.0f);
-        for (int64_t s = 0; s < steps; s += BLOCK)
-            for (int64_t b = 0; b < blocks; ++b) {
-                const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
-                pass_of<O>(to - from, staged + from * steps + s, steps, weight + s * STEP, std::min(BLOCK, steps - s),
+        for (int64_t s = 0; s < steps; s += BLOCK) {
+            const int64_t some = std::min(BLOCK, steps - s);
+            for (int64_t i = 0; i < passes; ++i) {
+                const int64_t from = begin(i), count = begin(i + 1) - from;
+                const int64_t ahead = i > 0 && i + 1 == passes ? some * STEP : AHEAD; /* the next block, or soon */
+                pass_of<O>(count, staged + from * row_size + s / BLOCK * count * WIDE, weight + s * STEP, some, ahead,
                            sums + from * PANEL);
             }
+        }
         finish<T>(p, panel, p.first, p.last, sums);
     }
 }
 
 /* Args: weight [rows, columns], packed, rows, columns, stride (in numbers), gated. A chunk is a panel. */
 template <class T> void pack(const Arg *a, int64_t panel) {
-    const int64_t rows = a[2].integer, columns = a[3].integer, stride = a[4].integer;
-    const int64_t steps = steps_of<T>(columns), per = 4 / int64_t(sizeof(T));
-    T *out = as<T>(a[1]) + panel * steps * PANEL * per;
-    std::memset(static_cast<void *>(out), 0, size_t(steps * STEP));
-    for (int64_t from = 0; from < columns; from += 64) /* what is written stays in the cache */
+    const int64_t rows = a[2].integer, size = a[3].integer * int64_t(sizeof(T)), steps = steps_of<T>(a[3].integer);
+    char *out = as<char>(a[1]) + panel * steps * STEP;
+    if (size % 4 || size / 4 < steps || (panel + 1) * PANEL > rows) std::memset(out, 0, size_t(steps * STEP));
+    for (int64_t from = 0; from < size; from += 128) /* what is written stays in the cache */
         for (int64_t lane = 0; lane < PANEL; ++lane) {
-            const int64_t row = source(panel * PANEL + lane, rows, a[5].integer);
+            const int64_t row = source(panel * PANEL + lane, rows, a[5].integer), end = std::min(from + 128, size);
             if (row < 0) continue;
-            const T *weight = as<T>(a[0]) + row * stride;
-            for (int64_t k = from; k < std::min(from + 64, columns); ++k)
-                out[(k / per * PANEL + lane) * per + k % per] = weight[k];
+            const char *weight = as<char>(a[0]) + row * a[4].integer * int64_t(sizeof(T));
+            char *at = out + from / 4 * STEP + lane * 4;
+            for (int64_t i = from; i + 4 <= end; i += 4, at += STEP) std::memcpy(at, weight + i, 4);
+            if (end % 4) std::memcpy(at, weight + end - 2, 2);
         }
 }
 
 /* Rows `ids` (int64) of a packed weight that is not gated, times `scale`. Args: ids, packed, out, count, columns,
    out_stride (in numbers), scale, rows of a chunk. */
 template <class T> void rows_of(const Arg *a, int64_t chunk) {
-    const int64_t columns = a[4].integer, per = 4 / int64_t(sizeof(T)), panel = steps_of<T>(columns) * PANEL * per;
+    const int64_t columns = a[4].integer, per = 4 / int64_t(sizeof(T)), panel = steps_of<T>(columns) * STEP;
+    const float scale = float(a[6].number);
     for (int64_t i = chunk * a[7].integer; i < std::min(a[3].integer, (chunk + 1) * a[7].integer); ++i) {
         const int64_t row = as<int64_t>(a[0])[i];
-        const T *from_ = as<T>(a[1]) + row / PANEL * panel + row % PANEL * per;
+        const char *lane = as<char>(a[1]) + row / PANEL * panel + row % PANEL * 4;
         T *out = as<T>(a[2]) + i * a[5].integer;
-        for (int64_t k = 0; k < columns; ++k)
-            out[k] = from<T>(to(from_[k / per * PANEL * per + k % per]) * float(a[6].number));
+        for (int64_t k = 0; k + per <= columns; k += per, lane += STEP) std::memcpy(out + k, lane, 4);
+        if (columns % per) std::memcpy(out + columns - 1, lane, sizeof(T));
+        for (int64_t k = 0; k < columns && scale != 1.0f; ++k) out[k] = from<T>(to(out[k]) * scale);
     }
 }
 
@@ -161,7 +173,7 @@ QUIRE_EXPORT void linear_bf16(const Arg *a, int64_t chunk, void *scratch) {
     const bool few = product.rows <= FEW && !product.alike;
     if (!few && linear_tiles(product, scratch)) return;
 #if defined(__AVX512BF16__)
-    if (pairs()) return linear<Pair>(product, scratch);
+    if (product.pairs) return linear<Pair>(product, scratch);
 #endif
     linear<Widened>(product, scratch);
 }

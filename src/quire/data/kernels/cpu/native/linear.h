@@ -12,7 +12,7 @@ Each sum goes over K in order, whatever the number of rows. */
 #include "wide.h"
 
 constexpr int64_t PANEL = 32, STEP = PANEL * 4, KTILE = 32;
-constexpr int64_t BLOCK = 512; /* steps that many rows go over at a time: 64 KiB of a panel */
+constexpr int64_t BLOCK = 256; /* steps that many rows go over at a time: 32 KiB of a panel */
 constexpr int VECTORS = int(PANEL) / LANES;
 
 template <class T> static inline int64_t steps_of(int64_t columns) {
@@ -34,14 +34,16 @@ struct Product {
     int64_t first, last;                                /* rows of x, of this chunk */
     int64_t panel, end;                                 /* and panels */
     int64_t activation;
-    bool gated, alike; /* alike: the same operations whatever the number of rows */
+    bool gated;
+    bool alike; /* the same operations whatever the number of rows */
+    bool pairs; /* by vdpbf16ps, where it is */
 
     /* Args: x, weight, bias, out, rows, columns (K), width, x_stride, out_stride, rows of a chunk, groups of panels,
-       panels, activation, gated, alike. Chunks of one group follow one another. */
+       panels, activation, gated, alike, pairs. Chunks of one group follow one another. */
     Product(const Arg *a, int64_t chunk)
         : x(as<char>(a[0])), weight(as<char>(a[1])), bias(as<float>(a[2])), out(as<char>(a[3])), rows(a[4].integer),
           columns(a[5].integer), width(a[6].integer), x_stride(a[7].integer), out_stride(a[8].integer),
-          activation(a[12].integer), gated(a[13].integer), alike(a[14].integer) {
+          activation(a[12].integer), gated(a[13].integer), alike(a[14].integer), pairs(a[15].integer) {
         const int64_t span = a[9].integer, groups = a[10].integer, panels = a[11].integer;
         const int64_t parts = (rows + span - 1) / span, group = chunk / parts;
         first = rows * (chunk % parts) / parts, last = rows * (chunk % parts + 1) / parts;

@@ -1,0 +1,130 @@
+"""`quire bench kernels --family products` on a CPU: our kernels over their grid of sizes, beside oneDNN and as a share
+of what the machine reads and multiplies in the same run.
+
+A case's weights take turns, so that they come from memory, as a model's do; ours run as one program, without Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.data.kernels.cpu import linear
+from quire.data.kernels.cpu.library import Library, Tape
+from quire.data.kernels.cpu.loading import library
+from quire.data.layers.linear import pack
+from quire.errors import StartupError
+
+SHAPES = {
+    "SmolLM2-135M": {
+        "qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576),
+    },
+    "125M": {"qkv": (1280, 768), "o": (768, 768), "gate_up": (4096, 768), "down": (768, 2048), "head": (32000, 768)},
+    "500M": {
+        "qkv": (2560, 1536), "o": (1536, 1536), "gate_up": (8192, 1536), "down": (1536, 4096), "head": (32000, 1536),
+    },
+}  # fmt: skip
+ROWS = (1, 2, 4, 8, 16, 32, 64, 512, 2048)
+FEW = 64  # rows up to which reading the weight may bound a product
+READ = 1 << 28  # bytes
+BEYOND_CACHE = 1 << 27
+MOST_INPUTS, MOST_REPEATS, SECONDS = 64, 40, 0.4
+PRODUCT = 2048  # rows, columns and width of the product that says what the machine multiplies
+
+
+class Rates(NamedTuple):
+    """bytes/s that a plain read gets, and operations/s of oneDNN's product in this dtype."""
+
+    memory: float
+    compute: float
+
+
+def best(call: Callable[[], object]) -> float:
+    """The least seconds that it took: others use the machine too."""
+    least, end, count = float("inf"), time.perf_counter() + SECONDS, 0
+    while count < 3 or (count < MOST_REPEATS and time.perf_counter() < end):
+        start = time.perf_counter()
+        call()
+        least, count = min(least, time.perf_counter() - start), count + 1
+    return least
+
+
+def rates(own: Library, dtype: torch.dtype) -> Rates:
+    """Measured now, with all of the library's threads."""
+    data, chunks = linear.memory().take(1, READ, torch.uint8).fill_(1), 16 * own.threads
+    sums = torch.empty(chunks, dtype=torch.int32)
+    size = READ // chunks // 512 * 512
+    seconds = best(lambda: own.call("read_all", chunks, data, size, sums))
+    a, b = (torch.ones(PRODUCT, PRODUCT, dtype=dtype) for _ in range(2))
+    return Rates(size * chunks / seconds, 2 * PRODUCT**3 / best(lambda: torch.mm(a, b)))
+
+
+def products() -> Iterator[dict[str, Any]]:
+    """Linear layers, and gated ones with their activation, in bf16 and fp32."""
+    own = library()
+    if own is None:
+        raise StartupError("the kernels for CPUs aren't built", "Install quire where there is a C++ compiler")
+    for dtype in (torch.bfloat16, torch.float32):
+        name, most = linear.DTYPES[dtype], rates(own, dtype)
+        yield _line("ceiling", f"{name}, a plain read", None, most.memory / 1e9, "GB/s", 1.0)
+        yield _line("ceiling", f"{name}, a product of {PRODUCT}^3", None, most.compute / 1e9, "GFLOP/s", 1.0)
+        for model, matrices in SHAPES.items():
+            for matrix, (size, width) in matrices.items():
+                yield from _matrix(own, most, f"{model} {matrix} {name}", torch.empty(size, width, dtype=dtype))
+
+
+def _matrix(own: Library, most: Rates, case: str, like: Tensor) -> Iterator[dict[str, Any]]:
+    size = like.numel() * like.element_size()
+    several = range(max(1, min(MOST_INPUTS, BEYOND_CACHE // size)))
+    gated = "gate_up" in case
+    ours = [linear.Packed(like.normal_(), None, "silu" if gated else None, gated) for _ in several]
+    theirs = [made for _ in several if (made := pack(like, None)) is not None]
+    for rows in ROWS:
+        x = torch.randn(rows, like.shape[1]).to(like.dtype)
+        few = several if rows <= FEW else several[:2]
+        own.tape = tape = Tape()
+        for i in few:
+            linear.linear(x, ours[i])
+        own.tape = None
+        calls: dict[str, Callable[[], object]] = {f"ours, {own.path.stem}": lambda tape=tape: own.run(tape)}  # type: ignore[misc]
+        if theirs:
+            calls["oneDNN"] = lambda few=few, x=x: [theirs[i](x) for i in few]  # type: ignore[misc]
+        for kernel, call in calls.items():
+            seconds = best(call) / len(few)
+            amount, unit, top = (size, "GB/s", most.memory) if rows < FEW else (
+                2 * rows * like.numel(), "GFLOP/s", most.compute)  # fmt: skip
+            rate = amount / seconds
+            yield _line(
+                kernel, f"{case}, {rows} rows, {own.threads} threads", seconds * 1e6, rate / 1e9, unit, rate / top
+            )
+
+
+def _line(kernel: str, case: str, us: float | None, rate: float, unit: str, share: float) -> dict[str, Any]:
+    bound = "memory" if unit == "GB/s" else "compute"
+    return {"kernel": kernel, "case": case, "us": us, "rate": rate, "bound": bound, "unit": unit, "share": share}
+
+
+FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"products": products}
+
+
+def asked(names: Sequence[str] | None) -> bool:
+    """Whether all these families are a CPU's."""
+    return bool(names) and set(names or ()) <= set(FAMILIES)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A result for each case."""
+    torch.manual_seed(0)
+    results = []
+    with torch.inference_mode():
+        for name in args.family:
+            for one in FAMILIES[name]():
+                results.append(one)
+                print(f"{one['kernel']:16} {one['case']:50} {one['rate']:8.1f} {one['unit']}", file=sys.stderr)
+    return results
