@@ -51,7 +51,7 @@ class MemoryPlan(NamedTuple):
         at_full = self.kv_tokens / self.max_len
         rows = [
             ("model", f"{self.model}: {self.parameters:,} parameters in {self.dtype}"
-                      + (f" and {'few bits' if self.device == 'cpu' else 'FP8'}" if self.saved else "")),
+                      + (" and fewer bits" if self.saved else "")),
             ("device", f"{self.device}: {_size(self.free_bytes)} free of {_size(self.device_bytes)}"),
             ("weights", _size(self.weights)),
             ("activations", f"{_size(self.activations)} at most"),
