@@ -42,9 +42,7 @@ def test_rounding(form: Any) -> None:
     else:
         step = (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15
     error = (found - groups).abs()
-    shared = (
-        step.amax() / 10 if form.super else 0.0
-    )  # half of 1/127 of the largest scale, 15 times
+    shared = step.amax() / 10 if form.super else 0.0  # half of 1/127 of the largest scale, 15 times
     assert (error <= step * 0.51 + groups.abs().amax(2, keepdim=True) * 1e-3 + 1e-7 + shared).all()
     assert error.mean() > 0.1 * step.mean()
     assert (found[3, 0] == 0).all()
