@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+NARROW = 1024
+"""A hidden size below which a GGUF file's blocks are multiplied exactly: rounding shows most there, and costs least."""
 
 
 class Built(NamedTuple):
@@ -257,12 +259,12 @@ def device_of(config: EngineConfig) -> str:
 def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32.
 
-    There, a model whose weights are in a GGUF file's blocks is in float32 if there are no kernels of our own that
-    multiply them as they are: bfloat16 would add to what they round."""
+    There, a model whose weights are in a GGUF file's blocks is in float32, which is exact, if it is narrow, or if there
+    are no kernels of our own that multiply them as they are: bfloat16 would add to what they round."""
     if config.dtype != "auto":
         return config.dtype
     few = device == "cpu" and _multiplies_bits(config, model)
-    if device == "cpu" and model.get(BLOCKS) and not few:
+    if device == "cpu" and model.get(BLOCKS) and (not few or model.get("hidden_size", NARROW) < NARROW):
         return "float32"
     said = model.get("dtype") or model.get("torch_dtype") or "float32"
     said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
