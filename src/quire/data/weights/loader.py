@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 
 from quire.data.models.quantization import FP8
 from quire.data.weights.checkpoint import tensor_files
 from quire.data.weights.fp8 import E4M3, by_rows, covered, rounded, scale_of, scaled
+from quire.data.weights.mapped import WORTH, Mapped
 from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
@@ -33,18 +35,21 @@ class Target(NamedTuple):
     """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names."""
+    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names. `whole`: the parameter
+    that these rows are all of."""
 
     rows: Tensor
     transpose: bool
     fp8: bool = False
     scale: Tensor | None = None
     grouped: tuple[int, ...] = ()
+    whole: Parameter | None = None
 
 
 def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None = None) -> None:
     """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
-    what is in FP8 there, or becomes so.
+    what is in FP8 there, or becomes so. On a CPU large weights that need no change aren't copied, and `model.mapped`
+    are the files' mappings that they lie in: nobody may write there.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
     kind, for scales that aren't finite and above 0, and for damaged files.
@@ -56,10 +61,12 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None 
     filled: set[str] = set()
     ignored = (*model.ignored, UNREAD) if stored else model.ignored
     files = tensor_files(folder)
+    model.mapped = []
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as file:
+                    mapped: Mapped | None = None
                     for key in file.keys():  # noqa: SIM118 (not a dict)
                         name = _plain(key, model.prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
@@ -67,7 +74,12 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None 
                             continue
                         _check_new(name, key, path, targets if name in targets else scales, filled)
                         if name in targets:
-                            fill(targets[name], file.get_tensor(key), key, path, stored)
+                            tensor = file.get_tensor(key)
+                            if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
+                                model.mapped.append(mapped)
+                            fill(targets[name], tensor, key, path, stored, mapped)
+                            if mapped is not None:
+                                mapped.release()
                         else:
                             assert scheme is not None, "only it has scales"
                             products += _scale(scales[name], file.get_tensor(key), key, path, scheme.blocks)
@@ -92,7 +104,8 @@ def targets_of(model: Model, scheme: FP8 | None) -> dict[str, Target]:
         if scale is not None:
             scales = scale.split(source.rows, 1)
         for tensor, rows, yes, scale in zip(source.tensors, parts, fp8.get(name, [False] * len(parts)), scales):
-            targets[tensor] = Target(rows, source.transpose, yes, scale, source.grouped)
+            whole = parameters[name] if len(parts) == 1 else None
+            targets[tensor] = Target(rows, source.transpose, yes, scale, source.grouped, whole)
     return targets
 
 
@@ -117,7 +130,8 @@ def _check_new(name: str, key: str, path: Path, targets: dict[str, Target], fill
         raise StartupError(f"{path} holds {shown(key)}, which was already loaded under that name", AGAIN)
 
 
-def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) -> None:
+def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, mapped: Mapped | None = None) -> None:
+    """Put a tensor there. One that `mapped` holds takes the place of a whole parameter, if it is as that must be."""
     if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
         kind = str(tensor.dtype).removeprefix("torch.")
         if target.fp8 and stored:
@@ -135,7 +149,10 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) -> 
         tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor
     if not target.fp8 or stored:
-        target.rows.copy_(tensor)
+        if mapped is None or target.whole is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
+            target.rows.copy_(tensor)
+        else:
+            target.whole.data = tensor
         return
     numbers, scale = rounded(tensor)
     if not scale.isfinite().all():
