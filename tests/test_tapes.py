@@ -4,6 +4,8 @@ and what can't be recorded is run eagerly."""
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,22 @@ def test_no_tapes_where_nobody_wants_them(oracle: Callable[[str], Oracle]) -> No
     engine = an_engine(model, tapes=False)
     assert engine.runner.graphs is None
     assert answers_of(engine, model.prompts[:2])
+
+
+def test_recording_imports_no_compiler() -> None:
+    """Nor do the first tokens need what else is large: torch imports its compiler when it first sees some modes."""
+    heavy = ("torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "matplotlib", "pydantic", "fastapi")
+    code = f"""
+import sys
+from quire.bench.shapes import built
+from quire.config import EngineConfig
+from quire.vocabulary.params import SamplingParams
+
+with built(EngineConfig(device="cpu", kv_tokens=512, skip_tokenizer_init=True)) as made:
+    made.engine.add("0", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False))
+    while made.engine.unfinished:
+        made.engine.step()
+    print(sorted(made.engine.runner.graphs.models), [name for name in {heavy} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "[1] []", done.stderr

@@ -27,6 +27,7 @@ from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
 from quire.data.weights.checkpoint import SMALLEST, check_size
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
+from quire.link.collector import paused
 from quire.plan_log import Logged
 from quire.source import Source, eos_ids, read_sight, read_source, read_text
 from quire.vocabulary.specs import ModelSpec
@@ -71,6 +72,7 @@ def plan(config: EngineConfig) -> list[str]:
     return made.lines() + page_lines(config, source.spec, ITEMSIZE[dtype], made)
 
 
+@paused()
 def build(config: EngineConfig, progress: bool = False, member: Member | None = None) -> Built:
     """Load the model and assemble the engine; over its part of a pool, whose config is `member`'s."""
     from quire.text.renderer import Renderer

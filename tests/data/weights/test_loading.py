@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quire.data.kernels.cpu.loading import library
 from quire.data.models import resolve
 from quire.data.models.configs import named_config
 from quire.data.weights.checkpoint import read_config
@@ -246,3 +250,63 @@ def test_dummy_weights(name: str) -> None:
             assert a.float().mean().abs() < 1e-3
             assert a.float().std().item() == pytest.approx(0.02, rel=0.02)
             assert not torch.equal(a[0], a[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
+def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> None:
+    size = {**SMALL["llama"], "hidden_size": 768, "vocab_size": 1024}
+    config = transformers.AutoConfig.for_model("llama", **size)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    theirs.save_pretrained(tmp_path)
+    model, converted = built(tmp_path, torch.bfloat16), built(tmp_path)
+    load(model, tmp_path)
+    load(converted, tmp_path)
+    [mapped] = model.mapped
+    inside = {name for name, x in model.named_parameters() if mapped.begin <= x.data_ptr() < mapped.end}
+    assert inside == {"embed.weight", "head.weight", *(f"layers.{i}.attention.out.weight" for i in range(2))}
+    assert not any(mapped.begin <= x.data_ptr() < mapped.end for x in converted.parameters())
+    assert torch.equal(converted.embed.weight, theirs.model.embed_tokens.weight.float())
+    before = resident(mapped.begin)
+    assert torch.equal(model.embed.weight, theirs.model.embed_tokens.weight)
+    assert resident(mapped.begin) >= before + model.embed.weight.nbytes
+    mapped.release()
+    assert resident(mapped.begin) == 0
+    assert torch.equal(model.head.weight, theirs.lm_head.weight), "it is read again"
+
+
+def resident(begin: int) -> int:
+    """Bytes of the mapping that begins there which are in memory."""
+    mappings = Path("/proc/self/smaps").read_text().split(f"{begin:x}-", 1)[1]
+    return 1024 * int(re.search(r"Rss: *(\d+) kB", mappings)[1])  # type: ignore[index]
+
+
+LOADING = """
+import json, sys
+from pathlib import Path
+import torch
+from quire.config import EngineConfig
+from quire.build import build
+import quire.data.runner.model_runner, quire.data.weights.loader
+
+def kib(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
+
+before = kib("VmRSS")
+built = build(EngineConfig(model=sys.argv[1], device="cpu", kv_gib=0.01, skip_tokenizer_init=True))
+parameters = built.plan.parameters
+print(json.dumps([1024 * (kib("VmHWM") - before), parameters * 2]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
+@pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
+def test_a_start_takes_little_more_memory_than_its_weights(tmp_path: Path) -> None:
+    """Neither a copy of all weights beside the packed ones, nor all of the file."""
+    size = {**SMALL["llama"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    size |= {"vocab_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16, "torch_dtype": "bfloat16"}
+    config = transformers.AutoConfig.for_model("llama", **size)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    done = subprocess.run([sys.executable, "-c", LOADING, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    taken, weights = json.loads(done.stdout)
+    assert weights > 150e6
+    assert taken < weights + 60e6, f"{taken / 1e6:.0f} MB at most, for {weights / 1e6:.0f} MB of weights"

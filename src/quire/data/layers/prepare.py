@@ -15,12 +15,15 @@ from quire.data.layers.softcap import Softcap
 
 def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
     """Call `prepare` of every layer that has something to prepare. `deterministic`: a row's result must not depend on
-    the number of rows, on a GPU, and on a CPU with kernels of our own."""
+    the number of rows, on a GPU, and on a CPU with kernels of our own. What has been packed is given back to the files
+    that it was mapped from (`model.mapped`), if any."""
     embeddings = [module for module in model.modules() if isinstance(module, Embedding)]
     for module in model.modules():
         if isinstance(module, Linear):
             weight = module.weight
             module.prepare(deterministic)
+            for mapped in getattr(model, "mapped", ()):
+                mapped.release()
             for embedding in embeddings:
                 if weight is not None and embedding.weight is weight and module.weight is None:
                     embedding.share(module.packed)

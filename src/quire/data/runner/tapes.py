@@ -52,6 +52,11 @@ class Forbidding(TorchDispatchMode):
         super().__init__()
         self.made: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler for that, a second and 100 MB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in EMPTY:
             self.made.append(func(*args, **(kwargs or {})))

@@ -71,16 +71,22 @@ class Texts(Sequence[str]):
 
 class GGUF(NamedTuple):
     """A file: its metadata by key (arrays of numbers are NumPy's, of texts Texts), and its tensors by name, each a
-    weight [rows, columns]; what has one dimension is one row."""
+    weight [rows, columns]; what has one dimension is one row. All of them lie in `data`."""
 
     path: Path
     said: dict[str, Any]
     tensors: dict[str, Blocks]
+    data: mmap.mmap
 
     @property
     def numbers(self) -> int:
         """Of all tensors."""
         return sum(blocks.rows * blocks.columns for blocks in self.tensors.values())
+
+    def release(self) -> None:
+        """Give the memory of what has been read back. It is read again where it is asked for again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)
 
 
 def is_gguf(path: Path) -> bool:
@@ -105,7 +111,7 @@ def read_gguf(path: Path) -> GGUF:
         parts = said.get("split.count", 1)
         if type(parts) is not int or parts > 1:
             raise StartupError(f"{path} is one of {shown(parts)} parts", "Merge them: llama-gguf-split --merge")
-        return GGUF(path, said, reader.tensors(infos, said.get("general.alignment", 32)))
+        return GGUF(path, said, reader.tensors(infos, said.get("general.alignment", 32)), reader.data)
     except struct.error:
         reader.refuse("it ends too soon")
 

@@ -32,10 +32,12 @@ def load_gguf(model: Model, file: GGUF, progress: bool = False, scheme: FP8 | Fe
         raise StartupError(f"{file.path} holds {shown(unknown[0])}, which the model has no place for", FIT)
     if missing := [name for name in map(stored.name, targets) if name not in file.tensors]:
         raise StartupError(f"{file.path} lacks {some(map(str, missing))}", FIT)
+    model.mapped = [file]
     for name, target in tqdm(targets.items(), "Loading weights", unit=" tensors", disable=not progress):
         blocks = stored.blocks(name)
         assert blocks is not None, "it isn't missing"
         _fill(target, blocks, str(stored.name(name)), file)
+        file.release()
 
 
 def _fill(target: Target, blocks: Blocks, name: str, file: GGUF) -> None:

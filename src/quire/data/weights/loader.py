@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import Parameter
 from tqdm import tqdm
 
 from quire.data.models.quantization import FP8, Few
@@ -21,6 +22,7 @@ from quire.data.weights.few import STAY as FEW_STAY
 from quire.data.weights.few import forms_of, layers_of, put
 from quire.data.weights.fp8 import E4M3, by_rows, covered, places, rounded, scale_of, scaled
 from quire.data.weights.grouped import KINDS, Stored
+from quire.data.weights.mapped import WORTH, Mapped
 from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
@@ -42,7 +44,8 @@ class Target(NamedTuple):
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
     the model's dtype and are to hold the products. `grouped`: see quire.data.models.names. `form`: it is in few
-    bits, or is rounded to them, and is this part of `layer`'s weight."""
+    bits, or is rounded to them, and is this part of `layer`'s weight. `whole`: the parameter that these rows are all
+    of."""
 
     rows: Tensor
     transpose: bool
@@ -52,11 +55,13 @@ class Target(NamedTuple):
     form: Form | None = None
     layer: Linear | None = None
     part: int = 0
+    whole: Parameter | None = None
 
 
 def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few | None = None) -> None:
     """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
-    what is in FP8 or in few bits there, or becomes so.
+    what is in FP8 or in few bits there, or becomes so. On a CPU large weights that need no change aren't copied, and
+    `model.mapped` are the files' mappings that they lie in: nobody may write there.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
     kind, for scales that aren't finite and above 0, and for damaged files.
@@ -72,10 +77,12 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
     ignored = (*model.ignored, UNREAD) if fp8 is not None else model.ignored
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
+    model.mapped = []
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as file:
+                    mapped: Mapped | None = None
                     for key in file.keys():  # noqa: SIM118 (not a dict)
                         name = _plain(key, model.prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
@@ -84,7 +91,12 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
                             continue
                         _check_new(name, key, path, known, filled)
                         if name in wanted:
-                            fill(wanted[name], file.get_tensor(key), key, path, fp8 is not None)
+                            tensor = file.get_tensor(key)
+                            if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
+                                model.mapped.append(mapped)
+                            fill(wanted[name], tensor, key, path, fp8 is not None, mapped)
+                            if mapped is not None:
+                                mapped.release()
                         elif name in words:
                             grouped[words[name]].add(name.rpartition(".")[2], file.get_tensor(key), key, path)
                         else:
@@ -135,10 +147,11 @@ def targets_of(model: Model, scheme: FP8 | Few | None, file: GGUF | None = None)
         if scale is not None:
             scales = scale.split(source.rows, 1)
         made = forms.get(name, (None,) * len(parts))
+        whole = parameters[name] if len(parts) == 1 else None
         for part, (tensor, rows) in enumerate(zip(source.tensors, parts)):
             yes = fp8[name][part] if name in fp8 else False
             targets[tensor] = Target(
-                rows, source.transpose, yes, scales[part], source.grouped, made[part], layers.get(name), part
+                rows, source.transpose, yes, scales[part], source.grouped, made[part], layers.get(name), part, whole
             )
     return targets
 
@@ -164,7 +177,8 @@ def _check_new(name: str, key: str, path: Path, known: bool, filled: set[str]) -
         raise StartupError(f"{path} holds {shown(key)}, which was already loaded under that name", AGAIN)
 
 
-def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) -> None:
+def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, mapped: Mapped | None = None) -> None:
+    """Put a tensor there. One that `mapped` holds takes the place of a whole parameter, if it is as that must be."""
     if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
         kind = str(tensor.dtype).removeprefix("torch.")
         if target.fp8 and stored:
@@ -187,7 +201,10 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool) -> 
         put(target.rows, target.layer, target.part, partial(few.rounded, tensor, target.form))
         return
     if not target.fp8 or stored:
-        target.rows.copy_(tensor)
+        if mapped is None or target.whole is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
+            target.rows.copy_(tensor)
+        else:
+            target.whole.data = tensor
         return
     numbers, scale = rounded(tensor)
     if not scale.isfinite().all():

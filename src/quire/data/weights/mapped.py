@@ -1,0 +1,47 @@
+"""A checkpoint's file as the system maps it into memory: weights that lie there need no copy, and pages that have been
+read can be given back, since the file still has them. Linux only; elsewhere nothing is found."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+WORTH = 1 << 20  # bytes of a weight that is not copied
+
+
+class Mapped(NamedTuple):
+    """Addresses of one file's private mapping."""
+
+    begin: int
+    end: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Mapped | None:
+        """The mapping that holds a tensor; None if it lies in other memory."""
+        try:
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return None
+        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        for line in lines:  # begin-end, rights, offset, device, inode, path
+            fields = line.split(maxsplit=5)
+            begin, end = (int(number, 16) for number in fields[0].split("-"))
+            if begin <= address < end:
+                return Mapped(begin, end) if fields[1].endswith("p") and fields[4] != "0" else None
+        return None
+
+    def lies(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies here, is large enough to stay, and where its numbers may lie."""
+        begin, size = tensor.data_ptr(), tensor.nbytes
+        inside = tensor.is_contiguous() and self.begin <= begin and begin + size <= self.end
+        return inside and size >= WORTH and begin % tensor.element_size() == 0
+
+    def release(self) -> None:
+        """Give its pages back. Whoever reads them again gets the same from the file; nobody has written any."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            size = ctypes.c_size_t(self.end - self.begin)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(self.begin), size, mmap.MADV_DONTNEED)
