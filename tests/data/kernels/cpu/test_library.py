@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -144,6 +144,30 @@ def test_several_threads_use_it(built: Path) -> None:
     assert len(tape.operations) == 100
     for mine in counts:
         assert mine.tolist() == [500] * 16
+    library.close()
+
+
+def test_two_threads_record_at_a_time(built: Path) -> None:
+    """Two models of a process may: each tape has its own operations, all of them, and none of them runs."""
+    library, both, counts = Library(built, 1), Barrier(2), torch.zeros(1, dtype=torch.int64)
+    tapes = {1: Tape(), 2: Tape()}
+
+    def record(calls: int) -> None:
+        library.tape = tapes[calls]
+        for _ in range(calls):
+            both.wait(10)
+            library.call("count", 1, counts)
+        library.tape = None
+        if calls == 1:
+            both.wait(10)
+
+    others = [Thread(target=record, args=(calls,)) for calls in tapes]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert {calls: len(tape.operations) for calls, tape in tapes.items()} == {1: 1, 2: 2}
+    assert not counts.any()
     library.close()
 
 
