@@ -209,6 +209,28 @@ def test_threads_are_exchanged(built: Path) -> None:
     library.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory has other limits")
+def test_threads_that_there_are_not(built: Path) -> None:
+    """Those that were there stay, and no other."""
+    script = f"""
+import resource, torch
+from pathlib import Path
+from quire.data.kernels.cpu.library import Library
+library, counts = Library(Path({str(built)!r}), 2), torch.zeros(16, dtype=torch.int64)
+pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (pages + (1 << 27),) * 2)
+try:
+    library.resize(1000)
+except OSError as error:
+    print(error)
+library.call("count", 16, counts)
+print(library.threads, counts.sum().item())
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(quire.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "the system has no 1000 threads to give\n2 16\n"), done.stderr
+
+
 def test_errors_are_named(built: Path) -> None:
     library, counts = Library(built, 2), torch.zeros(4)
     with pytest.raises(AssertionError, match=r"counting\.so has no kernel nothing"):

@@ -80,17 +80,19 @@ class Library:
         self.recording.tape = tape
 
     def resize(self, threads: int, cpus: Sequence[int] = ()) -> None:
-        """Other threads in place of those that are there, if any."""
+        """Other threads in place of those that are there, if any. OSError, and nothing has changed, where the system
+        has no memory for so many, or no threads."""
         assert threads >= 1, "the caller is one"
         assert len(cpus) in (0, threads), "a place for each thread, or none"
         with self.lock:
+            places = (ctypes.c_int64 * threads)(*cpus) if cpus else None
+            pool = self.native.quire_pool(threads, places, SCRATCH)
+            if pool is None:
+                raise OSError(f"the system has no {threads} threads to give")
             if self.threads:
                 self.end()
-            places = (ctypes.c_int64 * threads)(*cpus) if cpus else None
-            self.pool = self.native.quire_pool(threads, places, SCRATCH)
-            assert self.pool is not None, f"{threads} threads have memory"
-            self.threads = threads
-            self.end = finalize(self, self.native.quire_close, self.pool)
+            self.pool, self.threads = pool, threads
+            self.end = finalize(self, self.native.quire_close, pool)
             self.end.atexit = False  # a thread may be in a program still; the process's end is theirs too
 
     def address(self, kernel: str) -> int:
