@@ -193,8 +193,8 @@ def test_neighbours_change_nothing(built: Path) -> None:
             neighbour.wait()
     assert counts.tolist() == [500] * 12
     deadline = time.monotonic() + 30  # the last to be brought may be on its way
-    while (after := {task: place for task, place in places().items() if task in before}) != before:
-        assert time.monotonic() < deadline, (before, after)
+    while moved := {task: place for task, place in places().items() if place != before.get(task, place)}:
+        assert time.monotonic() < deadline, (before, moved)
         time.sleep(0.01)
     library.close()
 
