@@ -172,6 +172,18 @@ def test_metadata_of_strangers(folders: dict[str, Path], change: dict[str, Any],
     assert "model.gguf" in str(caught.value)
 
 
+@pytest.mark.parametrize("tokens", [["a" * 600_000], ["a" * n for n in range(2000)]])
+def test_pieces_that_would_be_cut_for_minutes(tokens: list[str]) -> None:
+    """Each is cut in two wherever that can be: what is long costs its length twice over."""
+    count = len(tokens)
+    said = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.zeros(count, np.float32), "tokenizer.ggml.token_type": np.ones(count, np.int32),
+    }  # fmt: skip
+    with pytest.raises(StartupError, match=r"a\.gguf have too many characters"):
+        tokenizer_of(said, "a.gguf")
+
+
 def test_templates(folders: dict[str, Path]) -> None:
     assert template_of({"tokenizer.chat_template": "{{ x }}"}) == "{{ x }}"
     assert template_of({"tokenizer.chat_template": 7}) is template_of({}) is None

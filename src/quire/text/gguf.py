@@ -23,6 +23,7 @@ NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 SPACE = "▁"
 MAX_MERGES = 4  # times as many as there are tokens
 MAX_CHARACTERS = 1 << 22  # of all the pieces whose merges are looked for
+MAX_CUT = 1 << 28  # of all ways to cut a piece in two: a second's work
 REMEDY = "Give another one: --tokenizer FOLDER"
 ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
@@ -153,8 +154,10 @@ def _sentence_piece(
     scores = _numbers(said, "scores", list(vocab), where)
     if not scores or not all(math.isfinite(score) for score in scores):
         raise StartupError(f"{KEY}scores in {where} are missing or not finite", REMEDY)
-    if sum(map(len, vocab)) > MAX_CHARACTERS:
-        raise StartupError(f"the tokens of {where} have more than {MAX_CHARACTERS:,} characters", REMEDY)
+    lengths = [len(token) for token, id in vocab.items() if types[id] == NORMAL]
+    if sum(map(len, vocab)) > MAX_CHARACTERS or sum(length * length for length in lengths) > MAX_CUT:
+        longest = max(map(len, vocab))
+        raise StartupError(f"the tokens of {where} have too many characters, up to {longest:,} of one", REMEDY)
     unknown = next((token for token, id in vocab.items() if types[id] == UNKNOWN), None)
     merges = list(_merges(vocab, types, scores))
     backend = tokenizers.Tokenizer(

@@ -124,7 +124,7 @@ def test_norms_equal_transformers_and_torch(dtype: torch.dtype) -> None:
     torch.testing.assert_close(layer(x).double(), expected, atol=tolerance * 2, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
     """Weights near -1 and near 0, where one plus them in bf16 would lose most of them; and the norm before a sum."""
     x, delta = (torch.randn(5, 48) * 3).to(dtype), torch.randn(5, 48).to(dtype)

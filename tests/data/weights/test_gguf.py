@@ -140,6 +140,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "cut": (header(keys=1), "ends too soon"),
     "long key": (header(keys=1, rest=struct.pack("<Q", 1 << 62)), "says that it has"),
     "long text": (header(keys=1, rest=key("a", struct.pack("<IQ", 8, 1 << 62))), "says that it has"),
+    "text of everything": (
+        header(keys=1, rest=key("a", struct.pack("<IQ", 8, 1 << 25) + bytes(1 << 25))), "has 33554432 bytes",
+    ),
     "unknown type": (header(keys=1, rest=key("a", struct.pack("<II", 13, 0))), "unknown type 13"),
     "array of arrays": (header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 9, 1) + bytes(64))), "array of the type 9"),
     "long array": (header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 4, 1 << 61))), "entries"),

@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: bool = False
     ) -> None:
         super().__init__()
-        self.shape, self.eps, self.offset = (size,), eps, offset
+        self.shape, self.eps, self.dtype, self.offset = (size,), eps, dtype, offset
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         """Call once, after loading. On a GPU sums and norms become one launch, on a CPU one operation of ours."""
         if self.offset:
             self.weight, self.offset = nn.Parameter(self.weight.float() + 1, requires_grad=False), False
-        if rows.take(self.weight.device, self.weight.dtype):
+        if rows.take(self.weight.device, self.dtype):
             self.kernel = norm.rms_norm
         if self.weight.is_cuda:
             from quire.data.kernels.triton.launch import early

@@ -25,6 +25,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16  # keys, and tensors
 MAX_NAME = 1 << 16  # bytes of a key
+MAX_TEXT = 1 << 24  # bytes of a text that is no array's, which is decoded at once: up to four times as many
 MAX_TEXTS = 1 << 20  # texts of all arrays: each is looked at
 MAX_ALIGNMENT = 1 << 16
 MAX_DIMENSIONS = 4
@@ -181,7 +182,7 @@ class _Reader:
 
     def value(self, kind: int, key: str) -> Any:
         if kind == TEXT:
-            return self.text(len(self.data))
+            return self.text(MAX_TEXT)
         if kind == ARRAY:
             return self.array(self.number("I"), self.number("Q"), key)
         if kind not in SCALARS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,3 +95,20 @@ def test_sources_give_no_warnings(variant: Variant) -> None:
         if "unrecognized command" in done.stderr:
             pytest.skip("this compiler knows no such instructions")
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif("avx2" not in NAMES, reason="other machines have other names for what they have")
+@pytest.mark.parametrize("variant", variants(), ids=NAMES)
+def test_what_the_compiler_may_use_is_needed(variant: Variant) -> None:
+    cxx = compiler()
+    if cxx is None:
+        pytest.skip("no compiler")
+    command = [cxx, *variant.flags, "-dM", "-E", "-x", "c++", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this compiler knows no such instructions")
+    said = {name.strip("_").lower() for name in re.findall(r"#define (__[A-Z0-9_]+__) 1$", done.stdout, re.MULTILINE)}
+    called = {"bmi": "bmi1", "lzcnt": "abm", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
+    known = {"avx", "avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"}
+    may = {called.get(name, name) for name in said if name in known or name.startswith(("avx512", "amx_"))}
+    assert may <= variant.needs

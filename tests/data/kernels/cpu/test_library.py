@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 import torch
@@ -147,6 +147,30 @@ def test_several_threads_use_it(built: Path) -> None:
     library.close()
 
 
+def test_two_threads_record_at_a_time(built: Path) -> None:
+    """Two models of a process may: each tape has its own operations, all of them, and none of them runs."""
+    library, both, counts = Library(built, 1), Barrier(2), torch.zeros(1, dtype=torch.int64)
+    tapes = {1: Tape(), 2: Tape()}
+
+    def record(calls: int) -> None:
+        library.tape = tapes[calls]
+        for _ in range(calls):
+            both.wait(10)
+            library.call("count", 1, counts)
+        library.tape = None
+        if calls == 1:
+            both.wait(10)
+
+    others = [Thread(target=record, args=(calls,)) for calls in tapes]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert {calls: len(tape.operations) for calls, tape in tapes.items()} == {1: 1, 2: 2}
+    assert not counts.any()
+    library.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads aren't brought anywhere")
 def test_neighbours_change_nothing(built: Path) -> None:
     """Threads that lose their cores are brought to others while they compute; then each may run where it might."""
@@ -169,8 +193,8 @@ def test_neighbours_change_nothing(built: Path) -> None:
             neighbour.wait()
     assert counts.tolist() == [500] * 12
     deadline = time.monotonic() + 30  # the last to be brought may be on its way
-    while (after := {task: place for task, place in places().items() if task in before}) != before:
-        assert time.monotonic() < deadline, (before, after)
+    while moved := {task: place for task, place in places().items() if place != before.get(task, place)}:
+        assert time.monotonic() < deadline, (before, moved)
         time.sleep(0.01)
     library.close()
 
@@ -183,6 +207,28 @@ def test_threads_are_exchanged(built: Path) -> None:
         library.run(tape)
     assert counts.tolist() == [3] * 16
     library.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory has other limits")
+def test_threads_that_there_are_not(built: Path) -> None:
+    """Those that were there stay, and no other."""
+    script = f"""
+import resource, torch
+from pathlib import Path
+from quire.data.kernels.cpu.library import Library
+library, counts = Library(Path({str(built)!r}), 2), torch.zeros(16, dtype=torch.int64)
+pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (pages + (1 << 27),) * 2)
+try:
+    library.resize(1000)
+except OSError as error:
+    print(error)
+library.call("count", 16, counts)
+print(library.threads, counts.sum().item())
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(quire.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "the system has no 1000 threads to give\n2 16\n"), done.stderr
 
 
 def test_errors_are_named(built: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.data.kernels.batch import Batch, LayerCache
 from quire.data.kernels.cpu.library import SCRATCH, Argument, Library
-from quire.data.kernels.cpu.loading import library
+from quire.data.kernels.cpu.loading import library, missing
 from quire.errors import StartupError
 from quire.vocabulary.specs import Layout
 
@@ -93,8 +93,7 @@ class NativeBackend:
         found = kernels or library()
         if found is None:
             raise StartupError(
-                "--attention is native, and no kernels for CPUs are built that this machine runs",
-                "Install a C++ compiler and then quire again, or use --attention sdpa",
+                f"--attention is native, and there are no kernels for this CPU: {missing()}", "Or use --attention sdpa"
             )
         self.library, self.deterministic = found, deterministic
         self.partial = torch.empty(0)

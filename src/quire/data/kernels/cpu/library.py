@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from struct import error as NotANumber
 from struct import pack
-from threading import Lock, get_ident
+from threading import Lock, local
 from weakref import finalize
 
 from torch import Tensor
@@ -27,14 +27,12 @@ class Operation(ctypes.Structure):
 
 
 class Tape:
-    """Operations in order, which run as one program; and the tensors that they use, kept alive. Recorded by the thread
-    that made it."""
+    """Operations in order, which run as one program; and the tensors that they use, kept alive."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[int, ctypes.Array[ctypes.c_char], int]] = []
         self.kept: list[Tensor] = []
         self.program: ctypes.Array[Operation] | None = None
-        self.thread = get_ident()
 
     def add(self, kernel: int, args: ctypes.Array[ctypes.c_char], chunks: int, tensors: Sequence[Tensor]) -> None:
         assert self.program is None, "a program that has run grows no more"
@@ -48,13 +46,19 @@ class Tape:
         return self.program
 
 
+class Recording(local):
+    """What the thread that looks records, if anything."""
+
+    tape: Tape | None = None
+
+
 class Library:
     """The kernels in one file, and a pool of threads, which end with it. Several threads may use it: one at a time runs
     its operations, the others wait. In a process forked from this one, the caller computes all by itself."""
 
     def __init__(self, path: Path, threads: int, cpus: Sequence[int] = ()) -> None:
         """`cpus`: where each thread runs, the caller first; none: anywhere."""
-        self.path, self.threads, self.tape = path, 0, None
+        self.path, self.threads, self.recording = path, 0, Recording()
         self.native = ctypes.CDLL(str(path))
         address, number = ctypes.c_void_p, ctypes.c_int64
         self.native.quire_pool.restype = address
@@ -64,21 +68,31 @@ class Library:
         self.native.quire_close.argtypes = (address,)
         self.addresses: dict[str, int] = {}
         self.lock = Lock()
-        self.tape: Tape | None
         self.resize(threads, cpus)
 
+    @property
+    def tape(self) -> Tape | None:
+        """What this thread records on; None: what it calls is run. Each thread has its own."""
+        return self.recording.tape
+
+    @tape.setter
+    def tape(self, tape: Tape | None) -> None:
+        self.recording.tape = tape
+
     def resize(self, threads: int, cpus: Sequence[int] = ()) -> None:
-        """Other threads in place of those that are there, if any."""
+        """Other threads in place of those that are there, if any. OSError, and nothing has changed, where the system
+        has no memory for so many, or no threads."""
         assert threads >= 1, "the caller is one"
         assert len(cpus) in (0, threads), "a place for each thread, or none"
         with self.lock:
+            places = (ctypes.c_int64 * threads)(*cpus) if cpus else None
+            pool = self.native.quire_pool(threads, places, SCRATCH)
+            if pool is None:
+                raise OSError(f"the system has no {threads} threads to give")
             if self.threads:
                 self.end()
-            places = (ctypes.c_int64 * threads)(*cpus) if cpus else None
-            self.pool = self.native.quire_pool(threads, places, SCRATCH)
-            assert self.pool is not None, f"{threads} threads have memory"
-            self.threads = threads
-            self.end = finalize(self, self.native.quire_close, self.pool)
+            self.pool, self.threads = pool, threads
+            self.end = finalize(self, self.native.quire_close, pool)
             self.end.atexit = False  # a thread may be in a program still; the process's end is theirs too
 
     def address(self, kernel: str) -> int:
@@ -94,8 +108,8 @@ class Library:
         assert 1 <= chunks <= MOST_CHUNKS, f"{kernel} in {chunks} chunks"
         packed = packed_for(kernel, args)
         address = self.addresses.get(kernel) or self.address(kernel)
-        tape = self.tape
-        if tape is not None and tape.thread == get_ident():
+        tape = self.recording.tape
+        if tape is not None:
             kept = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
             tape.add(address, kept, chunks, [arg for arg in args if isinstance(arg, Tensor)])
             return

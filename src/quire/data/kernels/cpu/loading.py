@@ -77,7 +77,10 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
     found = library()
     if found is not None and found.threads != torch.get_num_threads():
-        found.resize(torch.get_num_threads())
+        try:
+            found.resize(torch.get_num_threads())
+        except OSError as error:
+            raise StartupError(f"--threads is {torch.get_num_threads()}, and {error}", "Ask for fewer") from error
 
 
 def said() -> str:

@@ -19,7 +19,7 @@ class Variant(NamedTuple):
     needs: frozenset[str]
 
 
-_V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
 _V4_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512")

@@ -61,15 +61,15 @@ class Place {
         holds.store(false, std::memory_order_seq_cst);
         if (state.load(std::memory_order_seq_cst) == MINE) return;
         while (state.load(std::memory_order_acquire) == CLAIMED) relax();
-        if (state.load(std::memory_order_acquire) == MOVED) {
+        if (state.load(std::memory_order_acquire) == MOVED) { /* else others may claim it already */
             const int here = sched_getcpu(), home = cpu.load(std::memory_order_relaxed);
             cpu_set_t others = allowed;
             CPU_CLR(here, &others);
             if (home != here) pin(pthread_self(), home);
             else if (CPU_COUNT(&others)) pthread_setaffinity_np(pthread_self(), sizeof others, &others);
             pthread_setaffinity_np(pthread_self(), sizeof allowed, &allowed);
+            state.store(MINE, std::memory_order_release);
         }
-        state.store(MINE, std::memory_order_release);
     }
 
     /* Bring the thread here if it holds a chunk and doesn't run. The caller lets it run by yielding. */

@@ -13,6 +13,7 @@ brought to the core of a thread that waits for it (cores.h). */
 #include <chrono>
 #include <cstdlib>
 #include <deque>
+#include <new>
 #include <thread>
 
 #include <signal.h>
@@ -127,35 +128,6 @@ struct Pool {
 
 } // namespace
 
-/* A pool of `threads`, the caller's included, each with `bytes` of scratch. `cpus`: where each runs; -1, or null: anywhere.
-   Null if there is no memory, or no thread to be had. */
-QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t bytes) try {
-    Pool *pool = new Pool;
-    for (int64_t i = 0; i < threads; ++i) {
-        pool->workers.emplace_back();
-        if (posix_memalign(&pool->workers.back().scratch, 64, size_t(bytes < 64 ? 64 : bytes))) return nullptr;
-    }
-    for (int64_t i = 1; i < threads; ++i) {
-        Worker &worker = pool->workers[size_t(i)];
-        worker.thread = std::thread([pool, &worker] { pool->loop(worker); });
-        if (cpus && cpus[i] >= 0) pin(worker.thread.native_handle(), int(cpus[i]));
-    }
-    return pool;
-} catch (...) {
-    return nullptr;
-}
-
-/* Run the operations one after another; returns when all are done. One caller at a time. */
-QUIRE_EXPORT void quire_run(void *pool, const Operation *operations, int64_t count) {
-    static_cast<Pool *>(pool)->run(operations, count);
-}
-
-/* One operation, likewise. */
-QUIRE_EXPORT void quire_call(void *pool, Kernel kernel, const Arg *args, int64_t chunks) {
-    const Operation operation{kernel, args, chunks};
-    static_cast<Pool *>(pool)->run(&operation, 1);
-}
-
 /* No program runs. A process that was forked from the pool's has none of its threads: there it leaves all as it is. */
 QUIRE_EXPORT void quire_close(void *handle) {
     Pool *pool = static_cast<Pool *>(handle);
@@ -167,4 +139,37 @@ QUIRE_EXPORT void quire_close(void *handle) {
         free(worker.scratch);
     }
     delete pool;
+}
+
+/* A pool of `threads`, the caller's included, each with `bytes` of scratch. `cpus`: where each runs; -1, or null: anywhere.
+   Null if there is no memory, or no thread to be had: then none stays. */
+QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t bytes) {
+    Pool *pool = new (std::nothrow) Pool;
+    if (pool) try {
+        for (int64_t i = 0; i < threads; ++i) {
+            pool->workers.emplace_back();
+            if (posix_memalign(&pool->workers.back().scratch, 64, size_t(bytes < 64 ? 64 : bytes)))
+                throw std::bad_alloc();
+        }
+        for (int64_t i = 1; i < threads; ++i) {
+            Worker &worker = pool->workers[size_t(i)];
+            worker.thread = std::thread([pool, &worker] { pool->loop(worker); });
+            if (cpus && cpus[i] >= 0) pin(worker.thread.native_handle(), int(cpus[i]));
+        }
+    } catch (...) {
+        quire_close(pool);
+        return nullptr;
+    }
+    return pool;
+}
+
+/* Run the operations one after another; returns when all are done. One caller at a time. */
+QUIRE_EXPORT void quire_run(void *pool, const Operation *operations, int64_t count) {
+    static_cast<Pool *>(pool)->run(operations, count);
+}
+
+/* One operation, likewise. */
+QUIRE_EXPORT void quire_call(void *pool, Kernel kernel, const Arg *args, int64_t chunks) {
+    const Operation operation{kernel, args, chunks};
+    static_cast<Pool *>(pool)->run(&operation, 1);
 }
