@@ -1,4 +1,5 @@
-"""An engine with weights in FP8: the bundled model says nearly what it says in bf16; what does not fit is refused."""
+"""An engine with weights in FP8, or in few bits: the bundled model says nearly what it says in bf16; what does not fit
+is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # the training too
 import tiny_text
 
 SEED = 77_000_001  # of documents that training never drew
-MOST = 0.02
+MOST = {"fp8": 0.02, "int8": 0.01, "int4": 0.1}
 
 
 def negative_logs(documents: list[str], **settings: Any) -> list[float]:
@@ -40,20 +41,21 @@ def negative_logs(documents: list[str], **settings: Any) -> list[float]:
     return found
 
 
-def test_perplexity_of_the_bundled_model() -> None:
+@pytest.mark.parametrize("asked", ["fp8", "int8", "int4"])
+def test_perplexity_of_the_bundled_model(asked: str) -> None:
     documents = list(tiny_text.draw_documents(SEED, 20_000))
-    exact, rounded = (negative_logs(documents, dtype="bfloat16", quantization=q) for q in (None, "fp8"))
+    exact, rounded = (negative_logs(documents, dtype="bfloat16", quantization=q) for q in (None, asked))
     assert len(exact) == len(rounded) > 3000
     assert exact != rounded
     before, after = (math.exp(sum(logs) / len(logs)) for logs in (exact, rounded))
-    print(f"perplexity {before:.4f} in bf16, {after:.4f} with FP8: {after / before - 1:+.3%}")
-    assert abs(after / before - 1) < MOST
+    print(f"perplexity {before:.4f} in bf16, {after:.4f} with {asked}: {after / before - 1:+.3%}")
+    assert abs(after / before - 1) < MOST[asked]
 
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(StartupError, match="--quantization is 'gptq'") as failure:
         EngineConfig(quantization="gptq")
-    assert failure.value.remedy == "Choose one of: fp8"
+    assert failure.value.remedy == "Choose one of: fp8, int8, int4"
 
 
 def test_a_checkpoint_that_says_fp8_and_is_not(tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_a_checkpoint_that_says_fp8_and_is_not(tmp_path: Path) -> None:
     config = json.loads((bundled / "config.json").read_text())
     for said, words in (
         ({"quant_method": "fbgemm_fp8"}, "has dtype bfloat16"),
-        ({"quant_method": "awq"}, "quant_method 'awq', which is not supported"),
+        ({"quant_method": "aqlm"}, "quant_method 'aqlm', which is not supported"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
         with pytest.raises(StartupError, match=words) as failure:

@@ -43,7 +43,7 @@ class MemoryPlan(NamedTuple):
     max_seqs: int
     state_bytes: int = 0  # of a sequence, whatever its length
     state_tokens: int = 0  # after each of which it can be found again; 0: it can't
-    saved: int = 0  # of the weights, by FP8: so many bytes less than in `dtype`
+    saved: int = 0  # of the weights, by FP8 or few bits: so many bytes less than in `dtype`
 
     def lines(self) -> list[str]:
         """One screen."""
@@ -51,7 +51,7 @@ class MemoryPlan(NamedTuple):
         at_full = self.kv_tokens / self.max_len
         rows = [
             ("model", f"{self.model}: {self.parameters:,} parameters in {self.dtype}"
-                      + (" and FP8" if self.saved else "")),
+                      + (" and fewer bits" if self.saved else "")),
             ("device", f"{self.device}: {_size(self.free_bytes)} free of {_size(self.device_bytes)}"),
             ("weights", _size(self.weights)),
             ("activations", f"{_size(self.activations)} at most"),

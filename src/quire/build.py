@@ -23,7 +23,7 @@ from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.memory.virtual import capacity
 from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
-from quire.data.models.quantization import BLOCKS, fp8_of
+from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
 from quire.data.weights.checkpoint import SMALLEST, check_size
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
@@ -170,16 +170,22 @@ def _runner(
     import torch
 
     from quire.data.runner.model_runner import ModelRunner
+    from quire.data.weights import few
     from quire.data.weights.dummy import fill_dummy
     from quire.data.weights.fp8 import made
     from quire.data.weights.gguf_loader import load_gguf
     from quire.data.weights.loader import load
 
-    scheme = fp8_of(source.config, config.quantization)
+    scheme = scheme_of(source.config, config.quantization)
     dummy = config.dummy_weights or source.folder is None
     if not dummy and source.file is None:
-        check_size(source.folder, source.spec.parameters, 1 if scheme is not None and scheme.stored else SMALLEST)
-    model = made(source.config, dtype, device, scheme)
+        stored = scheme is not None and scheme.stored
+        least = SMALLEST if not stored else 1 if isinstance(scheme, FP8) else scheme.bits / 8
+        check_size(source.folder, source.spec.parameters, least)
+    if isinstance(scheme, Few):
+        model = few.made(source.config, dtype, device, scheme, source.file)
+    else:
+        model = made(source.config, dtype, device, scheme)
     if dummy:
         fill_dummy(model, config.seed, scheme)
     elif source.file is not None:
@@ -253,34 +259,48 @@ def device_of(config: EngineConfig) -> str:
 def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32.
 
-    There, a model whose weights are in a GGUF file's blocks is in float32: bfloat16 would add to what they round."""
+    There, a model whose weights are in a GGUF file's blocks is in float32 if there are no kernels of our own that
+    multiply them as they are: bfloat16 would add to what they round."""
     if config.dtype != "auto":
         return config.dtype
-    if device == "cpu" and model.get(BLOCKS):
+    few = device == "cpu" and _multiplies_bits(config, model)
+    if device == "cpu" and model.get(BLOCKS) and not few:
         return "float32"
     said = model.get("dtype") or model.get("torch_dtype") or "float32"
     said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
     if device == "cpu" and said != "float32":
-        return "bfloat16" if _fast_bfloat16() else "float32"
+        return "bfloat16" if few or _fast_bfloat16() else "float32"
     return str(said)
 
 
 def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) -> int:
-    """Bytes that the model's weights take less than in `dtype`, where they are in FP8 and `device` computes with it."""
-    scheme = fp8_of(source.config, config.quantization)
-    if scheme is None or device == "cpu":
+    """Bytes that the model's weights take less than in `dtype`, where they are in FP8 or in few bits and `device`
+    computes with them."""
+    scheme = scheme_of(source.config, config.quantization)
+    if scheme is None or (isinstance(scheme, FP8) and device == "cpu"):
         return 0
     import torch
 
-    from quire.data.weights.fp8 import native, saved_bytes
+    from quire.data.weights import few, fp8
 
-    here = native(getattr(torch, dtype), torch.device(device))
-    return saved_bytes(source.config, scheme, ITEMSIZE[dtype]) if here else 0
+    kind = getattr(torch, dtype)
+    if isinstance(scheme, Few):
+        return few.saved_bytes(source.config, scheme, kind, source.file) if device == "cpu" else 0
+    here = fp8.native(kind, torch.device(device))
+    return fp8.saved_bytes(source.config, scheme, ITEMSIZE[dtype]) if here else 0
 
 
 def model_id(config: EngineConfig, source: Source, dtype: str) -> str:
     """What tells apart models whose keys and values differ."""
     return f"{source.name}:{dtype}" + (f":{config.quantization}" if config.quantization else "")
+
+
+def _multiplies_bits(config: EngineConfig, model: dict[str, Any]) -> bool:
+    """The model has weights of few bits, and there are kernels of our own for them: they round rows in bfloat16 to
+    int8, which every machine multiplies, and leave rows in float32 as they are."""
+    from quire.data.kernels.cpu.loading import library
+
+    return isinstance(scheme_of(model, config.quantization), Few) and library() is not None
 
 
 def _fast_bfloat16() -> bool:

@@ -14,7 +14,7 @@ PREEMPTIONS = ("recompute", "swap", "auto")
 VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of pages, beside Triton's
 ATTENTIONS = ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDORS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "int8", "int4")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -39,7 +39,8 @@ class EngineConfig:
     """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
 
     `quantization` "fp8" rounds the weights of linear layers to FP8 while they are loaded (quire.data.weights.fp8); of a
-    checkpoint in FP8 it says nothing more.
+    checkpoint in FP8 it says nothing more. "int8" and "int4" round them to 8 or 4 bits by groups
+    (quire.data.weights.few).
     `memory` is how the KV memory is managed: in pages; in pages where every layer keeps every token, whatever it looks
     at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual addresses under which pages are mapped
     (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED), which share nothing, preempt nobody, and

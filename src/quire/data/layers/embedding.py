@@ -30,10 +30,11 @@ class Embedding(nn.Module):
     def share(self, product: object) -> None:
         """The weight is a head's too, which has packed it for `product`; if rows can be read from there, it is not
         needed twice."""
-        from quire.data.kernels.cpu.linear import Packed, rows_of
+        from quire.data.kernels.cpu import linear, quantised
 
-        if isinstance(product, Packed):
-            self.rows, self.weight = partial(rows_of, product), None
+        for kind in (linear, quantised):
+            if isinstance(product, kind.Packed):
+                self.rows, self.weight = partial(kind.rows_of, product), None
 
     def forward(self, ids: Tensor, onto: Tensor | None = None, first: int = 0) -> Tensor:
         if self.rows is not None:

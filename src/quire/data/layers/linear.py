@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.data.kernels.shapes import bound_programs, rounded
+
+if TYPE_CHECKING:
+    from quire.data.kernels.cpu.quantised import Numbers
 
 # The row count that oneDNN lays the weight out for. On Zen 5, 1 costs fp32 a factor of 1.5 to 3 at 4 to 32 rows; the
 # other values (and all of them in bf16) are equal at every row count from 1 to 2048.
@@ -53,6 +56,8 @@ class Linear(nn.Module):
         self.weight: Tensor | None = weight
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.data.kernels.triton.linear
+        self.bits: list[Callable[[], Numbers] | None] | None = None
+        """What makes the parts of a weight in few bits (quire.data.weights.few), which has a shape only."""
         self.packed: Callable[[Tensor], Tensor] | None = None
         self.few: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
         self.few_rows = 0
@@ -75,6 +80,9 @@ class Linear(nn.Module):
         any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
         FP8 one row is multiplied as it is, and more are in FP8 too, unless `deterministic`."""
         if self.weight is None:
+            return
+        if self.bits is not None:
+            self.packed, self.weight = self.packed_bits(deterministic), None
             return
         if self.weight.is_cuda:
             from quire.data.kernels.triton import linear, scaled
@@ -101,6 +109,31 @@ class Linear(nn.Module):
         packed = pack(self.weight, self.bias)
         if packed is not None:
             self.packed, self.weight = packed, None
+
+    def packed_bits(
+        self, deterministic: bool, activation: str | None = None, gated: bool = False
+    ) -> Callable[[Tensor], Tensor] | None:
+        """A weight in few bits, packed; None if its parts have unlike forms and are to be one product with what
+        follows. They are made here, so that no other layer's lie beside them."""
+        from quire.data.kernels.cpu.quantised import Packed, Several
+
+        assert self.bits is not None, "it has few bits"
+        assert self.weight is not None, "it is packed once"
+        made: list[Numbers] = []
+        for make in self.bits:
+            assert make is not None, "all parts are loaded"
+            part = make()
+            if made and made[-1].form == part.form:
+                made[-1] = made[-1].above(part)
+            else:
+                made.append(part)
+        dtype, rows = self.weight.dtype, [len(part.numbers) for part in made]
+        if activation is not None and len(made) > 1:
+            return None
+        if len(made) == 1:
+            return Packed(made[0], dtype, self.bias, activation, gated, deterministic)
+        biases = [None] * len(made) if self.bias is None else self.bias.split(rows)
+        return Several([Packed(part, dtype, bias, deterministic=deterministic) for part, bias in zip(made, biases)])
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:

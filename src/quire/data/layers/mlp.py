@@ -112,11 +112,17 @@ class MLP(nn.Module):
 def _inner(product: Linear, name: str, gated: bool, deterministic: bool) -> Callable[[Tensor], Tensor] | None:
     """On a CPU that has our kernels: the product and the activation as one operation; the weight is packed for it, and
     the plain one dropped. Else None."""
-    if product.weight is None or product.weight.device.type != "cpu":
+    if product.weight is None or product.weight.device.type not in ("cpu", "meta"):
         return None
     from quire.data.kernels.cpu import linear
 
-    if name not in linear.ACTIVATIONS or not linear.supports(product.weight):
+    if name not in linear.ACTIVATIONS:
+        return None
+    if product.bits is not None:
+        inner = product.packed_bits(deterministic, name, gated)
+        product.weight = product.weight if inner is None else None
+        return inner
+    if not linear.supports(product.weight):
         return None
     packed = linear.Packed(product.weight, product.bias, name, gated, deterministic)
     product.weight = None

@@ -132,5 +132,5 @@ class Gemma(nn.Module):
         """After loading, once: choose kernels, pack weights, build the rotary tables for positions below `max_len`.
         `deterministic`: see quire.data.layers.prepare."""
         for rotary in self.rotary:
-            rotary.prepare(self.embed.weight.device, max_len)
+            rotary.prepare(self.norm.weight.device, max_len)
         prepare_layers(self, deterministic)

@@ -159,7 +159,7 @@ class Mllama(nn.Module):
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
         """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.
         `deterministic`: see quire.data.layers.prepare."""
-        self.rotary.prepare(self.embed.weight.device, max_len)
+        self.rotary.prepare(self.norm.weight.device, max_len)
         for layer in self.layers:
             if isinstance(layer, CrossBlock):
                 layer.prepare()

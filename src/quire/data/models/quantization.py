@@ -1,8 +1,9 @@
-"""What a config.json's `quantization_config` says: which layers are in FP8, and by how many scales. No torch.
+"""What a config.json's `quantization_config` says: which layers are in FP8 or in few bits, and by how many scales. No
+torch.
 
 Supported are checkpoints in FP8 (e4m3) as they are published: `fp8` (blocks of 128 x 128, or a scale a tensor),
-`compressed-tensors` in the format `float-quantized`, and `fbgemm_fp8`. Scales of activations are not read: rows are
-scaled by their own largest values (see quire.data.kernels.triton.scaled).
+`compressed-tensors` in the format `float-quantized`, and `fbgemm_fp8`; and in few bits `awq` and `gptq`. Scales of
+activations are not read: rows are scaled by their own largest values (see quire.data.kernels.triton.scaled).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from quire.data.models.fields import Fields
 from quire.errors import StartupError, shown
 
-METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8")
+METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq")
 BLOCK = 128
 """Rows and columns of a block that has one scale, where there are blocks."""
 WHERE = "quantization_config of config.json"
@@ -47,15 +48,50 @@ class FP8(NamedTuple):
 
 
 MADE = FP8(stored=False)
+GROUPS = (32, 64, 128)
+
+
+class Few(NamedTuple):
+    """Linear layers in few bits, by groups of columns. `stored`: as a checkpoint has them ("awq", "gptq"), or a GGUF
+    file ("gguf"); else they are made while loading, in groups of 32. Of GPTQ, `ordered` says that a group's columns
+    may lie anywhere, and `one_off` that zeros are stored less 1."""
+
+    bits: int
+    stored: str = ""
+    group: int = 32
+    kept: tuple[str, ...] = ()
+    ordered: bool = False
+    one_off: bool = True
+
+    def covers(self, module: str, prefixes: tuple[str, ...] = ()) -> bool:
+        """Whether the checkpoint's `module`, named without one of `prefixes`, is quantised."""
+        names = (module, *(prefix + module for prefix in prefixes))
+        return not any(_matches(entry, name) for entry in self.kept for name in names)
+
+
+BITS = {"int8": Few(8), "int4": Few(4)}
+
+
+def scheme_of(config: dict[str, Any], asked: str | None) -> FP8 | Few | None:
+    """How the weights of a model are quantised: as its config.json says; else, where it is `asked` for
+    (--quantization), made while loading. StartupError for a quantization_config that isn't supported."""
+    stored = read_stored(config)
+    if stored is not None and asked in BITS:
+        raise StartupError(
+            f"--quantization is {asked}, and the model's weights are quantised already", "Leave --quantization out"
+        )
+    if config.get(BLOCKS) and asked is None:
+        return Few(0, "gguf")
+    return stored or BITS.get(asked or "") or (MADE if asked == "fp8" else None)
 
 
 def fp8_of(config: dict[str, Any], asked: str | None) -> FP8 | None:
-    """How the weights of a model are in FP8: as its config.json says; else, where it is `asked` for (--quantization),
-    made while loading. StartupError for a quantization_config that isn't supported."""
-    return read_fp8(config) or (MADE if asked == "fp8" else None)
+    """The same, of FP8 alone."""
+    found = scheme_of(config, asked)
+    return found if isinstance(found, FP8) else None
 
 
-def read_fp8(config: dict[str, Any]) -> FP8 | None:
+def read_stored(config: dict[str, Any]) -> FP8 | Few | None:
     """What `config` says; None where it says nothing."""
     said = config.get("quantization_config") or config.get("compression_config")
     if not said:
@@ -70,6 +106,8 @@ def read_fp8(config: dict[str, Any]) -> FP8 | None:
         return _compressed(fields)
     if method == "fbgemm_fp8":
         return FP8(True, kept=(*_names(fields, "modules_to_not_convert"), HEAD))
+    if method in ("awq", "gptq"):
+        return _grouped(fields, str(method))
     raise StartupError(
         f"{WHERE} has the quant_method {shown(method)}, which is not supported",
         f"Supported: {', '.join(METHODS)}. {REMEDY}",
@@ -106,6 +144,30 @@ def _compressed(fields: Fields) -> FP8:
     if blocks != (strategy == "block"):
         raise StartupError(f"{weights.where} have the strategy {strategy!r} and a block_structure that doesn't fit it")
     return FP8(True, blocks, _names(fields, "ignore"))
+
+
+def _grouped(fields: Fields, method: str) -> Few:
+    """`awq` in the layout "gemm", and `gptq`."""
+    bits, group = fields.size("bits"), fields.config.get("group_size", 128)
+    allowed = (4,) if method == "awq" else (4, 8)
+    if bits not in allowed:
+        raise StartupError(f"bits in {WHERE} is {bits}, which is not supported", f"{allowed}: these are. {REMEDY}")
+    if type(group) is not int or group not in GROUPS:
+        raise StartupError(
+            f"group_size in {WHERE} is {shown(group)}, which is not supported",
+            f"{', '.join(map(str, GROUPS))}: these are",
+        )
+    kept = (*_names(fields, "modules_to_not_convert"), HEAD)
+    if method == "awq":
+        version = fields.text("version", "gemm").lower()
+        if version != "gemm" or not fields.flag("zero_point", True):
+            raise StartupError(f"{WHERE} has the version {shown(version)}", "awq is read in gemm's, with zero_point")
+        return Few(bits, "awq", group, kept)
+    fields.refuse("lm_head", False)
+    if fields.config.get("dynamic"):
+        raise StartupError(f"{WHERE} has layers of their own kinds (dynamic), which are not supported", REMEDY)
+    form = _one_of(fields, "checkpoint_format", "gptq", "gptq_v2")
+    return Few(bits, "gptq", group, kept, fields.flag("desc_act", False), form == "gptq")
 
 
 def _blocks(fields: Fields, name: str) -> bool:

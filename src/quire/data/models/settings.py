@@ -12,7 +12,7 @@ from quire.data.layers.rope import Rope
 from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import Kind, read_kinds, read_layer_types
 from quire.data.models.pyramid import read_budgets
-from quire.data.models.quantization import REMEDY, read_fp8
+from quire.data.models.quantization import REMEDY, read_stored
 from quire.data.models.rope_settings import read_rope
 from quire.errors import StartupError
 from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
@@ -207,8 +207,8 @@ class GPT2Settings:
     def read(cls, config: dict[str, Any]) -> Self:
         """Raises StartupError for a value that is missing, wrong or not supported."""
         fields = Fields(config)
-        if read_fp8(config):
-            raise StartupError("checkpoints of GPT-2 in FP8 are not supported: their weights are transposed", REMEDY)
+        if read_stored(config):
+            raise StartupError("quantised checkpoints of GPT-2 are not supported: their weights are transposed", REMEDY)
         fields.refuse("scale_attn_weights", True)
         fields.refuse("scale_attn_by_inverse_layer_idx", False)
         fields.refuse("add_cross_attention", False)
@@ -307,4 +307,4 @@ def _divisor(fields: Fields, name: str, hidden: int) -> int:
 
 def refuse_quantised(fields: Fields) -> None:
     """StartupError for a quantization_config that isn't supported."""
-    read_fp8(fields.config)
+    read_stored(fields.config)

@@ -128,7 +128,7 @@ def tensor_files(folder: Path) -> list[Path]:
     return files
 
 
-def check_size(folder: Path, parameters: int, smallest: int = SMALLEST) -> None:
+def check_size(folder: Path, parameters: int, smallest: float = SMALLEST) -> None:
     """StartupError if the files are too small for so many parameters, `smallest` bytes each, before memory is asked for
     to hold them."""
     size = sum(file.stat().st_size for file in tensor_files(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from quire.data.layers.mamba import Mamba
 from quire.data.layers.norm import LayerNorm, RMSNorm
-from quire.data.models.quantization import FP8
+from quire.data.models.quantization import FP8, Few
+from quire.data.weights import few
+from quire.data.weights.few import forms_of
 from quire.data.weights.fp8 import E4M3, LARGEST, covered, scale_of
 
 if TYPE_CHECKING:
+    from quire.data.kernels.cpu.quantised import Form
     from quire.data.models import Model
 
 STD = 0.02
@@ -24,17 +28,18 @@ NOISE = 4_194_301  # numbers drawn once and laid into every weight; a prime, so 
 
 
 @torch.no_grad()
-def fill_dummy(model: Model, seed: int, scheme: FP8 | None = None) -> None:
+def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None:
     """Normal weights of standard deviation 0.02; norms are the identity, and states decay as an untrained Mamba's. A
     function of seed, dtype and device. What `scheme` has in FP8 is drawn in FP8, all with one scale, or holds the same
     values in the model's dtype."""
-    first = next(model.parameters())
+    first = next(parameter for parameter in model.parameters() if not parameter.is_meta)
     generator = torch.Generator(first.device).manual_seed(seed)
     noise = torch.empty(NOISE, dtype=torch.float32, device=first.device).normal_(0, STD, generator=generator)
     scale = noise.abs().max() / LARGEST
     numbers = (noise / scale).clamp(-LARGEST, LARGEST).to(E4M3)
     products, noise = (numbers.float() * scale).to(first.dtype), noise.to(first.dtype)
-    fp8 = {} if scheme is None else covered(model, scheme)
+    fp8 = covered(model, scheme) if isinstance(scheme, FP8) else {}
+    forms = forms_of(model, scheme) if isinstance(scheme, Few) else {}
     at = 0
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -46,9 +51,21 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | None = None) -> None:
             elif (scales := scale_of(model, f"{path}.{name}")) is not None:
                 scales.fill_(scale)
                 at = _lay(parameter.view(-1), numbers, at)
+            elif f"{path}.{name}" in forms:
+                at = _round(model, f"{path}.{name}", forms[f"{path}.{name}"], noise, at)
             else:
                 rounded = all(fp8.get(f"{path}.{name}", (False,)))
                 at = _lay(parameter.view(-1), products if rounded else noise, at)
+
+
+def _round(model: Model, name: str, forms: tuple[Form, ...], noise: Tensor, at: int) -> int:
+    """The same for a weight in few bits, or that holds the same values in the model's dtype."""
+    parameter, layer = model.get_parameter(name), few.layers_of(model)[name]
+    for part, rows in enumerate(parameter.data.split(layer.parts if len(forms) > 1 else len(parameter))):
+        numbers = torch.empty(rows.shape, dtype=noise.dtype, device=noise.device)
+        at = _lay(numbers.view(-1), noise, at)
+        few.put(rows, layer, part, partial(few.rounded, numbers, forms[part]))
+    return at
 
 
 def _decays(like: Tensor) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from quire.data.models.quantization import FP8
+from quire.data.models.quantization import FP8, Few
 from quire.data.weights.blocks import Blocks
+from quire.data.weights.few import FORMS, of_blocks, put
 from quire.data.weights.gguf import GGUF
 from quire.data.weights.gguf_model import named
 from quire.data.weights.loader import Target, fill, some, targets_of
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
 FIT = "The file's tensors must fit what it says of its model"
 
 
-def load_gguf(model: Model, file: GGUF, progress: bool = False, scheme: FP8 | None = None) -> None:
+def load_gguf(model: Model, file: GGUF, progress: bool = False, scheme: FP8 | Few | None = None) -> None:
     """Fill every parameter of `model`, which is not prepared yet, with what the file's tensors stand for. `scheme`:
     what becomes FP8. StartupError for tensors that are missing, unknown or of the wrong shape, and for scales that
     aren't finite."""
-    targets, stored = targets_of(model, scheme), named(file)
+    targets, stored = targets_of(model, scheme, file), named(file)
     if unknown := stored.unknown(set(targets)):
         raise StartupError(f"{file.path} holds {shown(unknown[0])}, which the model has no place for", FIT)
     if missing := [name for name in map(stored.name, targets) if name not in file.tensors]:
@@ -43,6 +45,9 @@ def _fill(target: Target, blocks: Blocks, name: str, file: GGUF) -> None:
     if (blocks.rows, blocks.columns) not in (tuple(shape), (1, *shape), (*shape, 1)):
         found = [blocks.rows, blocks.columns]
         raise StartupError(f"{name} in {file.path} has shape {found}, but its settings make it {list(shape)}", FIT)
+    if blocks.kind in FORMS and target.form is not None:
+        put(target.rows, target.layer, target.part, partial(of_blocks, blocks))
+        return
     if target.fp8:
         fill(target, torch.from_numpy(np.array(blocks.numbers())).view(shape), name, file.path, False)
         return

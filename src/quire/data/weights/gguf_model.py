@@ -85,6 +85,11 @@ class Named(NamedTuple):
         what, _, kind = name.rpartition(".")
         return f"{WHOLE[what]}.{kind}" if what in WHOLE else None
 
+    def kind(self, name: str) -> str | None:
+        """The format of the tensor `name`; None if the file lacks it."""
+        stored = self.file.tensors.get(self.name(name) or "")
+        return None if stored is None else stored.kind
+
     def blocks(self, name: str) -> Blocks | None:
         """The tensor `name`, its rows in the order of transformers; None if the file lacks it. A view of the file, but
         for queries, keys and norms that lie there otherwise. StartupError for scales that aren't finite."""

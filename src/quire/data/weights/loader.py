@@ -1,10 +1,11 @@
-"""Tensors of a checkpoint into a model's parameters, each exactly once, converted on the way: to the model's dtype, or
-to FP8. Those that are in FP8 have scales beside them."""
+"""Tensors of a checkpoint into a model's parameters, each exactly once, converted on the way: to the model's dtype, to
+FP8 or to few bits. Those that are quantised have scales beside them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,15 +15,22 @@ from torch import Tensor
 from torch.nn import Parameter
 from tqdm import tqdm
 
-from quire.data.models.quantization import FP8
+from quire.data.models.quantization import FP8, Few
+from quire.data.weights import few
 from quire.data.weights.checkpoint import tensor_files
-from quire.data.weights.fp8 import E4M3, by_rows, covered, rounded, scale_of, scaled
+from quire.data.weights.few import STAY as FEW_STAY
+from quire.data.weights.few import forms_of, layers_of, put
+from quire.data.weights.fp8 import E4M3, by_rows, covered, places, rounded, scale_of, scaled
+from quire.data.weights.grouped import KINDS, Stored
 from quire.data.weights.mapped import WORTH, Mapped
 from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
 if TYPE_CHECKING:
+    from quire.data.kernels.cpu.quantised import Form
+    from quire.data.layers.linear import Linear
     from quire.data.models import Model
+    from quire.data.weights.gguf import GGUF
 
 FIT = "The checkpoint must fit its config.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -35,31 +43,39 @@ class Target(NamedTuple):
     """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names. `whole`: the parameter
-    that these rows are all of."""
+    the model's dtype and are to hold the products. `grouped`: see quire.data.models.names. `form`: it is in few
+    bits, or is rounded to them, and is this part of `layer`'s weight. `whole`: the parameter that these rows are all
+    of."""
 
     rows: Tensor
     transpose: bool
     fp8: bool = False
     scale: Tensor | None = None
     grouped: tuple[int, ...] = ()
+    form: Form | None = None
+    layer: Linear | None = None
+    part: int = 0
     whole: Parameter | None = None
 
 
-def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None = None) -> None:
+def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few | None = None) -> None:
     """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
-    what is in FP8 there, or becomes so. On a CPU large weights that need no change aren't copied, and `model.mapped`
-    are the files' mappings that they lie in: nobody may write there.
+    what is in FP8 or in few bits there, or becomes so. On a CPU large weights that need no change aren't copied, and
+    `model.mapped` are the files' mappings that they lie in: nobody may write there.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
     kind, for scales that aren't finite and above 0, and for damaged files.
     """
-    targets, device = targets_of(model, scheme), next(model.parameters()).device
-    stored = scheme is not None and scheme.stored
-    scales = {f"{name}_scale": target for name, target in targets.items() if target.fp8} if stored else {}
+    targets = targets_of(model, scheme)
+    device = next(parameter for parameter in model.parameters() if not parameter.is_meta).device
+    fp8 = scheme if isinstance(scheme, FP8) and scheme.stored else None
+    scales = {f"{name}_scale": target for name, target in targets.items() if target.fp8} if fp8 is not None else {}
+    grouped = _grouped(model, targets, scheme)
+    words = {f"{name}.{kind}": name for name in grouped for kind in KINDS}
     products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
     filled: set[str] = set()
-    ignored = (*model.ignored, UNREAD) if stored else model.ignored
+    ignored = (*model.ignored, UNREAD) if fp8 is not None else model.ignored
+    wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
     model.mapped = []
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
@@ -70,42 +86,73 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | None 
                     for key in file.keys():  # noqa: SIM118 (not a dict)
                         name = _plain(key, model.prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
-                        if name not in targets and name not in scales and _ignorable(name, ignored):
+                        known = name in wanted or name in scales or name in words
+                        if not known and _ignorable(name, ignored):
                             continue
-                        _check_new(name, key, path, targets if name in targets else scales, filled)
-                        if name in targets:
-                            tensor = file.get_tensor(key)
-                            if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
-                                model.mapped.append(mapped)
-                            fill(targets[name], tensor, key, path, stored, mapped)
-                            if mapped is not None:
-                                mapped.release()
+                        _check_new(name, key, path, known, filled)
+                        tensor = file.get_tensor(key)
+                        if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
+                            model.mapped.append(mapped)
+                        if name in wanted:
+                            fill(wanted[name], tensor, key, path, fp8 is not None, mapped)
+                        elif name in words:
+                            grouped[words[name]].add(name.rpartition(".")[2], tensor, key, path)
                         else:
-                            assert scheme is not None, "only it has scales"
-                            products += _scale(scales[name], file.get_tensor(key), key, path, scheme.blocks)
+                            assert fp8 is not None, "only it has scales"
+                            products += _scale(scales[name], tensor, key, path, fp8.blocks)
+                        if mapped is not None:
+                            mapped.release()
                         filled.add(name)
                         bar.update()
             except (SafetensorError, OSError) as error:
                 raise StartupError(f"{path} is damaged: {error}", AGAIN) from error
-    missing = [name for name in (*targets, *scales) if name not in filled]
+    missing = [name for name in (*wanted, *scales) if name not in filled]
+    missing += [name for stored in grouped.values() for name in stored.missing]
     if missing:
         raise StartupError(f"{folder} lacks {some(missing)}", FIT)
     for rows, by in products:
         rows.copy_(scaled(rows, by))
+    for name, stored in grouped.items():
+        target = targets[f"{name}.weight"]
+        if target.rows.is_meta:
+            put(target.rows, target.layer, target.part, stored.numbers)
+        else:
+            floats = stored.floats()
+            target.rows.copy_(ungrouped(floats, target.grouped) if target.grouped else floats)
 
 
-def targets_of(model: Model, scheme: FP8 | None) -> dict[str, Target]:
-    """Every weight that the checkpoint must hold (its name without prefix) -> where it goes."""
+def _grouped(model: Model, targets: dict[str, Target], scheme: FP8 | Few | None) -> dict[str, Stored]:
+    """The modules whose weights a checkpoint by AWQ or GPTQ has in few bits: those of its layers."""
+    found: dict[str, Stored] = {}
+    if not isinstance(scheme, Few) or not scheme.stored:
+        return found
+    for name, source in model.names().items():
+        path, _, kind = name.rpartition(".")
+        if kind in places(model.get_submodule(path)) and FEW_STAY.search(path) is None and re.search(r"\d", path):
+            for tensor in source.tensors:
+                module = tensor.removesuffix(".weight")
+                if scheme.covers(module, model.prefixes):
+                    found[module] = Stored(scheme, module, *targets[tensor].rows.shape)
+    return found
+
+
+def targets_of(model: Model, scheme: FP8 | Few | None, file: GGUF | None = None) -> dict[str, Target]:
+    """Every weight that the checkpoint, or `file`, must hold (its name without prefix) -> where it goes."""
     parameters, targets = dict(model.named_parameters()), {}
-    fp8 = {} if scheme is None else covered(model, scheme)
+    fp8 = covered(model, scheme) if isinstance(scheme, FP8) else {}
+    forms, layers = ({}, {}) if not isinstance(scheme, Few) else (forms_of(model, scheme, file), layers_of(model))
     for name, source in model.names().items():
         parts = parameters[name].data.split(source.rows)
         scale, scales = scale_of(model, name), [None] * len(parts)
         if scale is not None:
             scales = scale.split(source.rows, 1)
-        for tensor, rows, yes, scale in zip(source.tensors, parts, fp8.get(name, [False] * len(parts)), scales):
-            whole = parameters[name] if len(parts) == 1 else None
-            targets[tensor] = Target(rows, source.transpose, yes, scale, source.grouped, whole)
+        made = forms.get(name, (None,) * len(parts))
+        whole = parameters[name] if len(parts) == 1 else None
+        for part, (tensor, rows) in enumerate(zip(source.tensors, parts)):
+            yes = fp8[name][part] if name in fp8 else False
+            targets[tensor] = Target(
+                rows, source.transpose, yes, scales[part], source.grouped, made[part], layers.get(name), part, whole
+            )
     return targets
 
 
@@ -121,8 +168,8 @@ def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in ignored)
 
 
-def _check_new(name: str, key: str, path: Path, targets: dict[str, Target], filled: set[str]) -> None:
-    if name not in targets:
+def _check_new(name: str, key: str, path: Path, known: bool, filled: set[str]) -> None:
+    if not known:
         raise StartupError(
             f"{path} holds {shown(key)}, which the model has no place for", "It must fit its config.json"
         )
@@ -148,6 +195,11 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
     if target.grouped:
         tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor
+    if target.form is not None:
+        if not tensor.isfinite().all():
+            raise StartupError(f"{shown(key)} in {path} has a value that isn't finite", "It can't be rounded")
+        put(target.rows, target.layer, target.part, partial(few.rounded, tensor, target.form))
+        return
     if not target.fp8 or stored:
         if mapped is None or target.whole is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
             target.rows.copy_(tensor)

@@ -189,6 +189,7 @@ class NativeBackend:
             f"attention_write_{SUFFIXES[cache.dtype]}", chunks, *self._cache(cache, plan.tables),
             q, k, v, q, q_stride, k.stride(0), v.stride(0), q_stride, plan.token_slots, plan.positions, plan.cells,
             rotary, q_weight, k_weight, float(eps), tokens, chunks, int(cache.writes), plan.prompts, plan.budget,
+            int(q_weight is not None and q_weight.dtype == torch.float32),
         )  # fmt: skip
 
     def read(self, q: Tensor, cache: LayerCache, plan: Work) -> Tensor:

@@ -31,6 +31,7 @@ VARIANTS = {
                 _V4_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
         Variant("avx512bf16", _BF16_FLAGS, _V4_BF16),
         Variant("avx512", _V4_FLAGS, _V4),
+        Variant("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
         Variant("avx2", ("-march=x86-64-v3",), _V3),
     ),
     "aarch64": (Variant("neon", ("-march=armv8.2-a+fp16+dotprod",), frozenset({"asimd", "asimdhp", "asimddp"})),),

@@ -7,9 +7,11 @@ QUIRE_EXPORT void read_all(const Arg *a, int64_t chunk, void *) {
     const char *data = as<char>(a[0]) + chunk * bytes;
     constexpr int MANY = 8;
     wide_bits sums[MANY] = {};
-    for (int64_t i = 0; i < bytes; i += MANY * LANES * 4)
+    for (int64_t i = 0; i < bytes; i += MANY * LANES * 4) {
+        for (int j = 0; j < MANY * LANES * 4; j += 64) __builtin_prefetch(data + i + j + 2048);
 #pragma GCC unroll 8
         for (int j = 0; j < MANY; ++j) sums[j] ^= load<wide_bits>(data + i + j * LANES * 4);
+    }
     uint32_t sum = 0;
     for (int j = 0; j < MANY; ++j)
         for (int lane = 0; lane < LANES; ++lane) sum ^= sums[j][lane];

@@ -1,0 +1,233 @@
+"""Weights of few bits: numbers rounded to them by groups, GGUF's blocks as such, and which layers of a model have them.
+
+On a CPU with kernels of our own they stay so; elsewhere weights in the model's dtype hold the same values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.data.kernels.cpu.quantised import Form, Numbers, supports
+from quire.data.layers.linear import Linear
+from quire.data.models import resolve
+from quire.data.models.quantization import Few
+from quire.data.weights.blocks import Blocks, Bytes
+from quire.data.weights.gguf_model import named
+
+if TYPE_CHECKING:
+    from quire.data.models import Model
+    from quire.data.weights.gguf import GGUF
+
+INT8, INT4, SIX = Form(8, 0, 128, False), Form(4, 0, 0, True), Form(6, 256, 32, False)
+FORMS = {
+    "q8_0": INT8, "q5_0": INT8, "q5_1": Form(8, 0, 0, True), "q4_0": Form(4, 0, 8, False), "q4_1": INT4,
+    "q4_k": Form(4, 256, 0, True), "q5_k": Form(8, 256, 0, True), "q6_k": SIX,
+}  # fmt: skip
+"""GGUF's formats of blocks -> ours, which hold the same values; those of five bits take eight."""
+STAY = re.compile(r"(^|\.)(router|vision|tower|projector|eyes|mamba\.(parts|dt)|mixer\.(parts|dt))(\.|$)")
+"""Modules that stay in the model's dtype, but for what a file has them in (see quire.data.weights.fp8)."""
+HEAD = re.compile(r"(^|\.)head$")
+Make = Callable[[], Numbers]
+Forms = dict[str, tuple[Form, ...]]
+"""Of a parameter's parts, each a tensor of a checkpoint."""
+
+
+def forms_of(model: Model, scheme: Few, file: GGUF | None = None) -> Forms:
+    """What weights of linear layers become while they are loaded, or are in a checkpoint or in `file`. Heads, whose
+    errors no later layer evens out, have eight bits. What isn't named is in the model's dtype."""
+    found, names, stored = {}, model.names(), None if file is None else named(file)
+    for name, layer in layers_of(model).items():
+        assert layer.weight is not None, "it isn't prepared"
+        tensors, columns = names[name].tensors, layer.weight.shape[1]
+        modules = [tensor.removesuffix(".weight") for tensor in tensors]
+        if stored is not None:
+            kinds = [stored.kind(tensor) for tensor in tensors]
+            forms = tuple(FORMS[kind] for kind in kinds if kind in FORMS)
+        elif scheme.stored:
+            made = Form(scheme.bits, scheme.group, 0 if scheme.bits == 4 else 128, True)
+            stays = scheme.ordered or bool(names[name].grouped)
+            forms = tuple(made for module in modules if scheme.covers(module, model.prefixes) and not stays)
+        else:
+            eight = scheme.bits == 8 or HEAD.search(module_of(model, layer)) is not None
+            forms = (INT8 if eight else four_bits(columns),) * len(tensors)
+        if len(forms) == len(tensors) and all(columns % (form.super or form.group) == 0 for form in forms):
+            found[name] = forms
+    return found
+
+
+def four_bits(columns: int) -> Form:
+    """With 4.625 bits a number, or 4.75, where groups' scales can share units; else with 5."""
+    unit = next((unit for unit in (256, 128) if columns % unit == 0), 0)
+    return Form(4, unit, 0, True)
+
+
+def module_of(model: nn.Module, layer: nn.Module) -> str:
+    """The name of a layer."""
+    return next(path for path, module in model.named_modules() if module is layer)
+
+
+def layers_of(model: nn.Module) -> dict[str, Linear]:
+    """The linear layers that may have few bits, by the names of their weights, those of a tied head being the
+    embedding's."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and STAY.search(path) is None and isinstance(module.weight, nn.Parameter):
+            found[names[module.weight]] = module
+    return found
+
+
+def made(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: Few, file: GGUF | None = None
+) -> Model:
+    """The model of a config.json, its weights uninitialised; of those that stay in few bits there is only the shape."""
+    model = resolve(config)(config, dtype, torch.device("meta"))
+    forms, stay = forms_of(model, scheme, file), set()
+    for name, layer in layers_of(model).items():
+        weight = layer.weight
+        assert weight is not None, "it isn't prepared"
+        if name in forms and supports(weight.shape[1], dtype, device):
+            layer.bits = [None] * len(forms[name])
+            stay.add(weight)
+    moved: dict[Tensor, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, old in list(module.named_parameters(recurse=False)):
+            if old.is_meta and old not in stay:
+                if old not in moved:
+                    moved[old] = nn.Parameter(torch.empty_like(old, device=device), requires_grad=False)
+                setattr(module, name, moved[old])
+    return model
+
+
+def put(rows: Tensor, layer: Linear | None, part: int, make: Make) -> None:
+    """Some rows of a weight are what `make` makes: now, or, of a weight that stays in few bits, when its layer is
+    prepared."""
+    if rows.is_meta:
+        assert layer is not None, "only layers' weights have few bits"
+        assert layer.bits is not None, "its weight stays in few bits"
+        layer.bits[part] = make
+    else:
+        rows.copy_(make().floats())
+
+
+def rounded(weight: Tensor, form: Form) -> Numbers:
+    """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
+    least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
+    share a unit. Scales are rounded first, so that numbers make up for it."""
+    groups = weight.float().unflatten(1, (-1, form.group))
+    if form == INT8:
+        d = (groups.abs().amax(2) / 127).half()
+        by = _inverse(d)
+        numbers = (groups * by).round_().clamp_(-127, 127).add_(128)
+        return Numbers(form, numbers.to(torch.uint8).flatten(1), d)
+    assert form == INT4._replace(super=form.super), f"nothing is rounded to {form}"
+    least, most = groups.amin(2), groups.amax(2)
+    if not form.super:
+        scales = [((most - least.half().float()) / 15).half(), least.half()]
+    else:
+        d, a = _shared((most - least) / 15, form)
+        e, b = _shared(-least, form)
+        scales = [d, e, a, b]
+    flat = Numbers(form, torch.zeros_like(weight, dtype=torch.uint8), *scales)
+    low = flat.floats().unflatten(1, (-1, form.group))[:, :, :1]
+    one = flat._replace(numbers=flat.numbers + 1).floats().unflatten(1, (-1, form.group))[:, :, :1]
+    numbers = ((groups - low) * _inverse((one - low)[:, :, 0])).round_().clamp_(0, 15)
+    return flat._replace(numbers=numbers.to(torch.uint8).flatten(1))
+
+
+def _shared(values: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """values [N, groups] -> what each unit's are multiples of, in fp16, and how many times, in int8."""
+    units = values.unflatten(1, (-1, form.super // form.group))
+    unit = (units.abs().amax(2) / 127).half()
+    return unit, (units * _inverse(unit)).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
+
+
+def _inverse(d: Tensor) -> Tensor:
+    wide = d.float()
+    return torch.where(wide > 0, 1 / wide, 0.0)[:, :, None]
+
+
+def of_blocks(blocks: Blocks) -> Numbers:
+    """A GGUF file's blocks, without loss."""
+    data = np.ascontiguousarray(blocks.data).reshape(blocks.rows, -1, BYTES[blocks.kind])
+    numbers, *scales = PARTS[blocks.kind](data)
+    return Numbers(FORMS[blocks.kind], _tensor(numbers, blocks.rows), *(_tensor(part, blocks.rows) for part in scales))
+
+
+def _tensor(part: Any, rows: int) -> Any:
+    return None if part is None else torch.from_numpy(np.ascontiguousarray(part).reshape(rows, -1))
+
+
+BYTES = {"q8_0": 34, "q5_0": 22, "q5_1": 24, "q4_0": 18, "q4_1": 20, "q4_k": 144, "q5_k": 176, "q6_k": 210}
+
+
+def _half(data: Bytes, at: int) -> Any:
+    return np.ascontiguousarray(data[:, :, at : at + 2]).view(np.float16)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    return np.concatenate([packed & 15, packed >> 4], axis=2)
+
+
+def _fifth(data: Bytes, at: int) -> Bytes:
+    return np.unpackbits(np.ascontiguousarray(data[:, :, at : at + 4]), axis=2, bitorder="little") << 4
+
+
+def _runs(packed: Bytes) -> Bytes:
+    runs = packed.reshape(*packed.shape[:2], 4, 1, 32)
+    return np.concatenate([runs & 15, runs >> 4], axis=3).reshape(*packed.shape[:2], 256)
+
+
+def _scales(data: Bytes) -> tuple[Any, ...]:
+    """d, dmin, and the groups' scales and minima, in six bits each (see quire.data.weights.blocks)."""
+    low, high, rest = data[:, :, 4:8], data[:, :, 8:12], data[:, :, 12:16]
+    a = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=2)
+    b = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=2)
+    return _half(data, 0), _half(data, 2), a.view(np.int8), b.view(np.int8)
+
+
+def _q4_k(data: Bytes) -> tuple[Any, ...]:
+    return _runs(data[:, :, 16:]), *_scales(data)
+
+
+def _q5_k(data: Bytes) -> tuple[Any, ...]:
+    fifth = (data[:, :, 16:48, None] >> np.arange(8, dtype=np.uint8) & 1).swapaxes(2, 3)
+    return _runs(data[:, :, 48:]) | (fifth << 4).reshape(*data.shape[:2], 256), *_scales(data)
+
+
+def _q6_k(data: Bytes) -> tuple[Any, ...]:
+    low = data[:, :, :128].reshape(*data.shape[:2], 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=3).reshape(*data.shape[:2], 2, 4, 32)
+    high = data[:, :, 128:192].reshape(*data.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return low | high << 4, _half(data, 208), None, np.ascontiguousarray(data[:, :, 192:208]).view(np.int8)
+
+
+PARTS: dict[str, Callable[[Bytes], tuple[Any, ...]]] = {
+    "q8_0": lambda data: (data[:, :, 2:] ^ 128, _half(data, 0)),
+    "q5_0": lambda data: ((_nibbles(data[:, :, 6:]) | _fifth(data, 2)) + 112, _half(data, 0)),
+    "q5_1": lambda data: (_nibbles(data[:, :, 8:]) | _fifth(data, 4), _half(data, 0), _half(data, 2)),
+    "q4_0": lambda data: (_nibbles(data[:, :, 2:]), _half(data, 0)),
+    "q4_1": lambda data: (_nibbles(data[:, :, 4:]), _half(data, 0), _half(data, 2)),
+    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+}  # fmt: skip
+"""Blocks [rows, blocks of a row, bytes] -> numbers, d, e, a and b."""
+
+
+def saved_bytes(config: dict[str, Any], scheme: Few, dtype: torch.dtype, file: GGUF | None = None) -> int:
+    """Bytes that the weights of a config.json's model take less on a CPU than in `dtype`."""
+    model = resolve(config)(config, dtype, torch.device("meta"))
+    forms, layers, names, saved = forms_of(model, scheme, file), layers_of(model), model.names(), 0
+    for name, each in forms.items():
+        weight = layers[name].weight
+        assert weight is not None, "it isn't prepared"
+        columns = weight.shape[1]
+        if supports(columns, dtype, torch.device("cpu")):
+            for form, rows in zip(each, names[name].rows):
+                saved += rows * (columns * dtype.itemsize - form.row_bytes(columns))
+    return saved
