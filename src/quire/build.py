@@ -178,6 +178,7 @@ def _runner(
     from quire.data.weights.fp8 import made
     from quire.data.weights.gguf_loader import load_gguf
     from quire.data.weights.loader import load
+    from quire.data.weights.mapped import trim
 
     scheme = scheme_of(source.config, config.quantization)
     dummy = config.dummy_weights or source.folder is None
@@ -196,6 +197,8 @@ def _runner(
     else:
         load(model, source.folder, progress, scheme)
     model.prepare(max_len, config.deterministic)
+    if device.type == "cpu":
+        trim()
     attention = _attention(config, source.spec, device, dtype)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,

@@ -33,6 +33,7 @@ FORMS = {
 STAY = re.compile(r"(^|\.)(router|vision|tower|projector|eyes|mamba\.(parts|dt)|mixer\.(parts|dt))(\.|$)")
 """Modules that stay in the model's dtype, but for what a file has them in (see quire.data.weights.fp8)."""
 HEAD = re.compile(r"(^|\.)head$")
+PIECE = 1 << 18  # numbers that are rounded at once: they stay in a core's cache
 Make = Callable[[], Numbers]
 Forms = dict[str, tuple[Form, ...]]
 """Of a parameter's parts, each a tensor of a checkpoint."""
@@ -120,6 +121,12 @@ def rounded(weight: Tensor, form: Form) -> Numbers:
     """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
     least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
     share a unit. Scales are rounded first, so that numbers make up for it."""
+    pieces = weight.split(max(1, PIECE // weight.shape[1]))
+    first, *rest = (_rounded(piece, form) for piece in pieces)
+    return first.above(*rest)
+
+
+def _rounded(weight: Tensor, form: Form) -> Numbers:
     groups = weight.float().unflatten(1, (-1, form.group))
     if form == INT8:
         d = (groups.abs().amax(2) / 127).half()
