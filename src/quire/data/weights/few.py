@@ -121,9 +121,17 @@ def rounded(weight: Tensor, form: Form) -> Numbers:
     """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
     least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
     share a unit. Scales are rounded first, so that numbers make up for it."""
-    pieces = weight.split(max(1, PIECE // weight.shape[1]))
-    first, *rest = (_rounded(piece, form) for piece in pieces)
-    return first.above(*rest)
+    step, whole = max(1, PIECE // weight.shape[1]), None
+    for start in range(0, len(weight), step):
+        piece = _rounded(weight[start : start + step], form)
+        if whole is None:
+            parts = (None if part is None else part.new_empty((len(weight), part.shape[1])) for part in piece[1:])
+            whole = Numbers(form, *parts)  # type: ignore[arg-type]
+        for to, part in zip(whole[1:], piece[1:]):
+            if to is not None and part is not None:
+                to[start : start + step] = part
+    assert whole is not None, "a weight has rows"
+    return whole
 
 
 def _rounded(weight: Tensor, form: Form) -> Numbers:

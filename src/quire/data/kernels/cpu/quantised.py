@@ -76,10 +76,10 @@ class Numbers(NamedTuple):
         found = (self.numbers.float() - self.form.zero).view(rows, -1, self.form.group) * scale[:, :, None]
         return (found if least is None else found + least[:, :, None]).view(rows, columns)
 
-    def above(self, *others: Numbers) -> Numbers:
-        """The rows of this one, and below them those of `others`, which have the same form."""
-        assert all(self.form == other.form for other in others), f"not all are {self.form}"
-        parts = (None if alike[0] is None else torch.cat(alike) for alike in zip(self[1:], *(x[1:] for x in others)))
+    def above(self, other: Numbers) -> Numbers:
+        """The rows of this one, and below them those of `other`, which has the same form."""
+        assert self.form == other.form, f"{self.form} is not {other.form}"
+        parts = (None if x is None or y is None else torch.cat([x, y]) for x, y in zip(self[1:], other[1:]))
         return Numbers(self.form, *parts)  # type: ignore[arg-type]
 
 
