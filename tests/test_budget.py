@@ -151,6 +151,18 @@ def test_activations_hold_a_step_and_its_logits() -> None:
     assert activation_bytes(config, SPEC, 2) >= 2048 * (512 + 2 * 1024) * 2 + 256 * 1000 * 4
 
 
+def test_kernels_for_cpus_gather_no_keys() -> None:
+    """What each part of a context gives takes less, and grows with sequences, not with contexts."""
+    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=8)
+    gathered, native = config, dataclasses.replace(config, attention="native")
+    longer = dataclasses.replace(SPEC, max_len=4096)
+    saved = [activation_bytes(gathered, spec, 2) - activation_bytes(native, spec, 2) for spec in (SPEC, longer)]
+    assert 0 < saved[0] < saved[1]
+    more = dataclasses.replace(native, max_num_seqs=16)
+    parts = 8 * SPEC.heads * 16 * (64 + 2) * 4
+    assert activation_bytes(more, SPEC, 2) - activation_bytes(native, SPEC, 2) == parts
+
+
 def test_each_rotary_embedding_has_a_table() -> None:
     config = EngineConfig().sized("cpu")
     one, two = (activation_bytes(config, dataclasses.replace(SPEC, rotaries=count), 2) for count in (1, 2))

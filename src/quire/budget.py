@@ -12,7 +12,7 @@ import psutil
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory import Size, build_memory, longest
 from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout, state_run, states_of
-from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, SCORED_AT_ONCE
+from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, MOST_PARTS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.specs import ModelSpec
 
@@ -180,8 +180,9 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
-    attention's scores, weights and mask, and the keys and values gathered for them; logits of every sequence, or of as
-    many prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary tables."""
+    attention's scores, weights and mask, and the keys and values gathered for them, or, by a CPU's kernels, which
+    gather nothing, what the parts of each context give; logits of every sequence, or of as many prompt tokens as are
+    scored at once, in float32 and in the sampler's working copies; the rotary tables."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
@@ -192,6 +193,8 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     attention = (
         MAX_SCORES * (2 * itemsize + 1) + 5 * min(gathered, config.max_num_seqs * spec.max_len * kv) * itemsize // 2
     )
+    if config.attention == "native":
+        attention = config.max_num_seqs * spec.heads * MOST_PARTS * (-(-head_dim // 32) * 32 + 2) * 4
     if config.attention == "cudnn":  # two answers for a chunk, and both in float32
         attention += (
             2 * config.max_num_batched_tokens * spec.heads * max(s.head_dim for s in spec.layers) * (itemsize + 4)

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +69,7 @@ def plan(config: EngineConfig) -> list[str]:
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
     saved = saved_by_fp8(config, source, dtype, device)
+    config = _planned(config, source.spec, device, dtype)
     made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
     return made.lines() + page_lines(config, source.spec, ITEMSIZE[dtype], made)
 
@@ -108,7 +110,8 @@ def build_engine(
         plan = member.plan
     else:
         saved = saved_by_fp8(config, source, dtype, device)
-        plan = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
+        planned = _planned(config, source.spec, device, dtype)
+        plan = plan_memory(planned, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
     common = member.pool.bytes_of if member else None
     ends = eos_ids(source, named)
     with _enough_memory(device):
@@ -177,6 +180,7 @@ def _runner(
     from quire.data.weights.fp8 import made
     from quire.data.weights.gguf_loader import load_gguf
     from quire.data.weights.loader import load
+    from quire.data.weights.mapped import trim
 
     scheme = scheme_of(source.config, config.quantization)
     dummy = config.dummy_weights or source.folder is None
@@ -195,6 +199,8 @@ def _runner(
     else:
         load(model, source.folder, progress, scheme)
     model.prepare(max_len, config.deterministic)
+    if device.type == "cpu":
+        trim()
     attention = _attention(config, source.spec, device, dtype)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
@@ -210,7 +216,7 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtyp
     chosen, ours = config.attention, ("triton", *VENDORS)
     if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
         raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
-    heads = {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state}
+    heads = _heads(spec)
     fits = all(group <= MOST_GROUP and dim % 2 == 0 and dim <= MOST_HEAD_DIM for group, dim in heads)
     if chosen == "auto":
         chosen = "contiguous" if config.memory == "virtual" else "sdpa"
@@ -235,6 +241,20 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtyp
     if config.deterministic and chosen != "triton" and device.type != "cpu":
         raise StartupError(f"--deterministic is given, and the attention is {chosen}", "It needs --attention triton")
     return chosen
+
+
+def _planned(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> EngineConfig:
+    """`config` as memory is planned for it: kernels for CPUs gather no keys and values."""
+    import torch
+
+    if device != "cpu" or config.attention != "auto" or config.memory == "virtual":
+        return config
+    return replace(config, attention="native") if _native(_heads(spec), getattr(torch, dtype)) else config
+
+
+def _heads(spec: ModelSpec) -> set[tuple[int, int]]:
+    """Of layers that attend: (query heads a key head, size)."""
+    return {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state}
 
 
 def _native(heads: set[tuple[int, int]], dtype: torch.dtype) -> bool:

@@ -15,8 +15,12 @@ def test_a_pause_leaves_the_collector_as_it_was(running: bool) -> None:
     try:
         (gc.enable if running else gc.disable)()
         with pytest.raises(KeyError), paused():
-            assert not gc.isenabled()
-            raise KeyError
+            failing()
         assert gc.isenabled() == running
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def failing() -> None:
+    assert not gc.isenabled()
+    raise KeyError

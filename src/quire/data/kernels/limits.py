@@ -27,5 +27,8 @@ MOST_GROUP = 64
 MOST_HEAD_DIM = 256
 """Numbers of a head, at most, there."""
 
+MOST_PARTS = 16
+"""Parts of a context that a CPU's kernels attend to apart, at most."""
+
 MOST_ROWS = 2**31 - 1
 """Rows of a tensor that are named by their numbers."""

@@ -33,6 +33,7 @@ FORMS = {
 STAY = re.compile(r"(^|\.)(router|vision|tower|projector|eyes|mamba\.(parts|dt)|mixer\.(parts|dt))(\.|$)")
 """Modules that stay in the model's dtype, but for what a file has them in (see quire.data.weights.fp8)."""
 HEAD = re.compile(r"(^|\.)head$")
+PIECE = 1 << 18  # numbers that are rounded at once: they stay in a core's cache
 Make = Callable[[], Numbers]
 Forms = dict[str, tuple[Form, ...]]
 """Of a parameter's parts, each a tensor of a checkpoint."""
@@ -120,6 +121,20 @@ def rounded(weight: Tensor, form: Form) -> Numbers:
     """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
     least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
     share a unit. Scales are rounded first, so that numbers make up for it."""
+    step, whole = max(1, PIECE // weight.shape[1]), None
+    for start in range(0, len(weight), step):
+        piece = _rounded(weight[start : start + step], form)
+        if whole is None:
+            parts = (None if part is None else part.new_empty((len(weight), part.shape[1])) for part in piece[1:])
+            whole = Numbers(form, *parts)  # type: ignore[arg-type]
+        for to, part in zip(whole[1:], piece[1:]):
+            if to is not None and part is not None:
+                to[start : start + step] = part
+    assert whole is not None, "a weight has rows"
+    return whole
+
+
+def _rounded(weight: Tensor, form: Form) -> Numbers:
     groups = weight.float().unflatten(1, (-1, form.group))
     if form == INT8:
         d = (groups.abs().amax(2) / 127).half()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FIT = "The checkpoint must fit its config.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CHECKED = 1024  # rows that are looked at together
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 UNREAD = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
 """Scales of activations, and of keys and values: neither are as a checkpoint in FP8 has them."""
@@ -90,18 +91,18 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
                         if not known and _ignorable(name, ignored):
                             continue
                         _check_new(name, key, path, known, filled)
+                        tensor = file.get_tensor(key)
+                        if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
+                            model.mapped.append(mapped)
                         if name in wanted:
-                            tensor = file.get_tensor(key)
-                            if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
-                                model.mapped.append(mapped)
                             fill(wanted[name], tensor, key, path, fp8 is not None, mapped)
-                            if mapped is not None:
-                                mapped.release()
                         elif name in words:
-                            grouped[words[name]].add(name.rpartition(".")[2], file.get_tensor(key), key, path)
+                            grouped[words[name]].add(name.rpartition(".")[2], tensor, key, path)
                         else:
                             assert fp8 is not None, "only it has scales"
-                            products += _scale(scales[name], file.get_tensor(key), key, path, fp8.blocks)
+                            products += _scale(scales[name], tensor, key, path, fp8.blocks)
+                        if mapped is not None:
+                            mapped.release()
                         filled.add(name)
                         bar.update()
             except (SafetensorError, OSError) as error:
@@ -196,7 +197,7 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
         tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor
     if target.form is not None:
-        if not tensor.isfinite().all():
+        if not all(bool(rows.isfinite().all()) for rows in tensor.split(CHECKED)):
             raise StartupError(f"{shown(key)} in {path} has a value that isn't finite", "It can't be rounded")
         put(target.rows, target.layer, target.part, partial(few.rounded, tensor, target.form))
         return

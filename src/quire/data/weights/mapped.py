@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,3 +46,9 @@ class Mapped(NamedTuple):
         if hasattr(mmap, "MADV_DONTNEED"):
             size = ctypes.c_size_t(self.end - self.begin)
             ctypes.CDLL(None).madvise(ctypes.c_void_p(self.begin), size, mmap.MADV_DONTNEED)
+
+
+def trim() -> None:
+    """Give back what was freed on the way, which malloc would keep for later; where the C library can do it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

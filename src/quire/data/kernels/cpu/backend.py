@@ -14,11 +14,12 @@ from torch import Tensor
 from quire.data.kernels.batch import Batch, LayerCache
 from quire.data.kernels.cpu.library import SCRATCH, Argument, Library
 from quire.data.kernels.cpu.loading import library, missing
+from quire.data.kernels.limits import MOST_PARTS
 from quire.errors import StartupError
 from quire.vocabulary.specs import Layout
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-PART, MOST_PARTS = 256, 16  # attention_decode.cpp
+PART = 256  # attention_decode.cpp, as MOST_PARTS
 TILE_ROWS = 192  # queries of a tile, those of all its heads
 BLOCK = 128  # keys at once, attention_prompt.cpp
 
