@@ -112,7 +112,7 @@ ENGINE = (
          "(nowhere) or a folder with such a file", metavar="VALUE"),
     Flag("override_generation_config", json_object, "sampling defaults that win over these, as JSON", metavar="JSON"),
     Flag("depth", int, "steps in flight at once", metavar="N"),
-    Flag("deterministic", bool, "on a GPU, tokens don't depend on what else is in a batch"),
+    Flag("deterministic", bool, "tokens don't depend on what else is in a batch; on a CPU, of dense models"),
     Flag("cuda_graphs", bool, "replay steps: up to 1,024 tokens as CUDA graphs; on a CPU one token a row, as tapes"),
     Flag("warm_up", bool, "on a GPU, compile kernels and capture graphs at start, not when they are first needed"),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),

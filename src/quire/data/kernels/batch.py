@@ -120,9 +120,10 @@ class LayerCache:
         return keys, values
 
     @cached_property
-    def kind(self) -> tuple[int, int, float | None, int | None, int | None, int | None]:
-        """Layers of one kind have one plan a step."""
-        return self.group, self.heads, self.softcap, self.window, self.chunk, self.budget
+    def kind(self) -> tuple[int | float | None, ...]:
+        """Layers of one kind have one plan a step: what a plan is made from is alike."""
+        shape = self.heads, self.kv_heads, self.head_dim
+        return self.group, *shape, self.softcap, self.window, self.chunk, self.budget
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -110,7 +110,7 @@ class Arena:
         uses.setdefault(kept, [0, 0])
         uses[kept] = [0, len(tape.operations)]
         places, size = _places({at: (*span, begins[at][1]) for at, span in uses.items()})
-        if size > len(self.bytes):
+        if size + ALIGNED > len(self.bytes):
             self.bytes = torch.empty(times * size + ALIGNED, dtype=torch.uint8)
         base = -(-self.bytes.data_ptr() // ALIGNED) * ALIGNED
         for args, place, at in pointers:

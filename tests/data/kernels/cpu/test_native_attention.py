@@ -16,7 +16,7 @@ from paged_rows import VARIANTS, Rows, Shape, filled, kernels
 from torch import Tensor
 
 from quire.data.kernels.batch import LayerCache
-from quire.data.kernels.cpu.backend import NativeBackend, takes
+from quire.data.kernels.cpu.backend import NativeBackend, takes, tile_queries
 from quire.data.kernels.cpu.library import Tape
 from quire.errors import StartupError
 
@@ -198,3 +198,15 @@ def test_nothing_outside_of_a_sequence_is_touched(variant) -> None:
     for beyond, code in (("0", 0), ("1", -signal.SIGSEGV)):
         done = subprocess.run([sys.executable, script, variant, beyond], capture_output=True, text=True)
         assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize("other", [(1, 64), (2, 512)])
+def test_layers_of_unlike_heads_have_plans_of_their_own(other: tuple[int, int]) -> None:
+    """Their tiles differ, as a thread's scratch has room for fewer rows of larger heads."""
+    caches = []
+    for kv_heads, dim in ((2, 64), other):
+        pages = torch.zeros(2, kv_heads, 16, dim)
+        caches.append(LayerCache(pages, pages, 8, dim**-0.5))
+    one, two = (tile_queries(cache.heads // cache.kv_heads, cache.head_dim) for cache in caches)
+    assert one != two
+    assert caches[0].kind != caches[1].kind

@@ -143,8 +143,8 @@ def rows_of(packed: Packed, ids: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class Memory:
-    """Where packed weights lie: blocks in huge pages, where the machine has them, each of several weights. A block is
-    given back with the last of its weights."""
+    """Where packed weights lie: blocks in huge pages, where the machine has them, each of several weights, or of one
+    large one. A block is given back with the last of its weights, but for the one that is being filled."""
 
     def __init__(self) -> None:
         self.block, self.used = torch.empty(0, dtype=torch.uint8), 0
@@ -152,8 +152,10 @@ class Memory:
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """[rows, columns], not written yet."""
         size = rows * columns * dtype.itemsize
+        if size >= MAPPED:
+            return _mapped(size).view(dtype).view(rows, columns)
         if self.used + size > len(self.block):
-            self.block, self.used = _mapped(max(size, MAPPED)), 0
+            self.block, self.used = _mapped(MAPPED), 0
         found = self.block[self.used : self.used + size].view(dtype).view(rows, columns)
         self.used += -(-size // ALIGNED) * ALIGNED
         return found
