@@ -84,13 +84,24 @@ def test_without_a_compiler_nothing_is_built(kernels: Kernels, cxx: str, monkeyp
     assert "CPU kernels: no C++ compiler\nCPU kernels: none; quire computes with stock torch" in printed
 
 
+def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiler()
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setenv("CXX", f"env '{found[0]}' -O1")
+    command = compiler()
+    assert command is not None
+    assert Path(command[0]).name == "env"
+    assert command[1:] == (found[0], "-O1")
+
+
 @pytest.mark.parametrize("variant", variants(), ids=NAMES)
 def test_sources_give_no_warnings(variant: Variant) -> None:
     cxx = compiler()
     if cxx is None:
         pytest.skip("no compiler")
     for source in sorted((HERE / "native").glob("*.cpp")):
-        command = [cxx, *FLAGS, *variant.flags, "-Werror", "-fsyntax-only", str(source)]
+        command = [*cxx, *FLAGS, *variant.flags, "-Werror", "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
         if "unrecognized command" in done.stderr:
             pytest.skip("this compiler knows no such instructions")
@@ -103,7 +114,7 @@ def test_what_the_compiler_may_use_is_needed(variant: Variant) -> None:
     cxx = compiler()
     if cxx is None:
         pytest.skip("no compiler")
-    command = [cxx, *variant.flags, "-dM", "-E", "-x", "c++", os.devnull]
+    command = [*cxx, *variant.flags, "-dM", "-E", "-x", "c++", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("this compiler knows no such instructions")

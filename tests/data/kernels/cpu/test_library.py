@@ -30,7 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no compiler")
     path = tmp_path_factory.mktemp("counting") / "counting.so"
     sources = [str(Path(__file__).parent / "counting.cpp"), str(HERE / "native" / "pool.cpp")]
-    subprocess.run([cxx, *FLAGS, "-Werror", "-shared", f"-I{HERE / 'native'}", "-o", str(path), *sources], check=True)
+    subprocess.run([*cxx, *FLAGS, "-Werror", "-shared", f"-I{HERE / 'native'}", "-o", str(path), *sources], check=True)
     return path
 
 

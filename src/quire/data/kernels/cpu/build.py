@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,10 +26,11 @@ class Made(NamedTuple):
     refused: list[str]
 
 
-def compiler() -> str | None:
-    """CXX, or the first of the usual names that is there."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+def compiler() -> tuple[str, ...] | None:
+    """CXX, which may have arguments ("ccache g++"), or the first of the usual names that is there."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    commands = [named] if named else [["c++"], ["g++"], ["clang++"]]
+    return next(((found, *rest) for name, *rest in commands if (found := shutil.which(name))), None)
 
 
 def variants() -> Any:
@@ -55,7 +57,7 @@ def build(target: Path, objects: Path) -> Made:
             common = said_by(cxx) + b"".join(path.read_bytes() for path in sorted((HERE / "native").glob("*.h")))
             tasks = {
                 variant.name: [
-                    threads.submit(compiled, source, (cxx, *FLAGS, *variant.flags), common, objects)
+                    threads.submit(compiled, source, (*cxx, *FLAGS, *variant.flags), common, objects)
                     for source in sorted((HERE / "native").glob("*.cpp"))
                 ]
                 for variant in kinds.variants()
@@ -73,9 +75,9 @@ def build(target: Path, objects: Path) -> Made:
     return Made(made, refused)
 
 
-def said_by(cxx: str) -> bytes:
+def said_by(cxx: tuple[str, ...]) -> bytes:
     """Which compiler it is."""
-    return subprocess.run([cxx, "--version"], capture_output=True, check=False).stdout
+    return subprocess.run([*cxx, "--version"], capture_output=True, check=False).stdout
 
 
 def compiled(source: Path, command: tuple[str, ...], common: bytes, objects: Path) -> Path:
@@ -92,10 +94,10 @@ def compiled(source: Path, command: tuple[str, ...], common: bytes, objects: Pat
     return path
 
 
-def linked(path: Path, cxx: str, objects: list[Path]) -> Path:
+def linked(path: Path, cxx: tuple[str, ...], objects: list[Path]) -> Path:
     """The library; one that a process has open stays what it is there."""
     fresh = path.with_suffix(f".{os.getpid()}")
-    command = [cxx, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)]
+    command = [*cxx, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     os.replace(fresh, path)
     return path
