@@ -22,7 +22,10 @@ from quire.data.layers.prepare import prepare_layers
 PATHS = [BUILT / f"{variant.name}.so" for variant in variants() if variant.needs <= features()]
 BOTH = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
-SIZES = ((1, 64, 64), (2, 1, 1), (3, 100, 33), (5, 31, 2), (13, 96, 576), (32, 65, 100), (47, 7, 1101), (300, 130, 65))
+SIZES = (
+    (1, 64, 64), (2, 1, 1), (3, 100, 33), (5, 31, 2), (13, 96, 576), (32, 65, 100), (47, 7, 1101), (300, 130, 65),
+    (145, 70, 2080),
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not any(path.exists() for path in PATHS), reason="the kernels for CPUs aren't built")
 

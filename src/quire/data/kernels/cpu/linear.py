@@ -25,7 +25,9 @@ ACTIVATIONS = {
 """What configs call them -> native/wide.h."""
 
 MOST_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
-CHUNKS = 8  # of a thread, at least, where there are as many panels
+TILED_ROWS = 384  # likewise, where tiles multiply them; of long rows as many as
+TILED_BYTES = 1 << 19  # hold, but 64 at least
+CHUNKS = 8  # of a thread, at least, where there are as many panels, and other threads
 LITTLE = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
 ROWS_CHUNK = 16  # rows of an embedding
 MAPPED = 1 << 25  # bytes of packed weights that are allocated at once
@@ -107,12 +109,14 @@ def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
 def _parts(rows: int, packed: Packed, threads: int) -> tuple[int, int]:
     """Rows of a chunk at most, and in how many groups panels are cut."""
     steps = packed.data.shape[1] * packed.dtype.itemsize // 4
-    most = MOST_ROWS
-    if not (packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _own().native.linear_has_tiles()):
-        most = min(most, SCRATCH // _staged(steps, packed.dtype))
+    if packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _own().native.linear_has_tiles():
+        most = min(TILED_ROWS, max(64, TILED_BYTES // (2 * packed.columns) // 32 * 32))
+    else:
+        most = min(MOST_ROWS, SCRATCH // _staged(steps, packed.dtype))
     parts = -(-rows // most)
     size = packed.data.numel() * packed.dtype.itemsize * -(-rows // 64)
-    return -(-rows // parts), max(1, min(packed.panels, threads * CHUNKS // parts, size // LITTLE))
+    chunks = threads * CHUNKS if threads > 1 else 1
+    return -(-rows // parts), max(1, min(packed.panels, chunks // parts, size // LITTLE))
 
 
 @lru_cache(maxsize=1)

@@ -7,19 +7,44 @@
 
 namespace {
 
-constexpr int64_t ROWS = 16, TILE = ROWS * 64, TILE_STEPS = KTILE / 2, DEEP = 1024; /* steps of a block */
-constexpr int64_t AHEAD = 4096;
+constexpr int64_t ROWS = 16, TILE = ROWS * 64, TILE_STEPS = KTILE / 2, TILE_LINES = TILE_STEPS * STEP / 64;
+constexpr int64_t DEEP = 8;     /* tiles of a block: a panel's are in the first cache while all rows go over them */
+constexpr int64_t AHEAD = 4096; /* bytes of the weight that are asked for before the only rows need them */
 
-/* Where 16 or 32 rows of x are; `stride`: bytes from one to the next, `deep`: from a tile's columns to the next one's. */
+/* 16 rows of x; `stride`: bytes from one to the next, `deep`: from a tile's columns to the next one's. */
 struct Rows {
-    const char *first, *second;
+    const char *at;
     int64_t stride, deep;
 };
 
-/* Sums [16 or 32, PANEL] of rows of x times a panel's `steps`; `more`: added to those that are there. FIRST: nobody has read these steps yet. */
-template <int R, bool FIRST>
-inline void pass(Rows x, const char *w, int64_t steps, float *sums, bool more) {
+/* Memory that a pass asks for: so many lines of the weight at each tile, and where `outs` rows of outputs will be. */
+struct Ahead {
+    const char *weight;
+    int64_t lines;
+    const char *out;
+    int64_t outs, stride;
+};
+
+/* Rows whose sums are there, but not their outputs yet. */
+struct Waiting {
+    int64_t panel = 0, row = 0, last = 0;
+    const float *sums = nullptr;
+
+    void finish_some(const Product &p, int64_t count) {
+        const int64_t end = std::min(row + count, last);
+        if (row == end) return;
+        finish<bf16>(p, panel, row, end, sums);
+        sums += (end - row) * PANEL, row = end;
+    }
+};
+
+/* Sums [16 or 32, PANEL] of rows of x times some tiles of a panel; `more`: added to those that are there. Meanwhile
+   what waits is finished, all of it, by units that tiles don't use. */
+template <int R>
+inline void pass(const Product &p, Rows a, Rows b, const char *w, int64_t tiles, float *sums, bool more, Ahead ahead,
+                 Waiting &waiting) {
     float *below = sums + ROWS * PANEL;
+    const int64_t each = (2 * ROWS + tiles - 1) / tiles;
     if (more) {
         _tile_loadd(0, sums, PANEL * 4);
         _tile_loadd(1, sums + 16, PANEL * 4);
@@ -33,22 +58,25 @@ inline void pass(Rows x, const char *w, int64_t steps, float *sums, bool more) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t s = 0; s < steps; s += TILE_STEPS, w += TILE_STEPS * STEP) {
-        if (FIRST)
-            for (int64_t i = 0; i < TILE_STEPS * STEP; i += 64) __builtin_prefetch(w + AHEAD + i);
-        _tile_loadd(4, x.first, x.stride);
-        x.first += x.deep;
+    for (int64_t k = 0; k < tiles; ++k, w += TILE_STEPS * STEP) {
+        for (int64_t i = 0; i < ahead.lines; ++i, ahead.weight += 64) __builtin_prefetch(ahead.weight);
+        for (int64_t i = 0; i < each && ahead.outs > 0; ++i, --ahead.outs, ahead.out += ahead.stride)
+            __builtin_prefetch(ahead.out, 1);
+        _tile_loadd(4, a.at, a.stride);
+        a.at += a.deep;
         _tile_loadd(6, w, STEP);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, w + 64, STEP);
         _tile_dpbf16ps(1, 4, 7);
         if (R == 2) {
-            _tile_loadd(5, x.second, x.stride);
-            x.second += x.deep;
+            _tile_loadd(5, b.at, b.stride);
+            b.at += b.deep;
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        waiting.finish_some(p, each);
     }
+    waiting.finish_some(p, 2 * ROWS);
     _tile_stored(0, sums, PANEL * 4);
     _tile_stored(1, sums + 16, PANEL * 4);
     if (R == 2) {
@@ -84,27 +112,28 @@ bool linear_tiles(const Product &p, void *scratch) {
     stage(p, p.first + plain * ROWS, staged, deep);
     configure_tiles();
     const auto at = [&](int64_t tile, int64_t k) {
-        if (tile >= plain) return staged + ((tile - plain) * deep + k) * TILE;
-        return const_cast<char *>(p.x) + ((p.first + tile * ROWS) * p.x_stride + k * KTILE) * 2;
+        if (tile >= plain) return Rows{staged + ((tile - plain) * deep + k) * TILE, 64, TILE};
+        return Rows{p.x + ((p.first + tile * ROWS) * p.x_stride + k * KTILE) * 2, p.x_stride * 2, 64};
     };
-    for (int64_t panel = p.panel; panel < p.end; ++panel) {
-        const char *weight = p.weight + panel * steps * STEP;
-        for (int64_t s = 0; s < steps; s += DEEP)
-            for (int64_t i = 0; i < count;) {
-                const bool own = i >= plain, two = own ? i + 1 < count : i + 1 < plain;
-                const int64_t k = s / TILE_STEPS, some = std::min(DEEP, steps - s);
-                const Rows x = {at(i, k), at(i + 1, k), own ? 64 : p.x_stride * 2, own ? TILE : 64};
-                const char *w = weight + s * STEP;
-                float *to = sums + (steps > DEEP ? i * ROWS * PANEL : 0);
-                if (two)
-                    i ? pass<2, false>(x, w, some, to, s > 0) : pass<2, true>(x, w, some, to, s > 0);
-                else
-                    i ? pass<1, false>(x, w, some, to, s > 0) : pass<1, true>(x, w, some, to, s > 0);
-                const int64_t from = p.first + i * ROWS;
-                i += two ? 2 : 1;
-                if (s + DEEP >= steps) finish<bf16>(p, panel, from, std::min(p.first + i * ROWS, p.last), to);
+    const int64_t passes = (count + 1) / 2, lines = (TILE_LINES + passes - 1) / passes;
+    Waiting waiting;
+    for (int64_t panel = p.panel; panel < p.end; ++panel)
+        for (int64_t k = 0; k < deep; k += DEEP) {
+            const int64_t some = std::min(DEEP, deep - k);
+            const bool ends = k + DEEP >= deep;
+            const char *w = p.weight + (panel * deep + k) * TILE_STEPS * STEP;
+            for (int64_t i = 0; i < count; i += 2) {
+                const int64_t from = p.first + i * ROWS, last = std::min(from + 2 * ROWS, p.last);
+                const char *soon = w + (passes > 1 ? some * (TILE_STEPS * STEP + i / 2 * lines * 64) : AHEAD);
+                const char *out = p.out + (from * p.out_stride + panel * PANEL / (p.gated ? 2 : 1)) * 2;
+                const Ahead ahead = {soon, lines, out, ends ? last - from : 0, p.out_stride * 2};
+                float *to = sums + i * ROWS * PANEL;
+                if (i + 1 < count) pass<2>(p, at(i, k), at(i + 1, k), w, some, to, k > 0, ahead, waiting);
+                else pass<1>(p, at(i, k), at(i, k), w, some, to, k > 0, ahead, waiting);
+                if (ends) waiting = {panel, from, last, to};
             }
-    }
+        }
+    waiting.finish_some(p, 2 * ROWS);
     _tile_release();
     return true;
 }
