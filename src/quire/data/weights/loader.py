@@ -22,7 +22,7 @@ from quire.data.weights.few import STAY as FEW_STAY
 from quire.data.weights.few import forms_of, layers_of, put
 from quire.data.weights.fp8 import E4M3, by_rows, covered, places, rounded, scale_of, scaled
 from quire.data.weights.grouped import KINDS, Stored
-from quire.data.weights.mapped import WORTH, Mapped
+from quire.data.weights.mapped import WORTH, Mapped, copy
 from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
@@ -203,7 +203,7 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
         return
     if not target.fp8 or stored:
         if mapped is None or target.whole is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
-            target.rows.copy_(tensor)
+            copy(tensor, target.rows)
         else:
             target.whole.data = tensor
         return
