@@ -7,34 +7,17 @@ there are any, else vector by vector. */
 constexpr int HEIGHT = 16; /* rows of a block */
 
 #if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "tiles.h"
 
-/* Whether the system lets this process use tiles: it must be asked. */
-static inline bool tiles() {
-    static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return allowed;
-}
-
-struct alignas(64) Shapes {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-/* Before the first product of a chunk: all tiles are 16 rows of 16 words. */
-static inline void begin_tiles() {
-    Shapes shapes;
-    for (int i = 0; i < 8; ++i) shapes.bytes[i] = 64, shapes.rows[i] = 16;
-    _tile_loadconfig(&shapes);
-}
-
+/* Before the first product of a chunk. */
+static inline void begin_tiles() { configure_tiles(); }
 static inline void end_tiles() { _tile_release(); }
 
 template <bool MORE>
 static inline void tile_product(const uint32_t *x, int64_t ldx, const uint32_t *y, int64_t ldy, float *sums, int64_t lds,
                                 int64_t steps, int64_t columns) {
     int64_t c = 0;
+    in_memory();
     for (; c + 64 <= columns; c += 64) {
         if (MORE) {
             _tile_loadd(0, sums + c, size_t(lds) * 4);

@@ -12,12 +12,14 @@ static inline bool tiles() {
     return granted;
 }
 
-/* All eight tiles have 16 rows of 64 bytes. The caller ends with _tile_release(). What was written before is in memory
-   then: compilers aren't told that the instructions for tiles read it. */
+/* What was written before is in memory then: compilers aren't told that the instructions for tiles read it. */
+static inline void in_memory(const void *read = nullptr) { asm volatile("" : : "r"(read) : "memory"); }
+
+/* All eight tiles have 16 rows of 64 bytes. The caller ends with _tile_release(). */
 static inline void configure_tiles() {
     alignas(64) unsigned char config[64] = {1};
     for (int i = 0; i < 8; ++i) config[16 + 2 * i] = 64, config[48 + i] = 16;
-    asm volatile("" : : "r"(config) : "memory");
+    in_memory(config);
     _tile_loadconfig(config);
 }
 #endif
