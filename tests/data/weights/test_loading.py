@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -272,6 +273,22 @@ def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> No
     mapped.release()
     assert resident(mapped.begin) == 0
     assert torch.equal(model.head.weight, theirs.lm_head.weight), "it is read again"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
+def test_a_file_stays_where_pages_are_given_back(tmp_path: Path) -> None:
+    """Also if all weights were converted: other memory would be there, and lose what is in it."""
+    config = transformers.AutoConfig.for_model("llama", **{**SMALL["llama"], "hidden_size": 768, "vocab_size": 1024})
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    model = built(tmp_path)
+    load(model, tmp_path)
+    [mapped] = model.mapped
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    [there] = [line for line in lines if line.startswith(f"{mapped.begin:x}-{mapped.end:x} ")]
+    assert there.endswith("model.safetensors")
+    model.prepare(64)
+    assert not hasattr(model, "mapped"), "nobody gives back what nobody may hold"
 
 
 def resident(begin: int) -> int:

@@ -18,11 +18,12 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
     the number of rows, on a GPU, and on a CPU with kernels of our own. What has been packed is given back to the files
     that it was mapped from (`model.mapped`), if any."""
     embeddings = [module for module in model.modules() if isinstance(module, Embedding)]
+    files = model.__dict__.pop("mapped", ())
     for module in model.modules():
         if isinstance(module, Linear):
             weight = module.weight
             module.prepare(deterministic)
-            for mapped in getattr(model, "mapped", ()):
+            for mapped in files:
                 mapped.release()
             for embedding in embeddings:
                 if weight is not None and embedding.weight is weight and module.weight is None:

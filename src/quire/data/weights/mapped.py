@@ -16,10 +16,12 @@ WORTH = 1 << 20  # bytes of a weight that is not copied
 
 
 class Mapped(NamedTuple):
-    """Addresses of one file's private mapping."""
+    """Addresses of one file's private mapping, and a tensor in it, which keeps it: where it was is other memory's place
+    afterwards."""
 
     begin: int
     end: int
+    kept: Tensor
 
     @staticmethod
     def of(tensor: Tensor) -> Mapped | None:
@@ -33,7 +35,7 @@ class Mapped(NamedTuple):
             fields = line.split(maxsplit=5)
             begin, end = (int(number, 16) for number in fields[0].split("-"))
             if begin <= address < end:
-                return Mapped(begin, end) if fields[1].endswith("p") and fields[4] != "0" else None
+                return Mapped(begin, end, tensor) if fields[1].endswith("p") and fields[4] != "0" else None
         return None
 
     def lies(self, tensor: Tensor) -> bool:
