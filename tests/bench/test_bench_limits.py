@@ -70,7 +70,7 @@ def test_clocks_leave_an_engine_as_it_was() -> None:
         assert functions == [model_runner.batch_of, step.queries_keys_values, step.Step._angles]
         layers = len(built.spec.layers)
         assert found["attention"].calls == found[f"{PRODUCT}qkv"].calls == 2 * layers
-        assert found["sampling"].calls == 4
+        assert found["sampling"].calls in (3, 4), "with kernels of our own, or without"
         assert found["control plane"].calls >= 2
         engine.add("2", [5, 6, 7], params)
         while engine.unfinished:

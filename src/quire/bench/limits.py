@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from quire.bench.calibrate import shape_of
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from quire.bench.core_limits import core_limits, thread_counts
 
-    config = config_from(args)
+    config = replace(config_from(args), cuda_graphs=False)  # of a recorded step no operation can be told from another
     if args.repeat < 1:
         raise StartupError(f"--repeat is {args.repeat}", "It must be at least 1")
     workloads = [parse(name) for name in args.workload or WORKLOADS]

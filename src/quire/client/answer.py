@@ -190,5 +190,5 @@ class Reader:
 
 def _only_role(choice: Any) -> bool:
     """Whether a chunk only says who speaks, as a chat's first one does: no token came with it."""
-    delta = choice.get("delta")
+    delta = choice.get("delta") if isinstance(choice, dict) else None
     return bool(delta) and "role" in delta and not delta.get("content")

@@ -225,7 +225,7 @@ def test_replayed_steps_compute_what_eager_ones_do(name: str, how: str, monkeypa
     assert got == expected
     assert again.replays >= 3 * 6, "most steps are replayed, each as three graphs"
     for mine, theirs in zip(runner.store.views, reference.store.views):
-        torch.testing.assert_close(mine[1:], theirs[1:], atol=1e-4, rtol=1e-4, equal_nan=True)
+        torch.testing.assert_close(mine[1:], theirs[1:], atol=2e-4, rtol=2e-4, equal_nan=True)
         assert mine[0].isfinite().all(), "padding is finite"
 
 
