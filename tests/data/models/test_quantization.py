@@ -50,7 +50,8 @@ def test_published_configs(said: dict[str, Any] | None, scheme: FP8 | None) -> N
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq', which is not supported"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq', which is not supported"),
+        ({"quant_method": "gptq"}, "has no bits. It must be an integer"),
         ({"quant_method": "x" * 500}, "quant_method 'xxx"),
         ({"bits": 4}, "quant_method None"),
         ("fp8", "quantization_config in config.json must be an object, got 'fp8'"),
@@ -88,7 +89,7 @@ def test_what_is_not_supported_is_refused(said: Any, words: str) -> None:
 
 
 def test_gpt2_keeps_its_weights_transposed() -> None:
-    with pytest.raises(StartupError, match="GPT-2 in FP8 are not supported"):
+    with pytest.raises(StartupError, match="checkpoints of GPT-2 are not supported: their weights are transposed"):
         read_spec({**named_config("gpt2"), "quantization_config": BLOCKS})
     assert read_spec({**named_config("gpt2"), "quantization_config": {}}) == read_spec(named_config("gpt2"))
 
