@@ -123,3 +123,21 @@ def test_what_the_compiler_may_use_is_needed(variant: Variant) -> None:
     known = {"avx", "avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"}
     may = {called.get(name, name) for name in said if name in known or name.startswith(("avx512", "amx_"))}
     assert may <= variant.needs
+
+
+INSTRUCTIONS = {
+    "avx512f": "zmm", "avx512_bf16": r"vdpbf16ps|vcvtneps2bf16|vcvtne2ps2bf16", "avx512_vnni": r"vpdpbusd.*zmm",
+    "avx_vnni": r"vpdpbusd.*ymm", "amx_tile": "tileload", "amx_bf16": "tdpbf16ps",
+}  # fmt: skip
+"""Of each feature one that the kernels use, or more, as objdump writes them."""
+
+
+@pytest.mark.skipif("avx2" not in NAMES, reason="other machines have other names for what they have")
+@pytest.mark.parametrize("variant", variants(), ids=NAMES)
+def test_a_library_has_the_instructions_of_its_machines_and_no_others(variant: Variant) -> None:
+    path = HERE / "built" / f"{variant.name}.so"
+    if not path.exists() or shutil.which("objdump") is None:
+        pytest.skip("it isn't built, or there is no objdump")
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True).stdout
+    used = {feature for feature, written in INSTRUCTIONS.items() if re.search(written, text)}
+    assert used == variant.needs & INSTRUCTIONS.keys()

@@ -21,15 +21,18 @@ class Variant(NamedTuple):
 
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
+_V4_VNNI = _V4 | {"avx512_vnni"}
+_V4_BF16 = _V4_VNNI | {"avx512_bf16"}
 _V4_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-_BF16_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512bf16")
+_VNNI_FLAGS = (*_V4_FLAGS, "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 
 VARIANTS = {
     "x86_64": (
         Variant("amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
                 _V4_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
         Variant("avx512bf16", _BF16_FLAGS, _V4_BF16),
+        Variant("avx512vnni", _VNNI_FLAGS, _V4_VNNI),
         Variant("avx512", _V4_FLAGS, _V4),
         Variant("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
         Variant("avx2", ("-march=x86-64-v3",), _V3),
