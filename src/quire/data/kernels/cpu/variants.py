@@ -19,6 +19,10 @@ class Variant(NamedTuple):
     needs: frozenset[str]
 
 
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
+"""What the compiler is told of each source of every variant; and of a library:"""
+LINKED = ("-shared", "-pthread")
+
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _V4_VNNI = _V4 | {"avx512_vnni"}
@@ -51,11 +55,12 @@ def variants() -> tuple[Variant, ...]:
 
 
 def sources() -> str:
-    """The digest of the kernels' sources: libraries that were built from others take other arguments."""
+    """The digest of the kernels' sources and of what the compiler is told here: libraries that were built from others
+    take other arguments, or give other numbers."""
     files = sorted((Path(__file__).parent / "native").glob("*.[ch]*"))
-    return hashlib.sha256(
-        b"\0".join(text for path in files for text in (path.name.encode(), path.read_bytes()))
-    ).hexdigest()
+    parts = [text for path in files for text in (path.name.encode(), path.read_bytes())]
+    told = FLAGS, LINKED, [(variant.name, variant.flags) for variant in variants()]
+    return hashlib.sha256(b"\0".join([*parts, repr(told).encode()])).hexdigest()
 
 
 CPUINFO = Path("/proc/cpuinfo")
