@@ -136,7 +136,7 @@ def build_engine(
     engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling)
     if member is not None:
         member.pool.turns.add(engine)
-    notices = _notices(config, plan, ends, source.defaults)
+    notices = (*source.notes, *_notices(config, plan, ends, source.defaults))
     if device == "cpu":
         notices = (kernels.said(), *notices)
     if runner.attention == "triton":

@@ -22,7 +22,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 ACTIVATIONS = {
     "silu": 1, "swish": 1, "relu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "quick_gelu": 5,
 }  # fmt: skip
-"""What configs call them -> native/wide.h."""
+"""What configs call them -> native/lanes.h."""
 
 MOST_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
 TILED_ROWS = 384  # likewise, where tiles multiply them; of long rows as many as
