@@ -101,7 +101,8 @@ def made(
         for name, old in list(module.named_parameters(recurse=False)):
             if old.is_meta and old not in stay:
                 if old not in moved:
-                    moved[old] = nn.Parameter(torch.empty_like(old, device=device), requires_grad=False)
+                    there = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
+                    moved[old] = nn.Parameter(there, requires_grad=False)
                 setattr(module, name, moved[old])
     return model
 
@@ -187,7 +188,10 @@ def _half(data: Bytes, at: int) -> Any:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    return np.concatenate([packed & 15, packed >> 4], axis=2)
+    found = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
+    np.bitwise_and(packed, 15, out=found[:, :, 0])
+    np.right_shift(packed, 4, out=found[:, :, 1])
+    return found.reshape(*packed.shape[:2], -1)
 
 
 def _fifth(data: Bytes, at: int) -> Bytes:

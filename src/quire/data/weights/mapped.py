@@ -44,6 +44,11 @@ class Mapped(NamedTuple):
         inside = tensor.is_contiguous() and self.begin <= begin and begin + size <= self.end
         return inside and size >= WORTH and begin % tensor.element_size() == 0
 
+    def copy(self, tensor: Tensor, to: Tensor) -> None:
+        """What lies here becomes `to`, and nothing of the file is in memory."""
+        copy(tensor, to)
+        self.release()
+
     def release(self) -> None:
         """Give its pages back. Whoever reads them again gets the same from the file; nobody has written any."""
         if hasattr(mmap, "MADV_DONTNEED"):

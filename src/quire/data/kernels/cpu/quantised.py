@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.data.kernels.cpu.library import SCRATCH, Library
-from quire.data.kernels.cpu.linear import ACTIVATIONS, CHUNKS, DTYPES, PANEL, ROWS_CHUNK, memory
+from quire.data.kernels.cpu.linear import ACTIVATIONS, CHUNKS, DTYPES, PANEL, ROWS_CHUNK
 from quire.data.kernels.cpu.loading import library
+from quire.data.kernels.cpu.memory import memory
 
 MOST_ROWS = 256  # of a chunk
 TILES_MOST = 512  # ... on tiles, for which each chunk unpacks the weight
@@ -77,9 +79,11 @@ class Numbers(NamedTuple):
         return (found if least is None else found + least[:, :, None]).view(rows, columns)
 
     def above(self, other: Numbers) -> Numbers:
-        """The rows of this one, and below them those of `other`, which has the same form."""
+        """The rows of this one, and below them those of `other`, which has the same form. One thread copies: at every
+        new page torch's several would wait for each other."""
         assert self.form == other.form, f"{self.form} is not {other.form}"
-        parts = (None if x is None or y is None else torch.cat([x, y]) for x, y in zip(self[1:], other[1:]))
+        pairs = zip(self[1:], other[1:])
+        parts = (None if x is None or y is None else torch.from_numpy(np.concatenate([x, y])) for x, y in pairs)
         return Numbers(self.form, *parts)  # type: ignore[arg-type]
 
 
