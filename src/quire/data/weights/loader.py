@@ -27,14 +27,13 @@ from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
 if TYPE_CHECKING:
-    from quire.data.kernels.cpu.quantised import Form
+    from quire.data.kernels.cpu.quantised import Form, Numbers
     from quire.data.layers.linear import Linear
     from quire.data.models import Model
     from quire.data.weights.gguf import GGUF
 
 FIT = "The checkpoint must fit its config.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CHECKED = 1024  # rows that are looked at together
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 UNREAD = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
 """Scales of activations, and of keys and values: neither are as a checkpoint in FP8 has them."""
@@ -198,9 +197,7 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
         tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor
     if target.form is not None:
-        if not all(bool(rows.isfinite().all()) for rows in tensor.split(CHECKED)):
-            raise StartupError(f"{shown(key)} in {path} has a value that isn't finite", "It can't be rounded")
-        put(target.rows, target.layer, target.part, partial(few.rounded, tensor, target.form))
+        put(target.rows, target.layer, target.part, partial(_few, tensor, target.form, f"{shown(key)} in {path}"))
         return
     if not target.fp8 or stored:
         if mapped is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
@@ -220,6 +217,14 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
     else:
         target.rows.copy_(numbers)
         target.scale.copy_(scale[None])
+
+
+def _few(tensor: Tensor, form: Form, called: str) -> Numbers:
+    """A tensor in few bits. Its scales aren't finite where one of its values isn't."""
+    numbers = few.rounded(tensor, form)
+    if not numbers.d.isfinite().all():
+        raise StartupError(f"{called} has a value that isn't finite, or too large", "It can't be rounded")
+    return numbers
 
 
 def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:

@@ -64,9 +64,8 @@ class Numbers(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
 
-    def floats(self) -> Tensor:
-        """What it stands for, in fp32 [rows, columns]."""
-        rows, columns = self.numbers.shape
+    def scales(self) -> tuple[Tensor, Tensor | None]:
+        """Of each group, in fp32 [rows, groups]: what a number is multiplied by, less zero, and what is added."""
         per = self.form.super // self.form.group if self.form.super else 1
         d, e, a, b = (None if part is None else part.float() for part in self[2:])
         assert d is not None, "it has scales"
@@ -75,6 +74,12 @@ class Numbers(NamedTuple):
             scale = scale * a
         if least is not None and b is not None:
             least = -least * b
+        return scale, least
+
+    def floats(self) -> Tensor:
+        """What it stands for, in fp32 [rows, columns]."""
+        rows, columns = self.numbers.shape
+        scale, least = self.scales()
         found = (self.numbers.float() - self.form.zero).view(rows, -1, self.form.group) * scale[:, :, None]
         return (found if least is None else found + least[:, :, None]).view(rows, columns)
 
