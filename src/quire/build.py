@@ -118,6 +118,8 @@ def build_engine(
     memory is that of `member`, if any."""
     import torch
 
+    from quire.data.weights.mapped import trim
+
     device = device_of(config)
     if device == "cpu":
         kernels.use_threads(config.threads)
@@ -158,6 +160,7 @@ def build_engine(
         member.pool.turns.add(engine)
     notices = _notices(config, plan, ends, source.defaults)
     if device == "cpu":
+        trim()
         notices = (kernels.said(), *notices)
     if runner.attention == "triton":
         from quire.data.kernels.triton.launch import left_out
@@ -200,7 +203,6 @@ def _runner(
     from quire.data.weights.fp8 import made
     from quire.data.weights.gguf_loader import load_gguf
     from quire.data.weights.loader import load
-    from quire.data.weights.mapped import trim
 
     scheme = scheme_of(source.config, config.quantization)
     dummy = config.dummy_weights or source.folder is None
@@ -221,7 +223,6 @@ def _runner(
     model.prepare(max_len, config.deterministic)
     if device.type == "cpu":
         memory().settle()
-        trim()
     attention = _attention(config, source.spec, device, dtype)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
