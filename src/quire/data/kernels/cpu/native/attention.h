@@ -102,3 +102,30 @@ static inline float weigh(const float *scores, P *weights, int64_t from, int64_t
     sum = sum * shrink + total(more);
     return shrink;
 }
+
+constexpr int64_t COMMON_PARTS = 8; /* of what rows have in common, at most */
+
+/* Rows of one query whose first pages are the same ones: tokens of these are attended to once for many of them
+(attention_prompt.cpp), each row's other tokens by itself. As int64: how many tiles of rows there are; of each row its
+first own token, and the parts before it; rows, those of a tile one after another; and the tiles. */
+struct Common {
+    struct Tile {
+        int64_t first, rows, tokens, size; /* of `order`; tokens of a part */
+        int64_t parts() const { return (tokens + size - 1) / size; }
+    };
+    int64_t *numbers, rows;
+
+    Common(const Arg &a, int64_t rows_) : numbers(as<int64_t>(a)), rows(rows_) {}
+
+    explicit operator bool() const { return numbers != nullptr; }
+    int64_t &tiles() const { return *numbers; }
+    int64_t &begin(int64_t row) const { return numbers[1 + row]; }
+    int64_t &parts(int64_t row) const { return numbers[1 + rows + row]; }
+    int64_t *order() const { return numbers + 1 + 2 * rows; }
+    Tile &tile(int64_t i) const { return reinterpret_cast<Tile *>(numbers + 1 + 3 * rows)[i]; }
+
+    /* Where a part goes: to the rows' `partial` sums, before those of their own parts. */
+    static int64_t part(int64_t row, int64_t part, int64_t head, int64_t heads, int64_t stride) {
+        return ((row * COMMON_PARTS + part) * heads + head) * (stride + 2);
+    }
+};

@@ -11,7 +11,8 @@ constexpr int ROW = BLOCK + LANES;
 
 /* Args of both operations behind the cache's: q, numbers from a token's queries to the next one's, out, slots,
    positions, places of the rows among the queries (null: in order), rows, chunks, Seeing's four, `partial` (room for
-   `MOST` parts of all rows and heads, dim, padded to 32, and 2 numbers each), the slots' prompts and a budget (null and 0: none). */
+   COMMON_PARTS, then `MOST` parts of all rows and heads, dim, padded to 32, and 2 numbers each), the slots' prompts and a
+   budget (null and 0: none), what rows have in common (null: not asked). */
 template <class T> struct Rows {
     Cache<T> cache;
     Seeing seeing;
@@ -20,6 +21,7 @@ template <class T> struct Rows {
     const int64_t *slots, *positions, *places, *prompts;
     float *partial;
     int64_t q_stride, rows, chunks, budget, stride;
+    Common common;
 
     explicit Rows(const Arg *all)
         : cache(all), seeing(all + CACHE_ARGS + 8), q(as<T>(all[CACHE_ARGS])), out(as<T>(all[CACHE_ARGS + 2])),
@@ -27,25 +29,31 @@ template <class T> struct Rows {
           places(as<int64_t>(all[CACHE_ARGS + 5])), prompts(as<int64_t>(all[CACHE_ARGS + 13])),
           partial(as<float>(all[CACHE_ARGS + 12])), q_stride(all[CACHE_ARGS + 1].integer),
           rows(all[CACHE_ARGS + 6].integer), chunks(all[CACHE_ARGS + 7].integer),
-          budget(all[CACHE_ARGS + 14].integer), stride((cache.dim + 31) / 32 * 32) {}
+          budget(all[CACHE_ARGS + 14].integer), stride((cache.dim + 31) / 32 * 32), common(all[CACHE_ARGS + 15], rows) {}
 
     int64_t place(int64_t row) const { return places ? places[row] : row; }
 
     float *part(int64_t row, int64_t part, int64_t head) const {
-        return partial + ((row * MOST + part) * cache.heads + head) * (stride + 2);
+        return before(rows, 0, 0) + ((row * MOST + part) * cache.heads + head) * (stride + 2);
+    }
+
+    /* The same of the parts that it has in common with others. */
+    float *before(int64_t row, int64_t part, int64_t head) const {
+        return partial + Common::part(row, part, head, cache.heads, stride);
     }
 
     /* A query head's sums, `stride` numbers in steps, as its answer. */
     void answer(int64_t row, int64_t head, const float *sums, float by) const;
 };
 
-/* What a row sees, [first, end), and its parts. */
+/* What a row sees by itself, [first, end), its parts, and those before them. */
 struct Span {
-    int64_t first, end, size, parts;
+    int64_t first, end, size, parts, before;
 
     template <class T> Span(const Rows<T> &x, int64_t row) {
         const int64_t position = kept(x.positions[row], x.slots[row], x.prompts, x.budget);
-        first = x.seeing.oldest(position);
+        before = x.common ? x.common.parts(row) : 0;
+        first = before ? x.common.begin(row) : x.seeing.oldest(position);
         end = position + 1;
         const int64_t tokens = end - first, even = (tokens + MOST - 1) / MOST;
         size = even <= PART ? PART : (even + BLOCK - 1) / BLOCK * BLOCK;
@@ -234,7 +242,7 @@ template <class T> void item(Running<T> &running, int64_t row, int64_t head, int
         running.block(places[i], tokens);
         tokens = after;
     }
-    running.end(row, head, part, span.parts == 1);
+    running.end(row, head, part, span.parts + span.before == 1);
 }
 
 /* Items are parts of rows, each for all key heads one after another; a chunk takes as many as the next one. */
@@ -254,22 +262,27 @@ template <class T> void parts(const Arg *a, int64_t chunk, void *scratch) {
     }
 }
 
-/* Join the parts of rows that have several; a chunk takes some (row, query head). */
+/* Join the parts of rows that have several, the earliest first; a chunk takes some (row, query head). */
 template <class T> void join(const Arg *a, int64_t chunk, void *scratch) {
     const Rows<T> x(a);
     float *out = static_cast<float *>(scratch);
     const int64_t heads = x.cache.heads, items = x.rows * heads;
     for (int64_t i = items * chunk / x.chunks; i < items * (chunk + 1) / x.chunks; ++i) {
-        const int64_t row = i / heads, head = i % heads, parts = Span(x, row).parts;
+        const int64_t row = i / heads, head = i % heads;
+        const Span span(x, row);
+        const int64_t parts = span.before + span.parts;
         if (parts == 1) continue;
+        const auto part = [&](int64_t p) {
+            return p < span.before ? x.before(row, p, head) : x.part(row, p - span.before, head);
+        };
         float best = LEAST, sum = 0;
         for (int64_t p = 0; p < parts; ++p) {
-            const float own = x.part(row, p, head)[x.stride];
+            const float own = part(p)[x.stride];
             best = own > best ? own : best;
         }
         std::memset(out, 0, size_t(x.stride) * 4);
         for (int64_t p = 0; p < parts; ++p) {
-            const float *from = x.part(row, p, head);
+            const float *from = part(p);
             const float by = power(all(from[x.stride] - best))[0];
             sum += by * from[x.stride + 1];
             for (int64_t d = 0; d < x.stride; d += LANES) store(out + d, load(out + d) + load(from + d) * by);
