@@ -37,14 +37,25 @@ template <bool PAIRS> struct Room {
     }
 };
 
+/* Numbers of 8 bits are exact in bf16. */
+inline words pairs(const int8_t *x, int64_t count) {
+    halves both{};
+    if (count >= 2 * LANES) std::memcpy(&both, x, sizeof both);
+    else if (count > 0) std::memcpy(&both, x, size_t(count));
+    const signs wide = __builtin_convertvector(both, signs);
+    const lanes low = __builtin_convertvector((wide << 24) >> 24, lanes);
+    const lanes high = __builtin_convertvector((wide << 16) >> 24, lanes);
+    return (bits<words>(low) >> 16) | bits<words>(high);
+}
+
 template <bool PAIRS, class T> words row_words(const T *x, int64_t count) {
     if constexpr (PAIRS) return pairs(x, count);
     else return bits<words>(load(x, count));
 }
 
 /* Keys of [from, to) in the block that begins at `block`, turned: word s of all BLOCK keys is row s; zeros elsewhere. */
-template <class T, bool PAIRS>
-void pack_keys(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
+template <class K, bool PAIRS>
+void pack_keys(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
     constexpr int IN_WORD = PAIRS ? 2 : 1;
     for (int64_t t = 0; t < BLOCK; t += LANES)
         for (int64_t s = 0; s < room.steps; s += LANES) {
@@ -60,8 +71,8 @@ void pack_keys(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *pl
 }
 
 /* Values likewise: word d of row t is that of token t, or of the tokens 2 t and 2 t + 1. */
-template <class T, bool PAIRS>
-void pack_values(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
+template <class K, bool PAIRS>
+void pack_values(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
     constexpr int IN_WORD = PAIRS ? 2 : 1;
     auto value = [&](int64_t t, int64_t d) {
         const int64_t at = t - before;
@@ -74,10 +85,21 @@ void pack_values(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *
         }
 }
 
-template <class T, bool PAIRS> struct Tile {
+/* Of a block in 8 bits: its tokens' scales, zeros elsewhere. */
+struct Scales {
+    float keys[BLOCK], values[BLOCK];
+
+    template <class K> void take(const Cache<K> &cache, const int64_t *places, int64_t before, int64_t tokens) {
+        std::memset(this, 0, sizeof *this);
+        cache.scales(cache.keys, places, tokens, keys + before);
+        cache.scales(cache.values, places, tokens, values + before);
+    }
+};
+
+template <class T, class K, bool PAIRS> struct Tile {
     static constexpr int IN_WORD = PAIRS ? 2 : 1;
     using Weight = typename std::conditional<PAIRS, bf16, float>::type;
-    const Cache<T> cache;
+    const Cache<K> cache;
     const Seeing seeing;
     const T *q;
     T *out;
@@ -113,16 +135,18 @@ template <class T, bool PAIRS> struct Tile {
     }
 
     /* HEIGHT rows from `row` on against the block of keys that begins at `block`. */
-    void rows(const Room<PAIRS> &room, int64_t row, int64_t block) const {
+    void rows(const Room<PAIRS> &room, const Scales &scales, int64_t row, int64_t block) const {
         const int64_t end = room.stop[row + HEIGHT - 1] - block, seen = end <= BLOCK / 2 ? BLOCK / 2 : BLOCK;
         if (end <= 0 || room.first[row] >= block + BLOCK) return;
         product<PAIRS, false>(room.tiled, room.queries + row * room.steps, room.steps, room.keys, BLOCK, room.scores,
                               BLOCK, room.steps, seen);
+        if (ROUNDED<K>)
+            for (int r = 0; r < HEIGHT; ++r) scale_each(room.scores + r * BLOCK, scales.keys, seen);
         if (seeing.softcap > 0)
             for (int i = 0; i < HEIGHT * BLOCK; i += LANES) seeing.cap(room.scores + i);
         for (int64_t r = row; r < row + HEIGHT; ++r) {
-            const float shrink = seen == BLOCK ? weighed<BLOCK>(room, r, r - row, block)
-                                               : weighed<BLOCK / 2>(room, r, r - row, block);
+            const float shrink = seen == BLOCK ? weighed<BLOCK>(room, scales, r, r - row, block)
+                                               : weighed<BLOCK / 2>(room, scales, r, r - row, block);
             float *own = room.out + r * room.columns;
             if (shrink != 1.0f)
                 for (int64_t d = 0; d < room.columns; d += LANES) store(own + d, load(own + d) * shrink);
@@ -131,10 +155,12 @@ template <class T, bool PAIRS> struct Tile {
                              room.out + row * room.columns, room.columns, seen / IN_WORD, room.columns);
     }
 
-    template <int N> float weighed(const Room<PAIRS> &room, int64_t r, int64_t at, int64_t block) const {
+    template <int N>
+    float weighed(const Room<PAIRS> &room, const Scales &scales, int64_t r, int64_t at, int64_t block) const {
         Weight *weights = reinterpret_cast<Weight *>(room.weights);
-        return weigh<N, std::is_same<T, bf16>::value>(room.scores + at * BLOCK, weights + at * BLOCK, room.first[r] - block,
-                                                           room.stop[r] - block, seeing.by(), room.best[r], room.sum[r]);
+        return weigh<N, std::is_same<T, bf16>::value, ROUNDED<K>>(
+            room.scores + at * BLOCK, weights + at * BLOCK, room.first[r] - block, room.stop[r] - block, seeing.by(),
+            room.best[r], room.sum[r], scales.values);
     }
 
     void answer(const Room<PAIRS> &room) const {
@@ -151,9 +177,10 @@ template <class T, bool PAIRS> struct Tile {
 
 /* Args behind the cache's: q, numbers from a token's queries to the next one's, out, tiles, Seeing's four. A chunk is a
    tile for a key head. */
-template <class T, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
-    const Tile<T, PAIRS> tile(a, chunk);
+template <class T, class K, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
+    const Tile<T, K, PAIRS> tile(a, chunk);
     const Room<PAIRS> room(scratch, tile.queries * tile.cache.shared, tile.cache.dim);
+    Scales scales;
     int64_t places[2][BLOCK];
     const int64_t first = tile.first(0), end = tile.stop(tile.queries - 1);
     int64_t from = first, to = first / BLOCK * BLOCK + BLOCK < end ? first / BLOCK * BLOCK + BLOCK : end;
@@ -168,7 +195,8 @@ template <class T, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *sc
         tile.cache.fetch(places[i ^ 1], next - to);
         pack_keys(tile.cache, room, places[i], from - block, to - from);
         pack_values(tile.cache, room, places[i], from - block, to - from);
-        for (int64_t row = 0; row < room.rows; row += HEIGHT) tile.rows(room, row, block);
+        if (ROUNDED<K>) scales.take(tile.cache, places[i], from - block, to - from);
+        for (int64_t row = 0; row < room.rows; row += HEIGHT) tile.rows(room, scales, row, block);
         from = to;
         to = next;
     }
@@ -189,6 +217,12 @@ QUIRE_EXPORT void attention_tiles(const Arg *a, int64_t, void *) {
 }
 
 QUIRE_EXPORT void attention_prompt_bf16(const Arg *a, int64_t chunk, void *s) {
-    paired() ? prompt<bf16, true>(a, chunk, s) : prompt<bf16, false>(a, chunk, s);
+    paired() ? prompt<bf16, bf16, true>(a, chunk, s) : prompt<bf16, bf16, false>(a, chunk, s);
 }
-QUIRE_EXPORT void attention_prompt_f32(const Arg *a, int64_t chunk, void *s) { prompt<float, false>(a, chunk, s); }
+QUIRE_EXPORT void attention_prompt_f32(const Arg *a, int64_t chunk, void *s) { prompt<float, float, false>(a, chunk, s); }
+QUIRE_EXPORT void attention_prompt_bf16_int8(const Arg *a, int64_t chunk, void *s) {
+    paired() ? prompt<bf16, int8_t, true>(a, chunk, s) : prompt<bf16, int8_t, false>(a, chunk, s);
+}
+QUIRE_EXPORT void attention_prompt_f32_int8(const Arg *a, int64_t chunk, void *s) {
+    prompt<float, int8_t, false>(a, chunk, s);
+}
