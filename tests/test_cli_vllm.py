@@ -112,7 +112,7 @@ FOREIGN = {
     "--max-loras": "merge adapters",
     "--max-lora-rank": "merge adapters",
     "--cpu-offload-gb": "all is on the device",
-    "--calculate-kv-scales": "all is on the device",
+    "--calculate-kv-scales": "every head and token has a scale",
     "--speculative-config": "there is no speculative decoding",
     "--speculative_config": "there is no speculative decoding",
     "--enable-auto-tool-choice": "there are no tool calls",
