@@ -128,11 +128,11 @@ def build_engine(
     config = config.sized(device)
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
+    planned = _planned(config, source.spec, device, dtype)
     if member is not None:
         plan = member.plan
     else:
         saved = saved_by_fp8(config, source, dtype, device)
-        planned = _planned(config, source.spec, device, dtype)
         plan = plan_memory(planned, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
     common = member.pool.bytes_of if member else None
     ends = eos_ids(source, named)
@@ -266,12 +266,32 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtyp
 
 
 def _planned(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> EngineConfig:
-    """`config` as memory is planned for it: kernels for CPUs gather no keys and values."""
+    """`config` as memory is planned for it: kernels for CPUs gather no keys and values. StartupError where there are
+    none, and they alone read what it asks for."""
     import torch
 
-    if device != "cpu" or config.attention != "auto" or config.memory == "virtual":
-        return config
-    return replace(config, attention="native") if _native(_heads(spec), getattr(torch, dtype)) else config
+    native = device == "cpu" and config.memory != "virtual" and _native(_heads(spec), getattr(torch, dtype))
+    if native and config.attention == "auto":
+        config = replace(config, attention="native")
+    if config.kv_cache_dtype == "int8" and not (native and config.attention == "native"):
+        raise StartupError(
+            f"--kv-cache-dtype is int8, which only quire's kernels for CPUs read, and {_not_native(config, device)}",
+            "Leave it out",
+        )
+    return config
+
+
+def _not_native(config: EngineConfig, device: str) -> str:
+    """Why kernels for CPUs don't attend."""
+    from quire.data.kernels.cpu.loading import library, missing
+
+    if config.attention not in ("auto", "native"):
+        return f"--attention is {config.attention}"
+    if device != "cpu":
+        return f"--device is {device}"
+    if config.memory == "virtual":
+        return "--memory is virtual"
+    return missing() if library() is None else "they don't take the model's heads, or its --dtype"
 
 
 def _heads(spec: ModelSpec) -> set[tuple[int, int]]:
@@ -335,7 +355,8 @@ def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) 
 
 def model_id(config: EngineConfig, source: Source, dtype: str) -> str:
     """What tells apart models whose keys and values differ."""
-    return f"{source.name}:{dtype}" + (f":{config.quantization}" if config.quantization else "")
+    rounded = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else None
+    return ":".join(filter(None, (source.name, dtype, config.quantization, rounded)))
 
 
 def _multiplies_bits(config: EngineConfig, model: dict[str, Any]) -> bool:

@@ -46,8 +46,10 @@ class Source(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def stored(self, config: EngineConfig, itemsize: int) -> Source:
-        """The same where numbers have `itemsize` bytes, but for what `config` says of running states."""
-        return self._replace(spec=self.spec.stored(itemsize, STATE_ITEMSIZES[config.state_dtype]))
+        """The same where numbers have `itemsize` bytes, but for what `config` says of running states, keys and
+        values."""
+        spec = self.spec.stored(itemsize, STATE_ITEMSIZES[config.state_dtype])
+        return self._replace(spec=spec.rounded() if config.kv_cache_dtype == "int8" else spec)
 
 
 def read_source(config: EngineConfig, weights: bool = True) -> Source:

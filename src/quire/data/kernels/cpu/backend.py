@@ -19,6 +19,7 @@ from quire.errors import StartupError
 from quire.vocabulary.specs import Layout
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+"""Of kernels, by the dtype of queries; "_int8" follows where pages are in 8 bits."""
 PART = 256  # attention_decode.cpp, as MOST_PARTS
 COMMON_PARTS = 8  # attention.h
 COMMON_ROWS = 4  # that it pays to put together
@@ -110,7 +111,8 @@ class NativeBackend:
     def check(self, cache: LayerCache) -> None:
         """StartupError for a cache that it can't read."""
         shared = cache.heads // cache.kv_heads
-        if not takes(cache.dtype, shared, cache.head_dim) or cache.device.type != "cpu":
+        dtype = torch.float32 if cache.rounded else cache.dtype
+        if not takes(dtype, shared, cache.head_dim) or cache.device.type != "cpu":
             raise StartupError(
                 f"--attention is native, and a layer has {shared} query heads of {cache.head_dim} numbers a key head, "
                 f"in {cache.dtype} on {cache.device.type}",
@@ -207,7 +209,7 @@ class NativeBackend:
         q_stride = 0 if q is None else q.stride(0)
         chunks = min(tokens, self.chunks)
         self.library.call(
-            f"attention_write_{SUFFIXES[cache.dtype]}", chunks, *self._cache(cache, plan.tables),
+            f"attention_write_{_suffix(k, cache)}", chunks, *self._cache(cache, plan.tables),
             q, k, v, q, q_stride, k.stride(0), v.stride(0), q_stride, plan.token_slots, plan.positions, plan.cells,
             rotary, q_weight, k_weight, float(eps), tokens, chunks, int(cache.writes), plan.prompts, plan.budget,
             int(q_weight is not None and q_weight.dtype == torch.float32),
@@ -215,10 +217,9 @@ class NativeBackend:
 
     def read(self, q: Tensor, cache: LayerCache, plan: Work) -> Tensor:
         """The attention of q [Q, heads, dim] to what is in the pages."""
-        assert q.dtype == cache.dtype, f"queries in {q.dtype}, keys in {cache.dtype}"
         q = _laid(q)
         out = torch.empty(q.shape, dtype=q.dtype)
-        suffix, common = SUFFIXES[cache.dtype], self._cache(cache, plan.tables)
+        suffix, common = _suffix(q, cache), self._cache(cache, plan.tables)
         seeing: tuple[Argument, ...] = (
             float(cache.scale), float(cache.softcap or 0), cache.window or 0, cache.chunk or 0,
         )  # fmt: skip
@@ -252,6 +253,12 @@ class NativeBackend:
             cache.keys, cache.values, cache.keys.stride(0), cache.head_stride, cache.token_stride, cache.page_tokens,
             tables, tables.stride(0), cache.kv_heads, cache.head_dim, cache.heads,
         )  # fmt: skip
+
+
+def _suffix(x: Tensor, cache: LayerCache) -> str:
+    """Of the kernels for queries like x."""
+    assert cache.rounded or x.dtype == cache.dtype, f"queries in {x.dtype}, keys in {cache.dtype}"
+    return SUFFIXES[x.dtype] + "_int8" * cache.rounded
 
 
 def _laid(x: Tensor) -> Tensor:

@@ -38,14 +38,25 @@ template <bool PAIRS> struct Room {
     }
 };
 
+/* Numbers of 8 bits are exact in bf16. */
+inline words pairs(const int8_t *x, int64_t count) {
+    shorts both{};
+    if (count >= 2 * LANES) std::memcpy(&both, x, sizeof both);
+    else if (count > 0) std::memcpy(&both, x, size_t(count));
+    const signs wide = __builtin_convertvector(both, signs);
+    const lanes low = __builtin_convertvector((wide << 24) >> 24, lanes);
+    const lanes high = __builtin_convertvector((wide << 16) >> 24, lanes);
+    return (bits<words>(low) >> 16) | bits<words>(high);
+}
+
 template <bool PAIRS, class T> words row_words(const T *x, int64_t count) {
     if constexpr (PAIRS) return pairs(x, count);
     else return bits<words>(load(x, count));
 }
 
 /* Keys of [from, to) in the block that begins at `block`, turned: word s of all BLOCK keys is row s; zeros elsewhere. */
-template <class T, bool PAIRS>
-void pack_keys(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
+template <class K, bool PAIRS>
+void pack_keys(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
     constexpr int IN_WORD = PAIRS ? 2 : 1;
     for (int64_t t = 0; t < BLOCK; t += LANES)
         for (int64_t s = 0; s < room.steps; s += LANES) {
@@ -61,8 +72,8 @@ void pack_keys(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *pl
 }
 
 /* Values likewise: word d of row t is that of token t, or of the tokens 2 t and 2 t + 1. */
-template <class T, bool PAIRS>
-void pack_values(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
+template <class K, bool PAIRS>
+void pack_values(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
     constexpr int IN_WORD = PAIRS ? 2 : 1;
     auto value = [&](int64_t t, int64_t d) {
         const int64_t at = t - before;
@@ -75,10 +86,21 @@ void pack_values(const Cache<T> &cache, const Room<PAIRS> &room, const int64_t *
         }
 }
 
-template <class T, bool PAIRS> struct Tile {
+/* Of a block in 8 bits: its tokens' scales, zeros elsewhere. */
+struct Scales {
+    float keys[BLOCK], values[BLOCK];
+
+    template <class K> void take(const Cache<K> &cache, const int64_t *places, int64_t before, int64_t tokens) {
+        std::memset(this, 0, sizeof *this);
+        cache.scales(cache.keys, places, tokens, keys + before);
+        cache.scales(cache.values, places, tokens, values + before);
+    }
+};
+
+template <class T, class K, bool PAIRS> struct Tile {
     static constexpr int IN_WORD = PAIRS ? 2 : 1;
     using Weight = typename std::conditional<PAIRS, bf16, float>::type;
-    const Cache<T> cache;
+    const Cache<K> cache;
     const Seeing seeing;
     const T *q;
     T *out;
@@ -128,16 +150,18 @@ template <class T, bool PAIRS> struct Tile {
     }
 
     /* HEIGHT rows from `row` on against the block of keys that begins at `block`. */
-    void rows(const Room<PAIRS> &room, int64_t row, int64_t block) const {
+    void rows(const Room<PAIRS> &room, const Scales &scales, int64_t row, int64_t block) const {
         const int64_t end = room.stop[row + HEIGHT - 1] - block, seen = end <= BLOCK / 2 ? BLOCK / 2 : BLOCK;
         if (end <= 0 || room.first[row] >= block + BLOCK) return;
         product<PAIRS, false>(room.tiled, room.queries + row * room.steps, room.steps, room.keys, BLOCK, room.scores,
                               BLOCK, room.steps, seen);
+        if (ROUNDED<K>)
+            for (int r = 0; r < HEIGHT; ++r) scale_each(room.scores + r * BLOCK, scales.keys, seen);
         if (seeing.softcap > 0)
             for (int i = 0; i < HEIGHT * BLOCK; i += LANES) seeing.cap(room.scores + i);
         for (int64_t r = row; r < row + HEIGHT; ++r) {
-            const float shrink = seen == BLOCK ? weighed<BLOCK>(room, r, r - row, block)
-                                               : weighed<BLOCK / 2>(room, r, r - row, block);
+            const float shrink = seen == BLOCK ? weighed<BLOCK>(room, scales, r, r - row, block)
+                                               : weighed<BLOCK / 2>(room, scales, r, r - row, block);
             float *own = room.out + r * room.columns;
             if (shrink != 1.0f)
                 for (int64_t d = 0; d < room.columns; d += LANES) store(own + d, load(own + d) * shrink);
@@ -146,10 +170,12 @@ template <class T, bool PAIRS> struct Tile {
                              room.out + row * room.columns, room.columns, seen / IN_WORD, room.columns);
     }
 
-    template <int N> float weighed(const Room<PAIRS> &room, int64_t r, int64_t at, int64_t block) const {
+    template <int N>
+    float weighed(const Room<PAIRS> &room, const Scales &scales, int64_t r, int64_t at, int64_t block) const {
         Weight *weights = reinterpret_cast<Weight *>(room.weights);
-        return weigh<N, std::is_same<T, bf16>::value>(room.scores + at * BLOCK, weights + at * BLOCK, room.first[r] - block,
-                                                           room.stop[r] - block, seeing.by(), room.best[r], room.sum[r]);
+        return weigh<N, std::is_same<T, bf16>::value, ROUNDED<K>>(
+            room.scores + at * BLOCK, weights + at * BLOCK, room.first[r] - block, room.stop[r] - block, seeing.by(),
+            room.best[r], room.sum[r], scales.values);
     }
 
     void answer(const Room<PAIRS> &room) const {
@@ -166,7 +192,9 @@ template <class T, bool PAIRS> struct Tile {
 
 /* All rows of the tile against the tokens [from, end). Blocks begin at multiples of BLOCK: a token's numbers don't
    depend on the tile that it is in. */
-template <class T, bool PAIRS> void over(const Tile<T, PAIRS> &tile, const Room<PAIRS> &room, int64_t from, int64_t end) {
+template <class T, class K, bool PAIRS>
+void over(const Tile<T, K, PAIRS> &tile, const Room<PAIRS> &room, int64_t from, int64_t end) {
+    Scales scales;
     int64_t places[2][BLOCK], to = from / BLOCK * BLOCK + BLOCK < end ? from / BLOCK * BLOCK + BLOCK : end;
     tile.cache.places(tile.slot, tile.head, from, to, places[0]);
     tile.cache.fetch(places[0], to - from);
@@ -177,7 +205,8 @@ template <class T, bool PAIRS> void over(const Tile<T, PAIRS> &tile, const Room<
         tile.cache.fetch(places[i ^ 1], next - to);
         pack_keys(tile.cache, room, places[i], from - block, to - from);
         pack_values(tile.cache, room, places[i], from - block, to - from);
-        for (int64_t row = 0; row < room.rows; row += HEIGHT) tile.rows(room, row, block);
+        if (ROUNDED<K>) scales.take(tile.cache, places[i], from - block, to - from);
+        for (int64_t row = 0; row < room.rows; row += HEIGHT) tile.rows(room, scales, row, block);
         from = to;
         to = next;
     }
@@ -186,18 +215,18 @@ template <class T, bool PAIRS> void over(const Tile<T, PAIRS> &tile, const Room<
 
 /* Args behind the cache's: q, numbers from a token's queries to the next one's, out, tiles, Seeing's four. A chunk is a
    tile for a key head. */
-template <class T, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
-    const Tile<T, PAIRS> tile(a, chunk);
+template <class T, class K, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
+    const Tile<T, K, PAIRS> tile(a, chunk);
     const Room<PAIRS> room(scratch, tile.queries * tile.cache.shared, tile.cache.dim);
     tile.load_queries(room);
     over(tile, room, tile.first(0), tile.stop(tile.queries - 1));
     tile.answer(room);
 }
 
-/* A head's sums as parts of rows have them: in steps, of bf16 first the even ones and then the odd ones. */
-template <class T> void store_part(const float *from, int64_t columns, float *to, int64_t stride) {
+/* A head's sums as parts of rows have them: in steps, of keys in bf16 first the even ones and then the odd ones. */
+template <class K> void store_part(const float *from, int64_t columns, float *to, int64_t stride) {
     constexpr auto order = std::make_integer_sequence<int, LANES>();
-    constexpr int64_t STEP = std::is_same<T, bf16>::value ? 2 * LANES : LANES;
+    constexpr int64_t STEP = std::is_same<K, bf16>::value ? 2 * LANES : LANES;
     for (int64_t i = 0; i < stride; i += STEP) {
         const lanes one = i < columns ? load(from + i) : lanes{};
         if (STEP == LANES) {
@@ -211,12 +240,12 @@ template <class T> void store_part(const float *from, int64_t columns, float *to
 }
 
 /* One part of what a tile of rows has in common, for a key head. Args as attention_parts has them. */
-template <class T, bool PAIRS>
+template <class T, class K, bool PAIRS>
 void common_part(const Arg *a, const Common &common, const Common::Tile &which, int64_t head, int64_t part, void *scratch) {
     const int64_t *slots = as<int64_t>(a[CACHE_ARGS + 3]), *places = as<int64_t>(a[CACHE_ARGS + 5]);
     const int64_t *order = common.order() + which.first;
     float *partial = as<float>(a[CACHE_ARGS + 12]);
-    const Tile<T, PAIRS> tile(a, slots[order[0]], head);
+    const Tile<T, K, PAIRS> tile(a, slots[order[0]], head);
     const int64_t shared = tile.cache.shared, stride = up(tile.cache.dim, 32), from = part * which.size;
     const int64_t end = from + which.size < which.tokens ? from + which.size : which.tokens;
     const Room<PAIRS> room(scratch, which.rows * shared, tile.cache.dim);
@@ -227,13 +256,13 @@ void common_part(const Arg *a, const Common &common, const Common::Tile &which, 
     over(tile, room, from, end);
     for (int64_t i = 0; i < r; ++i) {
         float *to = partial + Common::part(order[i / shared], part, head * shared + i % shared, tile.cache.heads, stride);
-        store_part<T>(room.out + i * room.columns, room.columns, to, stride);
+        store_part<K>(room.out + i * room.columns, room.columns, to, stride);
         to[stride] = room.best[i], to[stride + 1] = room.sum[i];
     }
 }
 
 /* Items are parts of tiles, each for all key heads one after another; a chunk takes as many as the next one. */
-template <class T, bool PAIRS> void common(const Arg *a, int64_t chunk, void *scratch) {
+template <class T, class K, bool PAIRS> void common(const Arg *a, int64_t chunk, void *scratch) {
     const Common found(a[CACHE_ARGS + 15], a[CACHE_ARGS + 6].integer);
     const int64_t kv_heads = a[8].integer, chunks = a[CACHE_ARGS + 7].integer;
     int64_t items = 0, before = 0;
@@ -243,7 +272,7 @@ template <class T, bool PAIRS> void common(const Arg *a, int64_t chunk, void *sc
         const Common::Tile &tile = found.tile(i);
         const int64_t own = tile.parts() * kv_heads;
         for (int64_t k = begin > before ? begin - before : 0; k < own && before + k < stop; ++k)
-            common_part<T, PAIRS>(a, found, tile, k % kv_heads, k / kv_heads, scratch);
+            common_part<T, K, PAIRS>(a, found, tile, k % kv_heads, k / kv_heads, scratch);
         before += own;
     }
 }
@@ -260,12 +289,17 @@ QUIRE_EXPORT void attention_tiles(const Arg *a, int64_t, void *) {
     }
 }
 
-QUIRE_EXPORT void attention_prompt_bf16(const Arg *a, int64_t chunk, void *s) {
-    paired() ? prompt<bf16, true>(a, chunk, s) : prompt<bf16, false>(a, chunk, s);
-}
-QUIRE_EXPORT void attention_prompt_f32(const Arg *a, int64_t chunk, void *s) { prompt<float, false>(a, chunk, s); }
+#define EXPORTED(NAME, T, K)                                                                                        \
+    QUIRE_EXPORT void attention_prompt_##NAME(const Arg *a, int64_t chunk, void *s) {                               \
+        constexpr bool PAIRS = std::is_same<T, bf16>::value;                                                        \
+        PAIRS && paired() ? prompt<T, K, PAIRS>(a, chunk, s) : prompt<T, K, false>(a, chunk, s);                    \
+    }                                                                                                               \
+    QUIRE_EXPORT void attention_common_##NAME(const Arg *a, int64_t chunk, void *s) {                               \
+        constexpr bool PAIRS = std::is_same<T, bf16>::value;                                                        \
+        PAIRS && paired() ? common<T, K, PAIRS>(a, chunk, s) : common<T, K, false>(a, chunk, s);                    \
+    }
 
-QUIRE_EXPORT void attention_common_bf16(const Arg *a, int64_t chunk, void *s) {
-    paired() ? common<bf16, true>(a, chunk, s) : common<bf16, false>(a, chunk, s);
-}
-QUIRE_EXPORT void attention_common_f32(const Arg *a, int64_t chunk, void *s) { common<float, false>(a, chunk, s); }
+EXPORTED(bf16, bf16, bf16)
+EXPORTED(f32, float, float)
+EXPORTED(bf16_int8, bf16, int8_t)
+EXPORTED(f32_int8, float, int8_t)
