@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_rows import VARIANTS, Rows, Shape, dense, filled, kernels
+from paged_rows import VARIANTS, Rows, Shape, dense, filled, kernels, of_cells
 from torch import Tensor
 
 from quire.data.kernels.cpu.backend import COMMON_ROWS, NativeBackend
@@ -26,6 +26,8 @@ SHAPES = {
     "odd": Shape(4, 2, 7, page=4),
     "128": Shape(5, 1, 128, page=8),
     "as many": Shape(3, 3, 40, page=8),
+    "8 bits": Shape(rounded=True),
+    "odd in 8 bits": Shape(4, 2, 7, page=4, rounded=True),
 }
 
 
@@ -38,16 +40,18 @@ def together(shape: Shape, groups: list[Group] = MIXED, own: list[int] = OWN) ->
         assert tokens % shape.page == 0, "whole pages"
         for other in others:
             table[other + 1, : tokens // shape.page] = table[first + 1, : tokens // shape.page]
+    kept = [_cells(x, cache.head_dim) if cache.rounded else x for x in (cache.keys, cache.values)]
     expected = []
     for i, position in enumerate(rows.batch.positions.tolist()):
         at = torch.arange(position)
         pages = table[i + 1, at // shape.page]
-        parts = [
-            torch.cat((x[pages, :, at % shape.page], now[i : i + 1]))
-            for x, now in ((cache.keys, rows.k), (cache.values, rows.v))
-        ]
+        parts = [torch.cat((x[pages, :, at % shape.page], now[i : i + 1])) for x, now in zip(kept, (rows.k, rows.v))]
         expected.append(dense(rows.q[i : i + 1], torch.stack(parts), position, shape))
     return rows._replace(expected=torch.cat(expected))
+
+
+def _cells(x: Tensor, dim: int) -> Tensor:
+    return of_cells(x.as_strided((*x.shape[:3], dim + 4), x.stride(), x.storage_offset()))
 
 
 def answers(rows: Rows, backend: NativeBackend) -> Tensor:
