@@ -1,6 +1,6 @@
 """The attention backend on a CPU, by kernels of our own: straight over pages, nothing is gathered. Rows of one query go
-through `attention_parts`, others in tiles through `attention_prompt`; results depend neither on threads nor on which
-rows share a step."""
+through `attention_parts`, but what several have in common through `attention_common`; others in tiles through
+`attention_prompt`. Results don't depend on threads, nor on which rows share a step if these have no pages in common."""
 
 from __future__ import annotations
 
