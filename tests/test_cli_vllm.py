@@ -85,7 +85,8 @@ def test_what_is_no_size(text: str) -> None:
             "'--trust-remote-code'. Not supported by quire: no code of a model's folder ever runs",
         ),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size is '2', and quire has only 1. One process drives"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype is 'fp8'"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: invalid choice: 'fp8' (choose from 'auto', 'int8')"),
+        (["--calculate-kv-scales"], "every head and token has a scale of its own"),
     ],
 )
 def test_contradictions_and_refusals(capsys: pytest.CaptureFixture[str], given: list[str], words: str) -> None:
@@ -110,8 +111,8 @@ FOREIGN = {
     "--lora-modules": "merge adapters",
     "--max-loras": "merge adapters",
     "--max-lora-rank": "merge adapters",
-    "--cpu-offload-gb": "KV is 16 or 32 bits",
-    "--calculate-kv-scales": "KV is 16 or 32 bits",
+    "--cpu-offload-gb": "all is on the device",
+    "--calculate-kv-scales": "every head and token has a scale",
     "--speculative-config": "there is no speculative decoding",
     "--speculative_config": "there is no speculative decoding",
     "--enable-auto-tool-choice": "there are no tool calls",

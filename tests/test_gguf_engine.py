@@ -99,3 +99,18 @@ def test_settings_that_claim_more_than_the_file_has(tmp_path: Path) -> None:
     path = gguf_files.convert(TINY, "llama", tmp_path / "a.gguf", "bf16", feed_forward_length=1 << 30)
     with pytest.raises(StartupError, match="parameters of its settings, and its tensors have"):
         read_source(EngineConfig(model=str(path)))
+
+
+def test_a_path_that_is_there_goes_before_a_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file or a folder it is what was asked for, by its own settings, and a line at start says so."""
+    monkeypatch.chdir(tmp_path)
+    assert read_source(EngineConfig(model="tiny")).notes == ()
+    (tmp_path / "smollm2").symlink_to(tiny)
+    (tmp_path / "tiny-draft").symlink_to(TINY)
+    for name in ("smollm2", "tiny-draft"):
+        source = read_source(EngineConfig(model=name))
+        assert source.notes == (f"{name} is {tmp_path / name}, and not quire's own model of that name",)
+        assert source.spec.layers == read_source(EngineConfig()).spec.layers
+    assert read_source(EngineConfig(model="smollm2")).defaults == {"temperature": 0.5}, "not the package's"
+    with LLM("smollm2", **SETTINGS) as llm:
+        assert any(notice.startswith(f"smollm2 is {tmp_path / 'smollm2'}") for notice in llm.built.notices)

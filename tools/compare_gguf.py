@@ -2,7 +2,7 @@
 no tokenizers: the comparison gives token ids.
 
 usage: compare_gguf.py write FOLDER OUT.gguf         a Llama's Hugging Face folder -> GGUF, in bf16
-       compare_gguf.py quantize IN.gguf OUT.gguf q8_0|q4_0|q4_1|q5_0|q4_k|q6_k     by llama.cpp's own code
+       compare_gguf.py quantize IN.gguf OUT.gguf f32|bf16|q8_0|q4_0|q4_1|q5_0|q4_k|q6_k     by llama.cpp's code
        compare_gguf.py read IN.gguf FOLDER           a Llama's GGUF -> a folder, in bf16
 """
 
@@ -24,7 +24,10 @@ NAMES = {
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-TYPES = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0", "q4_k": "Q4_K_M", "q6_k": "Q6_K"}
+TYPES = {
+    "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0", "q4_1": "MOSTLY_Q4_1",
+    "q5_0": "MOSTLY_Q5_0", "q4_k": "MOSTLY_Q4_K_M", "q6_k": "MOSTLY_Q6_K",
+}  # fmt: skip
 BF16_FILE = 32
 
 
@@ -99,7 +102,8 @@ def quantize(source: Path, out: Path, kind: str) -> None:
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, None)
     settings = llama_cpp.llama_model_quantize_default_params()
-    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{TYPES[kind]}")
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{TYPES[kind]}")
+    settings.allow_requantize = True
     settings.nthread = 2
     code = llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), settings)
     assert code == 0, f"llama_model_quantize says {code}"

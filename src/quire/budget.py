@@ -12,6 +12,7 @@ import psutil
 from quire.config import IN_PAGES, EngineConfig
 from quire.control.memory import Size, build_memory, longest
 from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout, state_run, states_of
+from quire.data.kernels.cpu.memory import memory
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, MOST_PARTS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.specs import ModelSpec
@@ -239,10 +240,10 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
 
 
 def device_memory(device: str) -> tuple[int, int]:
-    """Bytes of `device` in all, and free now."""
+    """Bytes of `device` in all, and free now, what is ready for weights included."""
     if device == "cpu":
-        memory = psutil.virtual_memory()
-        return memory.total, memory.available
+        found = psutil.virtual_memory()
+        return found.total, found.available + memory().ready
     import torch
 
     free, total = torch.cuda.mem_get_info()

@@ -6,6 +6,7 @@ The one place where the planes are joined. Every failure is a StartupError with 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.memory.virtual import capacity
+from quire.data.kernels.cpu import loading as kernels
+from quire.data.kernels.cpu.memory import memory
 from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
 from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
 from quire.data.weights.checkpoint import SMALLEST, check_size
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
+BITS = {"int8": 8.5, "int4": 4.75}
+"""Of a number, by --quantization, its share of scales included."""
 NARROW = 1024
 """A hidden size below which a GGUF file's blocks are multiplied exactly: rounding shows most there, and costs least."""
 
@@ -81,12 +87,28 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
 
     renderer = None if config.skip_tokenizer_init else Renderer()  # its process comes up while torch is imported
     source = read_source(config)
+    reserve(config, source)
     import_module("torch")
     tokenizer, chat = read_text(config, source, renderer)
     named = tokenizer.eos_ids if tokenizer is not None else ()
     engine, plan, notices = build_engine(config, source, named, progress, member)
     sight = read_sight(config, source, tokenizer)
     return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
+
+
+def reserve(config: EngineConfig, source: Source) -> None:
+    """Make about as much memory ready as packed weights will take, as far as can be said before torch is imported:
+    beside that it costs no time. Nothing where a GPU may compute, or no kernels of our own."""
+    if config.device != "cpu" and any(map(os.path.exists, GPUS)):
+        return
+    if kernels.suited(os.environ.get("QUIRE_CPU_KERNELS", "")) is None:
+        return
+    spec, bits = source.spec, 32.0 if config.dtype == "float32" else 16.0
+    if source.folder is not None and not config.dummy_weights:
+        files = [source.folder] if source.file is not None else source.folder.glob("*.safetensors")
+        bits = min(bits, sum(file.stat().st_size for file in files) * 8 / spec.parameters)
+    table = 0 if source.config.get("tie_word_embeddings") else spec.vocab_size * spec.hidden
+    memory().ahead(int((spec.parameters - table) * min(bits, BITS.get(config.quantization or "", bits)) / 8))
 
 
 def build_engine(
@@ -96,7 +118,7 @@ def build_engine(
     memory is that of `member`, if any."""
     import torch
 
-    from quire.data.kernels.cpu import loading as kernels
+    from quire.data.weights.mapped import trim
 
     device = device_of(config)
     if device == "cpu":
@@ -106,11 +128,11 @@ def build_engine(
     config = config.sized(device)
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
+    planned = _planned(config, source.spec, device, dtype)
     if member is not None:
         plan = member.plan
     else:
         saved = saved_by_fp8(config, source, dtype, device)
-        planned = _planned(config, source.spec, device, dtype)
         plan = plan_memory(planned, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
     common = member.pool.bytes_of if member else None
     ends = eos_ids(source, named)
@@ -136,8 +158,9 @@ def build_engine(
     engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling)
     if member is not None:
         member.pool.turns.add(engine)
-    notices = _notices(config, plan, ends, source.defaults)
+    notices = (*source.notes, *_notices(config, plan, ends, source.defaults))
     if device == "cpu":
+        trim()
         notices = (kernels.said(), *notices)
     if runner.attention == "triton":
         from quire.data.kernels.triton.launch import left_out
@@ -180,7 +203,6 @@ def _runner(
     from quire.data.weights.fp8 import made
     from quire.data.weights.gguf_loader import load_gguf
     from quire.data.weights.loader import load
-    from quire.data.weights.mapped import trim
 
     scheme = scheme_of(source.config, config.quantization)
     dummy = config.dummy_weights or source.folder is None
@@ -200,7 +222,7 @@ def _runner(
         load(model, source.folder, progress, scheme)
     model.prepare(max_len, config.deterministic)
     if device.type == "cpu":
-        trim()
+        memory().settle()
     attention = _attention(config, source.spec, device, dtype)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
@@ -244,12 +266,32 @@ def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtyp
 
 
 def _planned(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> EngineConfig:
-    """`config` as memory is planned for it: kernels for CPUs gather no keys and values."""
+    """`config` as memory is planned for it: kernels for CPUs gather no keys and values. StartupError where there are
+    none, and they alone read what it asks for."""
     import torch
 
-    if device != "cpu" or config.attention != "auto" or config.memory == "virtual":
-        return config
-    return replace(config, attention="native") if _native(_heads(spec), getattr(torch, dtype)) else config
+    native = device == "cpu" and config.memory != "virtual" and _native(_heads(spec), getattr(torch, dtype))
+    if native and config.attention == "auto":
+        config = replace(config, attention="native")
+    if config.kv_cache_dtype == "int8" and not (native and config.attention == "native"):
+        raise StartupError(
+            f"--kv-cache-dtype is int8, which only quire's kernels for CPUs read, and {_not_native(config, device)}",
+            "Leave it out",
+        )
+    return config
+
+
+def _not_native(config: EngineConfig, device: str) -> str:
+    """Why kernels for CPUs don't attend."""
+    from quire.data.kernels.cpu.loading import library, missing
+
+    if config.attention not in ("auto", "native"):
+        return f"--attention is {config.attention}"
+    if device != "cpu":
+        return f"--device is {device}"
+    if config.memory == "virtual":
+        return "--memory is virtual"
+    return missing() if library() is None else "they don't take the model's heads, or its --dtype"
 
 
 def _heads(spec: ModelSpec) -> set[tuple[int, int]]:
@@ -260,9 +302,8 @@ def _heads(spec: ModelSpec) -> set[tuple[int, int]]:
 def _native(heads: set[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Whether there are kernels for CPUs, for heads like these: (query heads a key head, size)."""
     from quire.data.kernels.cpu.backend import takes
-    from quire.data.kernels.cpu.loading import library
 
-    return library() is not None and all(takes(dtype, shared, dim) for shared, dim in heads)
+    return kernels.library() is not None and all(takes(dtype, shared, dim) for shared, dim in heads)
 
 
 def device_of(config: EngineConfig) -> str:
@@ -314,15 +355,14 @@ def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) 
 
 def model_id(config: EngineConfig, source: Source, dtype: str) -> str:
     """What tells apart models whose keys and values differ."""
-    return f"{source.name}:{dtype}" + (f":{config.quantization}" if config.quantization else "")
+    rounded = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else None
+    return ":".join(filter(None, (source.name, dtype, config.quantization, rounded)))
 
 
 def _multiplies_bits(config: EngineConfig, model: dict[str, Any]) -> bool:
     """The model has weights of few bits, and there are kernels of our own for them: they round rows in bfloat16 to
     int8, which every machine multiplies, and leave rows in float32 as they are."""
-    from quire.data.kernels.cpu.loading import library
-
-    return isinstance(scheme_of(model, config.quantization), Few) and library() is not None
+    return isinstance(scheme_of(model, config.quantization), Few) and kernels.library() is not None
 
 
 def _fast_bfloat16() -> bool:

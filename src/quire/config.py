@@ -15,6 +15,7 @@ VENDORS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of 
 ATTENTIONS = ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDORS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8", "int8", "int4")
+KV_DTYPES = ("auto", "int8")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -40,7 +41,8 @@ class EngineConfig:
 
     `quantization` "fp8" rounds the weights of linear layers to FP8 while they are loaded (quire.data.weights.fp8); of a
     checkpoint in FP8 it says nothing more. "int8" and "int4" round them to 8 or 4 bits by groups
-    (quire.data.weights.few).
+    (quire.data.weights.few). `kv_cache_dtype` "int8" keeps keys and values in 8 bits, with a scale for each head and
+    token; "auto" as the model computes.
     `memory` is how the KV memory is managed: in pages; in pages where every layer keeps every token, whatever it looks
     at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual addresses under which pages are mapped
     (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED), which share nothing, preempt nobody, and
@@ -83,6 +85,7 @@ class EngineConfig:
     dtype: str = "auto"
     state_dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
     memory: str = "paged"
@@ -132,6 +135,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("state_dtype", STATE_DTYPES),
             ("quantization", (None, *QUANTIZATIONS)),
+            ("kv_cache_dtype", KV_DTYPES),
             ("device", DEVICES),
             ("table_scope", TABLE_SCOPES),
             ("page_sizes", PAGE_SIZES),

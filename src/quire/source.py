@@ -34,7 +34,7 @@ STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 class Source(NamedTuple):
     """A model before it is loaded. `folder` is None for a named shape with dummy weights; of a GGUF file it is the
     file's path, and `file` what it holds. `generation` is its generation_config.json, `defaults` what requests'
-    parameters are unless they say otherwise."""
+    parameters are unless they say otherwise. `notes`: what is to be said at start."""
 
     name: str
     folder: Path | None
@@ -43,10 +43,13 @@ class Source(NamedTuple):
     spec: ModelSpec
     defaults: dict[str, Any]
     file: GGUF | None = None
+    notes: tuple[str, ...] = ()
 
     def stored(self, config: EngineConfig, itemsize: int) -> Source:
-        """The same where numbers have `itemsize` bytes, but for what `config` says of running states."""
-        return self._replace(spec=self.spec.stored(itemsize, STATE_ITEMSIZES[config.state_dtype]))
+        """The same where numbers have `itemsize` bytes, but for what `config` says of running states, keys and
+        values."""
+        spec = self.spec.stored(itemsize, STATE_ITEMSIZES[config.state_dtype])
+        return self._replace(spec=spec.rounded() if config.kv_cache_dtype == "int8" else spec)
 
 
 def read_source(config: EngineConfig, weights: bool = True) -> Source:
@@ -72,7 +75,8 @@ def read_source(config: EngineConfig, weights: bool = True) -> Source:
     settings[PREPARATION] = read_preprocessor_config(folder)
     local = Path(model).expanduser()
     name = local.resolve().name if local.is_dir() else model
-    return Source(name, folder, settings, generation, read_spec(settings), _defaults(config, generation))
+    defaults, notes = _defaults(config, generation), () if named else _notes(model)
+    return Source(name, folder, settings, generation, read_spec(settings), defaults, None, notes)
 
 
 def _gguf(model: str) -> GGUF | None:
@@ -85,6 +89,13 @@ def _gguf(model: str) -> GGUF | None:
     from quire.data.weights.gguf import is_gguf, read_gguf
 
     return read_gguf(path) if is_gguf(path) else None
+
+
+def _notes(model: str) -> tuple[str, ...]:
+    """That a path which is there goes before quire's own model of that name, if it does."""
+    if model not in (*ALL_BUNDLED, *PACKAGED) or not os.path.lexists(model):
+        return ()
+    return (f"{model} is {Path(model).absolute()}, and not quire's own model of that name",)
 
 
 def _read_file(config: EngineConfig, model: str, file: GGUF) -> Source:
@@ -101,10 +112,10 @@ def _read_file(config: EngineConfig, model: str, file: GGUF) -> Source:
     if file.numbers < spec.parameters:
         cause = f"{file.path} makes {spec.parameters} parameters of its settings, and its tensors have {file.numbers}"
         raise StartupError(cause, AGAIN)
-    name = file.path.stem
-    if model in PACKAGED:
+    name, notes = file.path.stem, _notes(model)
+    if model in PACKAGED and not notes:
         name, generation = model, PACKAGED[model].sampling | generation
-    return Source(name, file.path, settings, generation, spec, _defaults(config, generation), file)
+    return Source(name, file.path, settings, generation, spec, _defaults(config, generation), file, notes)
 
 
 def read_text(

@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 
-from quire.bench import cpu_kernels, kernels, main
+from quire.bench import cpu_kernels, cpu_kv, kernels, main
 from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
 from quire.data.kernels.cpu.loading import library
 from quire.errors import StartupError
@@ -56,6 +56,25 @@ def test_products_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {r["kernel"] for r in results} >= {"ceiling", "oneDNN"}
     assert all(r["rate"] > 0 for r in results)
     assert "GFLOP/s" in kernels.show(results)
+
+
+def test_keys_and_values_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if library() is None:
+        pytest.skip("the kernels for CPUs aren't built")
+    shape = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 64, "vocab_size": 80, "max_position_embeddings": 256,
+    }  # fmt: skip
+    for name, value in (("CONTEXTS", (20, 64)), ("ROWS", (1, 2)), ("TURNS", 1), ("RUNS", 2), ("SHAPE", shape)):
+        monkeypatch.setattr(cpu_kv, name, value)
+    for name, value in (("READ", 1 << 20), ("SECONDS", 0.0), ("PRODUCT", 64)):
+        monkeypatch.setattr(cpu_kernels, name, value)
+    results = cpu_kernels.run(argparse.Namespace(family=["kv"]))
+    cases = [f"{what}, {rows} x {length}" for rows in (1, 2) for length in (20, 64) for what in ("attention", "step")]
+    for kind in ("bf16", "int8"):
+        assert [r["case"] for r in results if r["kernel"] == f"KV in {kind}"] == cases
+    assert all(r["ratio"] > 0 for r in results if r["kernel"] == "KV in int8")
+    assert "attention, 2 x 64" in kernels.show(results)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,22 @@ def test_a_pause_leaves_the_collector_as_it_was(running: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
+def test_what_was_made_in_a_pause_is_old() -> None:
+    """The next collection of the young doesn't look at it; and what a program froze stays frozen."""
+    with paused():
+        made = [[index] for index in range(1000)]
+    old = {id(one) for one in gc.get_objects(generation=2)}
+    assert all(id(one) in old for one in made)
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with paused():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
 def failing() -> None:
     assert not gc.isenabled()
     raise KeyError

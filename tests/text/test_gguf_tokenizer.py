@@ -158,6 +158,10 @@ def test_composed_characters() -> None:
         ({"tokens": ["a", "a"], "token_type": None}, "a token twice"),
         ({"token_type": np.array([1])}, "not one number for each"),
         ({"token_type": 1}, "not one number for each"),
+        (
+            {"tokens": [str(id) for id in range(65_537)], "token_type": np.full(65_537, 3)},
+            "65,537 control and added tokens; at most 65,536",
+        ),
         ({"merges": None}, "no merges"),
         ({"merges": ["a b"] * 10_000}, "no merges for its tokens, or too many"),
         ({"merges": ["ab"]}, "merge 'ab', which is not two"),

@@ -191,7 +191,7 @@ def _show_kernels(results: Sequence[dict[str, Any]]) -> str:
 
 def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", action="append", metavar="NAME",
-                        help="copies, swaps, decodes, ..., or, on a CPU, products; may be given repeatedly "
+                        help="copies, swaps, decodes, ..., or, on a CPU, products, kv; may be given repeatedly "
                              "(default: all of a GPU's)")  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 

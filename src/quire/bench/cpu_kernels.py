@@ -1,5 +1,5 @@
 """`quire bench kernels --family products` on a CPU: our kernels over their grid of sizes, beside oneDNN and as a share
-of what the machine reads and multiplies in the same run.
+of what the machine reads and multiplies in the same run; and `--family kv` (quire.bench.cpu_kv).
 
 A case's weights take turns, so that they come from memory, as a model's do; ours run as one program, without Python.
 """
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.bench import cpu_kv
 from quire.data.kernels.cpu import linear
 from quire.data.kernels.cpu.library import Library, Tape
-from quire.data.kernels.cpu.loading import library
+from quire.data.kernels.cpu.loading import library, use_threads
 from quire.data.layers.linear import pack
 from quire.errors import StartupError
 
@@ -65,11 +66,25 @@ def rates(own: Library, dtype: torch.dtype) -> Rates:
     return Rates(size * chunks / seconds, 2 * PRODUCT**3 / best(lambda: torch.mm(a, b)))
 
 
-def products() -> Iterator[dict[str, Any]]:
-    """Linear layers, and gated ones with their activation, in bf16 and fp32."""
+def _library() -> Library:
     own = library()
     if own is None:
         raise StartupError("the kernels for CPUs aren't built", "Install quire where there is a C++ compiler")
+    return own
+
+
+def kv() -> Iterator[dict[str, Any]]:
+    """Decode steps over keys and values in bf16 and in 8 bits."""
+    use_threads(None)
+    own = _library()
+    most = rates(own, torch.bfloat16)
+    yield _line("ceiling", f"a plain read, {own.threads} threads", None, most.memory / 1e9, "GB/s", 1.0)
+    yield from cpu_kv.contexts_in_turn(own, most.memory)
+
+
+def products() -> Iterator[dict[str, Any]]:
+    """Linear layers, and gated ones with their activation, in bf16 and fp32."""
+    own = _library()
     for dtype in (torch.bfloat16, torch.float32):
         name, most = linear.DTYPES[dtype], rates(own, dtype)
         yield _line("ceiling", f"{name}, a plain read", None, most.memory / 1e9, "GB/s", 1.0)
@@ -110,7 +125,7 @@ def _line(kernel: str, case: str, us: float | None, rate: float, unit: str, shar
     return {"kernel": kernel, "case": case, "us": us, "rate": rate, "bound": bound, "unit": unit, "share": share}
 
 
-FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"products": products}
+FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"products": products, "kv": kv}
 
 
 def asked(names: Sequence[str] | None) -> bool:

@@ -19,6 +19,7 @@ from quire.config import (
     DEVICES,
     DTYPE_ALIASES,
     DTYPES,
+    KV_DTYPES,
     MEMORIES,
     PAGE_SIZES,
     PREEMPTIONS,
@@ -82,6 +83,8 @@ ENGINE = (
     Flag("state_dtype", str, "number format of running states (Mamba); auto: float32", STATE_DTYPES),
     Flag("quantization", str, "round the weights of linear layers to this format while loading", QUANTIZATIONS,
          ("-q",)),
+    Flag("kv_cache_dtype", str, "number format of KV; auto: as the model computes; int8: on a CPU, with a scale "
+         "for each token's heads", KV_DTYPES),
     Flag("device", str, "where to compute", DEVICES),
     Flag("revision", str, "branch, tag or commit of a hub's model", metavar="REV"),
     Flag("threads", int, "CPU threads (default: one a core, no more than a container may use at once)", metavar="N"),

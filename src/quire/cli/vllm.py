@@ -31,7 +31,7 @@ NEEDLESS = {
 # Flags of which one value asks for what is so anyway; of others there is a reason below.
 ONLY = {
     "--tensor-parallel-size": ("1",), "--pipeline-parallel-size": ("1",), "--data-parallel-size": ("1",),
-    "--scheduling-policy": ("fcfs",), "--kv-cache-dtype": ("auto",),
+    "--scheduling-policy": ("fcfs",),
     "--tokenizer-mode": ("auto", "hf"), "--config-format": ("auto", "hf"), "--runner": ("auto", "generate"),
 }  # fmt: skip
 # Beginnings of flags, and why quire has none that begin so.
@@ -41,8 +41,8 @@ REASONS = (
      "prefill-context-parallel enable-eplb eplb- enable-dbo headless",
      "one process drives one device; start several behind a load balancer"),
     ("enable-lora lora- max-lora max-cpu-lora fully-sharded-lora default-mm-lora", "merge adapters into the weights"),
-    ("cpu-offload calculate-kv-scales kv-cache-dtype kv-offloading",
-     "KV is 16 or 32 bits wide, and all is on the device; see --dtype and --quantization"),
+    ("cpu-offload kv-offloading", "all is on the device; see --dtype, --quantization and --kv-cache-dtype"),
+    ("calculate-kv-scales kv-cache-dtype-skip", "every head and token has a scale of its own, in all layers"),
     ("speculative- num-speculative num-lookahead spec- ngram-", "there is no speculative decoding"),
     ("enable-auto-tool-choice tool- exclude-tools", "there are no tool calls; requests with tools are refused"),
     ("reasoning-parser enable-reasoning enable-in-reasoning", "outputs are returned as the model writes them"),

@@ -19,16 +19,21 @@ def spare_the_loaded() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 20, 50)
+    gc.enable()
 
 
 @contextmanager
 def paused() -> Iterator[None]:
     """While torch is imported and a model is built: each collection would look at what the ones before it found to
-    stay, a tenth of the time. Afterwards the collector is as it was."""
+    stay, a tenth of the time. Afterwards the collector is as it was, and what was made meanwhile counts as old: the
+    next collection would look at all of it."""
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if running:
+            if not gc.get_freeze_count():  # of a program's own
+                gc.freeze()
+                gc.unfreeze()  # to the oldest generation
             gc.enable()

@@ -5,6 +5,7 @@ none is left. Started by quire.link.process, over sockets that have no name: nob
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -13,6 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 
 from quire.control.engine import Engine
 from quire.errors import InputError, StartupError
@@ -222,18 +225,30 @@ def _end_after(readers: list[threading.Thread]) -> None:
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
-def build(hello: Hello) -> tuple[Engine, Ready]:
+def build_model(hello: Hello) -> tuple[Engine, Ready]:
     """The engine of a model."""
-    from quire.build import build_engine
+    from quire.build import build_engine, reserve
     from quire.source import read_source
 
     config = hello.config
-    engine, plan, notices = build_engine(config, read_source(config), hello.named, hello.progress)
+    source = read_source(config)
+    reserve(config, source)
+    engine, plan, notices = build_engine(config, source, hello.named, hello.progress)
     return engine, described(engine, plan.lines(), notices)
 
 
-def main(build: Build = build) -> None:
-    """The arguments are the numbers of the connections' file descriptors."""
+def import_torch() -> None:
+    """What goes wrong is said by whoever needs it."""
+    with suppress(Exception):
+        import_module("torch")
+
+
+def main(build: Build | None = None) -> None:
+    """The arguments are the numbers of the connections' file descriptors. Without a `build` of its own it's a model's:
+    torch is imported while the front finds out what it wants."""
+    gc.disable()  # until all is loaded
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if build is None:
+        threading.Thread(target=import_torch, name="quire-imports", daemon=True).start()
     connections = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
-    leave(run(build, connections))
+    leave(run(build or build_model, connections))

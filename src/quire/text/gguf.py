@@ -22,6 +22,7 @@ KEY = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 SPACE = "▁"
 MAX_MERGES = 4  # times as many as there are tokens
+MAX_ADDED = 1 << 16  # tokens that no merge makes: over a kilobyte each
 MAX_CHARACTERS = 1 << 22  # of all the pieces whose merges are looked for
 MAX_CUT = 1 << 28  # of all ways to cut a piece in two: a second's work
 REMEDY = "Give another one: --tokenizer FOLDER"
@@ -81,6 +82,8 @@ def tokenizer_of(said: Mapping[str, Any], where: str) -> Tokenizer:
     vocab = {token: id for id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise StartupError(f"{where} has a token twice", REMEDY)
+    if (added := sum(type in (CONTROL, USER) for type in types)) > MAX_ADDED:
+        raise StartupError(f"{where} has {added:,} control and added tokens; at most {MAX_ADDED:,} are read", REMEDY)
     with unreadable(f"the tokenizer of {where}"):
         if not isinstance(kind, str):
             raise StartupError(f"{where} has no kind of tokenizer", REMEDY)

@@ -16,6 +16,9 @@ from typing import NamedTuple
 ALIGNED = 16
 """Bytes of one access: where tensors of a state begin."""
 
+SCALE_BYTES = 4
+"""What numbers of 8 bits are multiplied by, in fp32."""
+
 
 class Layout(Enum):
     """Where a memory puts a sequence's tokens: `PAGED`, wherever page tables say, or `CONTIGUOUS`, one after another in
@@ -51,8 +54,10 @@ class LayerSpec:
     `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type that
     isn't quire's own (see quire.control.memory.policies).
 
-    A layer with a `state` (Mamba) keeps these tensors of a sequence, whatever its length, and nothing of a token. A
-    layer that is `cross` keeps keys and values of the rows that pictures are encoded to, and none of tokens.
+    With `rounded` keys and values are in 8 bits, and behind each head's is what they are multiplied by: such a cell is
+    written once, and is as good wherever it lies. A layer with a `state` (Mamba) keeps these tensors of a sequence,
+    whatever its length, and nothing of a token. A layer that is `cross` keeps keys and values of the rows that pictures
+    are encoded to, and none of tokens.
     """
 
     kv_heads: int
@@ -67,10 +72,15 @@ class LayerSpec:
     policy: str | None = None
     state: tuple[StatePart, ...] = ()
     cross: bool = False
+    rounded: bool = False
+
+    def cell_bytes(self, itemsize: int) -> int:
+        """Bytes of one head's keys of a token, or of its values."""
+        return self.head_dim + SCALE_BYTES if self.rounded else self.head_dim * itemsize
 
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values that this layer keeps; of one row of a picture's, if it is `cross`."""
-        return 0 if self.shares is not None or self.state else 2 * self.kv_heads * self.head_dim * itemsize
+        return 0 if self.shares is not None or self.state else 2 * self.kv_heads * self.cell_bytes(itemsize)
 
     @property
     def state_bytes(self) -> int:
@@ -167,6 +177,10 @@ class ModelSpec:
             for layer in self.layers
         )  # fmt: skip
         return replace(self, layers=layers) if self.stateful else self
+
+    def rounded(self) -> ModelSpec:
+        """The same where keys and values are in 8 bits."""
+        return replace(self, layers=tuple(replace(layer, rounded=True) for layer in self.layers))
 
     @property
     def state_bytes(self) -> int:

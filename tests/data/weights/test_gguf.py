@@ -148,6 +148,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "long array": (header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 4, 1 << 61))), "entries"),
     "long texts": (header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 8, 1 << 40))), "entries"),
     "text behind": (header(keys=1, rest=key("a", struct.pack("<IIQQ", 9, 8, 1, 1 << 50))), "behind the file's end"),
+    "texts of everything": (
+        header(keys=1, rest=key("a", struct.pack("<IIQQ", 9, 8, 1, (1 << 25) + 1) + bytes((1 << 25) + 1))),
+        "texts in its arrays have 33554433 bytes",
+    ),
     "twice": (header(keys=2, rest=key("a", struct.pack("<IB", 0, 1)) * 2), "key 'a' twice"),
     "alignment": (
         header(keys=1, rest=key("general.alignment", struct.pack("<II", 4, 33))), "alignment is 33",

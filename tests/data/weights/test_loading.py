@@ -291,6 +291,41 @@ def test_a_file_stays_where_pages_are_given_back(tmp_path: Path) -> None:
     assert not hasattr(model, "mapped"), "nobody gives back what nobody may hold"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="files are mapped there")
+def test_parts_of_a_stacked_weight_wait_in_the_file(tmp_path: Path) -> None:
+    """Until their layer is prepared; nothing of the file is in memory afterwards."""
+    config = transformers.AutoConfig.for_model("llama", **{**SMALL["llama"], "hidden_size": 1024, "vocab_size": 1024})
+    theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    theirs.save_pretrained(tmp_path)
+    model = built(tmp_path, torch.bfloat16)
+    load(model, tmp_path)
+    product, [mapped] = model.layers[0].attention.qkv, model.mapped
+    q, k, v = product.weight.data.split(product.parts)
+    assert {part.args[1].data_ptr() for part in product.later} == {rows.data_ptr() for rows in (q, k, v)}
+    assert resident(mapped.begin) == 0
+    product.fill()
+    assert not product.later
+    attention = theirs.model.layers[0].self_attn
+    assert torch.equal(q, attention.q_proj.weight)
+    assert resident(mapped.begin) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings are said there")
+def test_code_that_start_has_read_is_given_back() -> None:
+    """Most of torch's; and it runs on."""
+    from quire.data.weights.mapped import trim
+
+    def code() -> int:
+        parts = re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+        found = [re.search(r"Rss: *(\d+) kB", part) for part in parts if re.match(r".* r-xp .*libtorch_cpu", part)]
+        return sum(int(one[1]) for one in found if one is not None)
+
+    before = code()
+    trim()
+    assert code() < before / 2
+    assert torch.ones(3).sum() == 3
+
+
 def resident(begin: int) -> int:
     """Bytes of the mapping that begins there which are in memory."""
     mappings = Path("/proc/self/smaps").read_text().split(f"{begin:x}-", 1)[1]

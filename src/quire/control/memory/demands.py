@@ -42,6 +42,24 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
+def check_rounded(config: EngineConfig, spec: ModelSpec) -> None:
+    """StartupError where keys and values in 8 bits don't fit what is kept."""
+    beside = {
+        "running states": bool(spec.stateful),
+        "what it keeps of pictures": spec.vision is not None,
+        "layers that choose what they keep of a prompt by its keys": spec.least_budget > 0,
+    }
+    found = next((what for what, there in beside.items() if there), None)
+    if found is not None:
+        raise StartupError(
+            f"--kv-cache-dtype is int8, and the model has {found}, which isn't kept in 8 bits", "Leave it out"
+        )
+    if config.memory == "virtual":
+        raise StartupError(
+            "--kv-cache-dtype is int8, and --memory is virtual, whose buffers have no scales", "Use --memory paged"
+        )
+
+
 def check_eyes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
     """StartupError where the settings are none for a model that sees pictures."""
     assert spec.vision is not None, "the model has no eyes"

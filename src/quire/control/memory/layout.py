@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from quire.config import IN_PAGES, EngineConfig
-from quire.control.memory.demands import check_eyes, check_states
+from quire.control.memory.demands import check_eyes, check_rounded, check_states
 from quire.control.memory.pages import WATERMARK
 from quire.control.memory.sizes import ALIGNED, LayerType, equal_sets, large_limit, max_page, plan_pages
 from quire.errors import StartupError
@@ -156,6 +156,8 @@ def layer_sets(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tup
     rows: list[tuple[int, ...]] = [()] if keeps_rows(config, spec) else []  # pages of no layer
     if spec.vision is not None:
         check_eyes(config, spec, itemsize)
+    if any(layer.rounded for layer in spec.layers):
+        check_rounded(config, spec)
     if config.memory == "uniform":
         of = {i: (bool(spec.layers[i].state), spec.layers[i].cross) for i in owners}
         kinds = [tuple(i for i in owners if of[i] == kind) for kind in ((False, False), (False, True), (True, False))]
@@ -203,7 +205,7 @@ def _row(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[
     """Bytes of a head's tokens in a page: pages are a whole number of them."""
     if not layers or spec.layers[layers[0]].state:
         return ALIGNED
-    return math.lcm(*(spec.layers[i].head_dim * config.page_size * itemsize for i in layers))
+    return math.lcm(*(spec.layers[i].cell_bytes(itemsize) * config.page_size for i in layers))
 
 
 def _sheet(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: tuple[int, ...], page_bytes: int) -> Sheet:

@@ -23,9 +23,10 @@ class LayerCache:
     """One layer's keys and values, and how it attends to them: all that a kernel must know of a layer.
 
     `keys` and `values` are views [pages, kv_heads, page_tokens, head_dim] of one shape and the same strides, the last
-    of them 1; they may lie in different buffers. A page's number is an entry of the group's table. With `contiguous`
-    the tokens of a sequence follow one another: it has one page, the first entry of its table, with room for
-    `page_tokens` tokens, so that what is right for pages is right for it too, and a kernel may leave the table alone.
+    of them 1; they may lie in different buffers. Behind a head's numbers in int8 is what they are multiplied by, in
+    fp32. A page's number is an entry of the group's table. With `contiguous` the tokens of a sequence follow one
+    another: it has one page, the first entry of its table, with room for `page_tokens` tokens, so that what is right
+    for pages is right for it too, and a kernel may leave the table alone.
 
     Products of queries and keys are multiplied by `scale`; `softcap`, if any, bounds them: x becomes
     softcap * tanh(x / softcap). A token sees the last `window` positions up to its own, or with `chunk` those from the
@@ -128,6 +129,11 @@ class LayerCache:
     @cached_property
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
+
+    @cached_property
+    def rounded(self) -> bool:
+        """Keys and values are in 8 bits."""
+        return self.dtype == torch.int8
 
     @cached_property
     def device(self) -> torch.device:

@@ -58,6 +58,8 @@ class Linear(nn.Module):
         self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.data.kernels.triton.linear
         self.bits: list[Callable[[], Numbers] | None] | None = None
         """What makes the parts of a weight in few bits (quire.data.weights.few), which has a shape only."""
+        self.later: list[Callable[[], object]] = []
+        """What fills parts of the weight, which lie in a file until then: one layer's at a time are in memory."""
         self.packed: Callable[[Tensor], Tensor] | None = None
         self.few: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
         self.few_rows = 0
@@ -79,6 +81,7 @@ class Linear(nn.Module):
         few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
         any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
         FP8 one row is multiplied as it is, and more are in FP8 too, unless `deterministic`."""
+        self.fill()
         if self.weight is None:
             return
         if self.bits is not None:
@@ -109,6 +112,12 @@ class Linear(nn.Module):
         packed = pack(self.weight, self.bias)
         if packed is not None:
             self.packed, self.weight = packed, None
+
+    def fill(self) -> None:
+        """All of the weight is there afterwards."""
+        for part in self.later:
+            part()
+        self.later.clear()
 
     def packed_bits(
         self, deterministic: bool, activation: str | None = None, gated: bool = False

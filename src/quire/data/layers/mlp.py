@@ -124,6 +124,7 @@ def _inner(product: Linear, name: str, gated: bool, deterministic: bool) -> Call
         return inner
     if not linear.supports(product.weight):
         return None
+    product.fill()
     packed = linear.Packed(product.weight, product.bias, name, gated, deterministic)
     product.weight = None
     return packed

@@ -1,8 +1,8 @@
 """Views of the one buffer that holds all pages: as pages of every size, and as each layer's keys and values, or states.
 
 A page is a run of tokens of all layers of its group, one layer after another (Jenga §4.2's page-layer partition): keys,
-then values, of each head the page's tokens; or all parts of the state after a run's latest token, each where any number
-may begin.
+then values, of each head the page's tokens, in 8 bits each with its scale behind it; or all parts of the state after a
+run's latest token, each where any number may begin.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _caches(buffer: Tensor, group: Group, g: int, spec: ModelSpec) -> dict[int, 
     at = 0
     for i in group.layers:
         caches[i] = _cache(buffer, group, g, i, at, spec)
-        at += 2 * prod(caches[i].keys.shape[1:])
+        at += spec.layers[i].token_bytes(buffer.itemsize) * group.run_tokens
     return caches
 
 
@@ -159,9 +159,11 @@ def attention_of(spec: ModelSpec, layer: int) -> dict[str, Any]:
 
 
 def _cache(buffer: Tensor, group: Group, g: int, layer: int, at: int, spec: ModelSpec) -> LayerCache:
-    """That of a layer whose keys begin `at` numbers behind the beginning of a page."""
-    kept, tokens, page = spec.layers[layer], group.page_tokens, group.page_bytes // buffer.itemsize
-    shape = len(buffer) // page, kept.kv_heads, tokens, kept.head_dim
-    strides = page, tokens * kept.head_dim, kept.head_dim, 1
-    keys, values = (buffer.as_strided(shape, strides, at + i * prod(shape[1:])) for i in range(2))
+    """That of a layer whose keys begin `at` bytes behind the beginning of a page."""
+    kept, tokens = spec.layers[layer], group.page_tokens
+    numbers = buffer.view(torch.int8) if kept.rounded else buffer
+    page, cell = group.page_bytes // numbers.itemsize, kept.cell_bytes(buffer.itemsize) // numbers.itemsize
+    shape = len(numbers) // page, kept.kv_heads, tokens, kept.head_dim
+    strides, first = (page, tokens * cell, cell, 1), at // numbers.itemsize
+    keys, values = (numbers.as_strided(shape, strides, first + i * kept.kv_heads * tokens * cell) for i in range(2))
     return LayerCache(keys, values, group=g, **attention_of(spec, layer))

@@ -6,7 +6,9 @@ On a CPU with kernels of our own they stay so; elsewhere weights in the model's 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,7 +103,8 @@ def made(
         for name, old in list(module.named_parameters(recurse=False)):
             if old.is_meta and old not in stay:
                 if old not in moved:
-                    moved[old] = nn.Parameter(torch.empty_like(old, device=device), requires_grad=False)
+                    there = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
+                    moved[old] = nn.Parameter(there, requires_grad=False)
                 setattr(module, name, moved[old])
     return model
 
@@ -121,17 +124,39 @@ def rounded(weight: Tensor, form: Form) -> Numbers:
     """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
     least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
     share a unit. Scales are rounded first, so that numbers make up for it."""
-    step, whole = max(1, PIECE // weight.shape[1]), None
-    for start in range(0, len(weight), step):
-        piece = _rounded(weight[start : start + step], form)
-        if whole is None:
-            parts = (None if part is None else part.new_empty((len(weight), part.shape[1])) for part in piece[1:])
-            whole = Numbers(form, *parts)  # type: ignore[arg-type]
-        for to, part in zip(whole[1:], piece[1:]):
+    step = max(1, PIECE // weight.shape[1])
+    whole = _empty(weight, form)
+
+    def fill(start: int) -> None:
+        for to, part in zip(whole[1:], _rounded(weight[start : start + step], form)[1:]):
             if to is not None and part is not None:
                 to[start : start + step] = part
-    assert whole is not None, "a weight has rows"
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads, alone():
+        list(threads.map(fill, range(0, len(weight), step)))
     return whole
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Each operation of torch's is one thread's: with several they meet at the end of each, and where another program
+    has a core that takes longer than the operation."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _empty(weight: Tensor, form: Form) -> Numbers:
+    """Room for what a weight is rounded to."""
+    rows, columns = weight.shape
+    groups, units = columns // form.group, columns // (form.super or form.group)
+    kinds = (torch.float16, torch.float16 if form.least else None, *((torch.int8, torch.int8) if form.super else ()))
+    sizes = (units, units, groups, groups)
+    scales = (None if kind is None else torch.empty(rows, size, dtype=kind) for kind, size in zip(kinds, sizes))
+    return Numbers(form, torch.empty(rows, columns, dtype=torch.uint8), *scales)  # type: ignore[arg-type]
 
 
 def _rounded(weight: Tensor, form: Form) -> Numbers:
@@ -149,11 +174,11 @@ def _rounded(weight: Tensor, form: Form) -> Numbers:
         d, a = _shared((most - least) / 15, form)
         e, b = _shared(-least, form)
         scales = [d, e, a, b]
-    flat = Numbers(form, torch.zeros_like(weight, dtype=torch.uint8), *scales)
-    low = flat.floats().unflatten(1, (-1, form.group))[:, :, :1]
-    one = flat._replace(numbers=flat.numbers + 1).floats().unflatten(1, (-1, form.group))[:, :, :1]
-    numbers = ((groups - low) * _inverse((one - low)[:, :, 0])).round_().clamp_(0, 15)
-    return flat._replace(numbers=numbers.to(torch.uint8).flatten(1))
+    by, low = Numbers(form, groups, *scales).scales()
+    assert low is not None, "it has a least number"
+    one = by + low  # what the number 1 stands for, to the last bit
+    numbers = (groups - low[:, :, None]).mul_(_inverse(one - low)).round_().clamp_(0, 15)
+    return Numbers(form, numbers.to(torch.uint8).flatten(1), *scales)
 
 
 def _shared(values: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -187,7 +212,10 @@ def _half(data: Bytes, at: int) -> Any:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    return np.concatenate([packed & 15, packed >> 4], axis=2)
+    found = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
+    np.bitwise_and(packed, 15, out=found[:, :, 0])
+    np.right_shift(packed, 4, out=found[:, :, 1])
+    return found.reshape(*packed.shape[:2], -1)
 
 
 def _fifth(data: Bytes, at: int) -> Bytes:

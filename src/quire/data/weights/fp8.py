@@ -91,7 +91,7 @@ def in_fp8(config: dict[str, Any], dtype: torch.dtype, device: torch.device, sch
     for module in list(model.modules()):
         for name, old in list(module.named_parameters(recurse=False)):
             if old.is_meta and old not in moved:
-                moved[old] = nn.Parameter(torch.empty_like(old, device=device), requires_grad=False)
+                moved[old] = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), requires_grad=False)
             if old.is_meta:
                 setattr(module, name, moved[old])
     assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer lost its values"

@@ -1,7 +1,8 @@
 """GGUF files, versions 2 and 3: what they say of a model, and its tensors, mapped from the file. No torch here.
 
 The file is data from a stranger: every count, length and offset is checked against its size before anything is made of
-it, and texts stay in the file until somebody asks for them, so that reading takes no more memory than the file has.
+it, and texts stay in the file until somebody asks for them, so that reading takes no more memory than the file has. Of
+what a tokenizer is made there are bounds here, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16  # keys, and tensors
 MAX_NAME = 1 << 16  # bytes of a key
 MAX_TEXT = 1 << 24  # bytes of a text that is no array's, which is decoded at once: up to four times as many
-MAX_TEXTS = 1 << 20  # texts of all arrays: each is looked at
+MAX_TEXTS = 1 << 20  # texts of all arrays: each is looked at,
+MAX_TEXTS_BYTES = 1 << 25  # and a tokenizer takes some 300 bytes for each, and up to twelve for one of these
 MAX_ALIGNMENT = 1 << 16
 MAX_DIMENSIONS = 4
 TEXT, ARRAY, FLAG, FLOAT = 8, 9, 7, 6
@@ -144,7 +146,7 @@ class _Reader:
     """Reads a header from its beginning on; `at` is the byte that comes next. What is cut off is a struct.error."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at, self.texts = path, data, 0, 0
+        self.path, self.data, self.at, self.texts, self.texts_bytes = path, data, 0, 0, 0
 
     def refuse(self, why: str, remedy: str = AGAIN) -> NoReturn:
         raise StartupError(f"{self.path} is not a readable GGUF file: {why}", remedy)
@@ -214,6 +216,11 @@ class _Reader:
             at += 8 + length(self.data, at)[0]
             if at > end:
                 self.refuse(f"a text at byte {starts[-1]} ends behind the file's end")
+        self.texts_bytes += at - self.at - 8 * count
+        if self.texts_bytes > MAX_TEXTS_BYTES:
+            self.refuse(
+                f"the texts in its arrays have {self.texts_bytes} bytes", f"At most {MAX_TEXTS_BYTES:,} are read"
+            )
         self.at = at
         return Texts(self.data, starts)
 

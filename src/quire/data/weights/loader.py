@@ -27,14 +27,13 @@ from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
 if TYPE_CHECKING:
-    from quire.data.kernels.cpu.quantised import Form
+    from quire.data.kernels.cpu.quantised import Form, Numbers
     from quire.data.layers.linear import Linear
     from quire.data.models import Model
     from quire.data.weights.gguf import GGUF
 
 FIT = "The checkpoint must fit its config.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CHECKED = 1024  # rows that are looked at together
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 UNREAD = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
 """Scales of activations, and of keys and values: neither are as a checkpoint in FP8 has them."""
@@ -45,8 +44,8 @@ class Target(NamedTuple):
 
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
     the model's dtype and are to hold the products. `grouped`: see quire.data.models.names. `form`: it is in few
-    bits, or is rounded to them, and is this part of `layer`'s weight. `whole`: the parameter that these rows are all
-    of."""
+    bits, or is rounded to them, and is this part of the weight of `layer`, if it is one's. `whole`: the parameter that
+    these rows are all of."""
 
     rows: Tensor
     transpose: bool
@@ -141,7 +140,7 @@ def targets_of(model: Model, scheme: FP8 | Few | None, file: GGUF | None = None)
     """Every weight that the checkpoint, or `file`, must hold (its name without prefix) -> where it goes."""
     parameters, targets = dict(model.named_parameters()), {}
     fp8 = covered(model, scheme) if isinstance(scheme, FP8) else {}
-    forms, layers = ({}, {}) if not isinstance(scheme, Few) else (forms_of(model, scheme, file), layers_of(model))
+    forms, layers = forms_of(model, scheme, file) if isinstance(scheme, Few) else {}, layers_of(model)
     for name, source in model.names().items():
         parts = parameters[name].data.split(source.rows)
         scale, scales = scale_of(model, name), [None] * len(parts)
@@ -179,7 +178,8 @@ def _check_new(name: str, key: str, path: Path, known: bool, filled: set[str]) -
 
 
 def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, mapped: Mapped | None = None) -> None:
-    """Put a tensor there. One that `mapped` holds takes the place of a whole parameter, if it is as that must be."""
+    """Put a tensor there. One that `mapped` holds, if it is as it must be, takes the place of a whole parameter, and a
+    part of a layer's weight is copied when that is prepared."""
     if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
         kind = str(tensor.dtype).removeprefix("torch.")
         if target.fp8 and stored:
@@ -197,15 +197,17 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
         tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor
     if target.form is not None:
-        if not all(bool(rows.isfinite().all()) for rows in tensor.split(CHECKED)):
-            raise StartupError(f"{shown(key)} in {path} has a value that isn't finite", "It can't be rounded")
-        put(target.rows, target.layer, target.part, partial(few.rounded, tensor, target.form))
+        put(target.rows, target.layer, target.part, partial(_few, tensor, target.form, f"{shown(key)} in {path}"))
         return
     if not target.fp8 or stored:
-        if mapped is None or target.whole is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
+        if mapped is None or tensor.dtype != target.rows.dtype or not mapped.lies(tensor):
             copy(tensor, target.rows)
-        else:
+        elif target.whole is not None:
             target.whole.data = tensor
+        elif target.layer is not None and not target.fp8:
+            target.layer.later.append(partial(mapped.copy, tensor, target.rows))
+        else:
+            copy(tensor, target.rows)
         return
     numbers, scale = rounded(tensor)
     if not scale.isfinite().all():
@@ -215,6 +217,14 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
     else:
         target.rows.copy_(numbers)
         target.scale.copy_(scale[None])
+
+
+def _few(tensor: Tensor, form: Form, called: str) -> Numbers:
+    """A tensor in few bits. Its scales aren't finite where one of its values isn't."""
+    numbers = few.rounded(tensor, form)
+    if not numbers.d.isfinite().all():
+        raise StartupError(f"{called} has a value that isn't finite, or too large", "It can't be rounded")
+    return numbers
 
 
 def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:

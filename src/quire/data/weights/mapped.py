@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +46,11 @@ class Mapped(NamedTuple):
         inside = tensor.is_contiguous() and self.begin <= begin and begin + size <= self.end
         return inside and size >= WORTH and begin % tensor.element_size() == 0
 
+    def copy(self, tensor: Tensor, to: Tensor) -> None:
+        """What lies here becomes `to`, and nothing of the file is in memory."""
+        copy(tensor, to)
+        self.release()
+
     def release(self) -> None:
         """Give its pages back. Whoever reads them again gets the same from the file; nobody has written any."""
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -62,6 +69,24 @@ def copy(tensor: Tensor, to: Tensor) -> None:
 
 
 def trim() -> None:
-    """Give back what was freed on the way, which malloc would keep for later; where the C library can do it."""
+    """Give back what a start has left behind: what was freed on the way, which malloc would keep for later, where the C
+    library can do it; and the code of libraries, of which steps read a part again."""
+    own = ctypes.CDLL(None)
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        own.malloc_trim(0)
+    for begin, end in _code():
+        own.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+CODE = re.compile(r"^(\w+)-(\w+) r-xp \w+ \S+ [1-9].*\n(?:\w+: .*\n)*?Anonymous: +0 kB$", re.MULTILINE)
+"""Of a file, and nobody has written there."""
+
+
+def _code() -> Iterator[tuple[int, int]]:
+    """Where libraries' code is mapped. Linux only; elsewhere nothing is found."""
+    try:
+        said = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for found in CODE.finditer(said):
+        yield int(found[1], 16), int(found[2], 16)

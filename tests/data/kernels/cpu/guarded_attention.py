@@ -37,14 +37,16 @@ def guarded(regions: int, numbers: int, dtype: torch.dtype, first: bool) -> tupl
 
 
 def case(
-    variant: str, beyond: int, dtype: torch.dtype, dim: int, page: int, end: int, lengths: int, first: bool
-) -> None:
+    variant: str, beyond: int, dtype: torch.dtype, dim: int, page: int, end: int, lengths: int, first: bool,
+    rounded: bool,
+) -> None:  # fmt: skip
     """A sequence of `end` tokens whose last `lengths` are computed; its tokens fill its pages."""
     heads, kv, pages = 6, 2, end // page
+    kept, cell = (torch.int8, dim + 4) if rounded else (dtype, dim)
     views = []
     for _ in range(2):
-        numbers, stride = guarded(pages * kv, page * dim, dtype, first)
-        view = numbers.as_strided((pages, kv, page, dim), (kv * stride, stride, dim, 1))
+        numbers, stride = guarded(pages * kv, page * cell, kept, first)
+        view = numbers.as_strided((pages, kv, page, dim), (kv * stride, stride, cell, 1))
         view.copy_(torch.randn(view.shape))
         views.append(view)
     if beyond:
@@ -74,4 +76,5 @@ if __name__ == "__main__":
             for page, end in ((16, 48), (1, 5), (137, 137), (300, 600)):
                 for lengths in (1, min(end, 21)):
                     for first in (False, True):
-                        case(sys.argv[1], int(sys.argv[2]), dtype, dim, page, end, lengths, first)
+                        for rounded in (False, True):
+                            case(sys.argv[1], int(sys.argv[2]), dtype, dim, page, end, lengths, first, rounded)

@@ -36,6 +36,7 @@ class Shape(NamedTuple):
     layout: str = "pages"
     dtype: torch.dtype = torch.float32
     whole: bool = False
+    rounded: bool = False
 
 
 class Rows(NamedTuple):
@@ -50,15 +51,36 @@ class Rows(NamedTuple):
 
 
 def memory(shape: Shape, pages: int, page: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [pages, kv_heads, page, dim], all NaN but for page 0: heads outside of tokens, or inside."""
-    kv, dim = shape.kv_heads, shape.dim
+    """Keys and values [pages, kv_heads, page, dim], or cells of them in 8 bits, all NaN but for page 0: heads outside
+    of tokens, or inside."""
+    kv, dim = shape.kv_heads, shape.dim + 4 * shape.rounded
     sizes = (pages, 2, page, 2, kv, dim) if shape.layout == "tokens first" else (pages, 2, 2, kv, page, dim)
     numbers = torch.full(sizes, torch.nan, dtype=shape.dtype)
+    if shape.rounded:
+        numbers = torch.full(sizes, -1, dtype=torch.int8)
     numbers[0] = 0
     if shape.layout == "tokens first":
         keys, values = numbers[:, 1].permute(2, 0, 3, 1, 4)
         return keys, values
     return numbers[:, 1, 0], numbers[:, 1, 1]
+
+
+def cells_of(x: Tensor) -> Tensor:
+    """x [..., dim] as 127ths of each row's largest number, behind which is how large one is, in fp32: int8."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 127
+    return torch.cat(((x.float() / scales).round().to(torch.int8), scales.view(torch.int8)), -1)
+
+
+def of_cells(cells: Tensor) -> Tensor:
+    """[..., dim] in fp64: what such cells hold."""
+    return cells[..., :-4].double() * cells[..., -4:].contiguous().view(torch.float32).double()
+
+
+def exact_in_8_bits(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers in the shape and dtype of x that such cells hold exactly, of many sizes."""
+    numbers = torch.randint(-127, 128, x.shape, generator=generator)
+    numbers[..., 0] = 127 * (numbers[..., 0].sign() | 1)
+    return (numbers * 2.0 ** torch.randint(-9, -4, (*x.shape[:-1], 1), generator=generator)).to(x.dtype)
 
 
 def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
@@ -69,19 +91,22 @@ def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
     counts = [-(-length // page) for length in lengths]
     keys, values = memory(shape, sum(counts) + 1, page)
     cache = LayerCache(
-        keys, values, shape.heads, shape.dim**-0.5, window=shape.window, chunk=shape.chunk, softcap=shape.softcap,
-        contiguous=shape.layout == "contiguous",
+        keys[..., : shape.dim], values[..., : shape.dim], shape.heads, shape.dim**-0.5, window=shape.window,
+        chunk=shape.chunk, softcap=shape.softcap, contiguous=shape.layout == "contiguous",
     )  # fmt: skip
     table = torch.zeros(len(sizes) + 1, max(counts), dtype=torch.int64)
     free = (rng.permutation(sum(counts)) + 1).tolist()
     histories = [
         torch.randn(2, length, shape.kv_heads, shape.dim, generator=generator).to(shape.dtype) for length in lengths
     ]
+    if shape.rounded:
+        histories = [exact_in_8_bits(x, generator) for x in histories]
     for slot, count in enumerate(counts, 1):
         table[slot, :count] = torch.tensor([free.pop() for _ in range(count)])
         for at in range(sizes[slot - 1][0]):
             for i, part in enumerate((keys, values)):
-                part[table[slot, at // page], :, at % page] = histories[slot - 1][i, at]
+                kept = histories[slot - 1][i, at]
+                part[table[slot, at // page], :, at % page] = cells_of(kept) if shape.rounded else kept
     now = np.array([b for _, b in sizes])
     starts, slots = np.array([a for a, _ in sizes]), np.arange(1, len(sizes) + 1)
     offsets = np.cumsum(now) - now

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.data.kernels.cpu.build import FLAGS, HERE, compiler
-from quire.data.kernels.cpu.variants import Variant, variants
+from quire.data.kernels.cpu.build import HERE, compiler
+from quire.data.kernels.cpu.variants import FLAGS, Variant, variants
 
 NAMES = [variant.name for variant in variants()]
 COMPILER = """#!/bin/sh
@@ -62,6 +62,25 @@ def test_what_changed_is_compiled_again(kernels: Kernels) -> None:
     header = kernels.folder / "native" / "quire.h"
     header.write_text(header.read_text() + "\n")
     assert kernels.build()[:2] == (sorted(NAMES), all_of)
+
+
+@pytest.mark.parametrize("flag", ["-O3", "-pthread", variants()[0].flags[0] if NAMES else ""])
+def test_libraries_of_other_flags_are_built_again_and_not_loaded(kernels: Kernels, flag: str) -> None:
+    def digests() -> tuple[str, str]:
+        """Of what is built, and of what would be."""
+        command = [sys.executable, "-c", "from variants import sources; print(sources(), end='')"]
+        done = subprocess.run(command, cwd=kernels.folder, capture_output=True, text=True, check=True)
+        return (kernels.folder / "built" / "sources").read_text(), done.stdout
+
+    kernels.build()
+    before = digests()
+    assert before[0] == before[1]
+    path = kernels.folder / "variants.py"
+    path.write_text(path.read_text().replace(f'"{flag}"', f'"{flag}", "-DOTHER"'))
+    assert digests()[0] == before[0] != digests()[1]
+    others = [variant for variant in variants() if flag in (*FLAGS, *variant.flags)]
+    assert kernels.build()[:2] == (sorted(NAMES), len(others) * kernels.sources)
+    assert digests()[0] == digests()[1]
 
 
 def test_a_variant_that_the_compiler_lacks_is_left_out(kernels: Kernels) -> None:
@@ -123,3 +142,21 @@ def test_what_the_compiler_may_use_is_needed(variant: Variant) -> None:
     known = {"avx", "avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"}
     may = {called.get(name, name) for name in said if name in known or name.startswith(("avx512", "amx_"))}
     assert may <= variant.needs
+
+
+INSTRUCTIONS = {
+    "avx512f": "zmm", "avx512_bf16": r"vdpbf16ps|vcvtneps2bf16|vcvtne2ps2bf16", "avx512_vnni": r"vpdpbusd.*zmm",
+    "avx_vnni": r"vpdpbusd.*ymm", "amx_tile": "tileload", "amx_bf16": "tdpbf16ps",
+}  # fmt: skip
+"""Of each feature one that the kernels use, or more, as objdump writes them."""
+
+
+@pytest.mark.skipif("avx2" not in NAMES, reason="other machines have other names for what they have")
+@pytest.mark.parametrize("variant", variants(), ids=NAMES)
+def test_a_library_has_the_instructions_of_its_machines_and_no_others(variant: Variant) -> None:
+    path = HERE / "built" / f"{variant.name}.so"
+    if not path.exists() or shutil.which("objdump") is None:
+        pytest.skip("it isn't built, or there is no objdump")
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(path)], capture_output=True, text=True).stdout
+    used = {feature for feature, written in INSTRUCTIONS.items() if re.search(written, text)}
+    assert used == variant.needs & INSTRUCTIONS.keys()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quire.data.kernels.cpu import linear as products
 from quire.data.kernels.cpu.library import Library, Tape
-from quire.data.kernels.cpu.linear import MAPPED, Memory, Packed, linear, rows_of
+from quire.data.kernels.cpu.linear import Packed, linear, rows_of
 from quire.data.kernels.cpu.loading import BUILT
 from quire.data.kernels.cpu.variants import features, variants
 from quire.data.layers.embedding import Embedding
@@ -203,13 +203,3 @@ def test_more_dimensions_and_none(use: Callable[[int], Library]) -> None:
     assert not products.supports(weight.half())
     assert not products.supports(torch.empty(2, 10**6))
     assert products.supports(weight)
-
-
-def test_memory_of_a_large_weight_is_its_own() -> None:
-    """So it is given back with the weight, and small ones go on filling what they had begun."""
-    memory = Memory()
-    small, large, other = (memory.take(1, columns, torch.float32) for columns in (16, MAPPED // 4, 16))
-    homes = [x.untyped_storage().data_ptr() for x in (small, large, other, memory.block)]
-    assert homes[1] not in (homes[0], homes[3])
-    assert homes[0] == homes[2] == homes[3]
-    assert large.shape == (1, MAPPED // 4)

@@ -29,7 +29,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_best_comes_first(built: Path) -> None:
-    assert [variant.name for variant in X86] == ["amx", "avx512bf16", "avx512", "avxvnni", "avx2"]
+    assert [variant.name for variant in X86] == ["amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2"]
     has = ALL
     for variant, worse in zip(X86, [*X86[1:], None]):
         assert loading.suited(has=has) == built / f"{variant.name}.so"
@@ -83,7 +83,7 @@ def test_a_variant_is_named(built: Path) -> None:
     assert loading.suited("off", ALL) is None
     with pytest.raises(StartupError, match="QUIRE_CPU_KERNELS is 'sse'") as caught:
         loading.suited("sse", ALL)
-    assert "amx, avx512bf16, avx512, avxvnni, avx2, off" in str(caught.value)
+    assert "amx, avx512bf16, avx512vnni, avx512, avxvnni, avx2, off" in str(caught.value)
 
 
 def test_libraries_of_other_sources_are_left_alone(built: Path) -> None:

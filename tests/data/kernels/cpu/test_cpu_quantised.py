@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from native_kernels import fenced
 from torch import Tensor
 
 from quire.data.kernels.cpu import linear as dense
@@ -192,20 +191,6 @@ def test_a_tape_replays_it(use: Callable[[int], Library]) -> None:
 def test_nothing_beyond_the_tensors_is_touched(use: Callable[[int], Library]) -> None:
     """Each lies right before a page that may not be read."""
     use(2)
-    libc = ctypes.CDLL(None, use_errno=True)
-    held = []
-
-    def fenced(tensor: Tensor) -> Tensor:
-        size = tensor.numel() * tensor.itemsize
-        whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        block = mmap.mmap(-1, whole + mmap.PAGESIZE)
-        held.append(block)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(block))
-        assert libc.mprotect(ctypes.c_void_p(begin + whole), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-        bits = torch.frombuffer(block, dtype=torch.uint8, count=size, offset=whole - size)
-        bits.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-        return bits.view(tensor.dtype).view(tensor.shape)
-
     for form in FORMS:
         for dtype in (FP32, BF16):
             weight = weight_of(form, 33, 256)

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import quire
-from quire.data.kernels.cpu.build import FLAGS, HERE, compiler
+from quire.data.kernels.cpu.build import HERE, compiler
 from quire.data.kernels.cpu.library import SCRATCH, Library, Tape
+from quire.data.kernels.cpu.variants import FLAGS, LINKED
 
 THREADS = (1, 2, 3, 8)
 SIZE = 64
@@ -30,7 +31,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no compiler")
     path = tmp_path_factory.mktemp("counting") / "counting.so"
     sources = [str(Path(__file__).parent / "counting.cpp"), str(HERE / "native" / "pool.cpp")]
-    subprocess.run([*cxx, *FLAGS, "-Werror", "-shared", f"-I{HERE / 'native'}", "-o", str(path), *sources], check=True)
+    command = [*cxx, *FLAGS, *LINKED, "-Werror", f"-I{HERE / 'native'}", "-o", str(path), *sources]
+    subprocess.run(command, check=True)
     return path
 
 

@@ -6,35 +6,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.data.kernels.cpu.linear import ACTIVATIONS
 from quire.data.kernels.cpu.loading import library
 from quire.data.kernels.cpu.rows import NAMES, columns_of
-
-KINDS = ("silu", "relu", "gelu", "gelu_tanh", "gelu_quick")
-"""In the order of the kernels' numbers."""
-
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "quick_gelu": "gelu_quick",
-    "gelu_new": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-"""What configs call them -> what the kernels call them."""
 
 
 def gate(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
     """gate_up [T, 2 I] -> act(gate_up[:, :I]) * gate_up[:, I:] in `out` [T, I], a fresh tensor if None.
 
-    `activation` is a name of ACTIVATIONS. Row strides are free. `pdl` is for GPUs.
+    `activation` is a name of linear's ACTIVATIONS. Row strides are free. `pdl` is for GPUs.
     """
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype) if out is None else out
     assert (gate_up.shape[1], out.shape, out.dtype) == (2 * size, (rows, size), gate_up.dtype), "two halves in, one out"
     assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
-    kind, (part, parts) = KINDS.index(ACTIVATIONS[activation]), columns_of(size)
+    kind, (part, parts) = ACTIVATIONS[activation], columns_of(size)
     strides = gate_up.stride(0), out.stride(0)
     _call(f"gate_{NAMES[gate_up.dtype]}", rows * parts, gate_up, out, size, part, *strides, kind)
     return out
@@ -47,7 +33,7 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
     assert bias is None or (bias.is_contiguous() and (bias.shape, bias.dtype) == ((size,), x.dtype)), (
         "one bias a column"
     )
-    kind, (part, parts) = KINDS.index(ACTIVATIONS[activation]), columns_of(size)
+    kind, (part, parts) = ACTIVATIONS[activation], columns_of(size)
     _call(f"act_{NAMES[x.dtype]}", rows * parts, x, bias, size, part, x.stride(0), kind)
     return x
 

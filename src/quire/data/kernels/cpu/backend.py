@@ -1,6 +1,6 @@
 """The attention backend on a CPU, by kernels of our own: straight over pages, nothing is gathered. Rows of one query go
-through `attention_parts`, others in tiles through `attention_prompt`; results depend neither on threads nor on which
-rows share a step."""
+through `attention_parts`, but what several have in common through `attention_common`; others in tiles through
+`attention_prompt`. Results don't depend on threads, nor on which rows share a step if these have no pages in common."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from quire.errors import StartupError
 from quire.vocabulary.specs import Layout
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+"""Of kernels, by the dtype of queries; "_int8" follows where pages are in 8 bits."""
 PART = 256  # attention_decode.cpp, as MOST_PARTS
+COMMON_PARTS = 8  # attention.h
+COMMON_ROWS = 4  # that it pays to put together
 TILE_ROWS = 192  # queries of a tile, those of all its heads
 BLOCK = 128  # keys at once, attention_prompt.cpp
 
@@ -43,7 +46,7 @@ class Work:
     which go to `cells` of their pages (None: their positions). Queries are rows of one (`slots`, `last`, the cells of
     their tokens, and `places` among the queries; None: in order), or in `tiles` (attention_prompt.cpp). `joins`: some
     row may have several parts. `asked` are the tokens that have queries (None: all). `prompts` [slots], where cells are
-    to be computed of positions by `budget`."""
+    to be computed of positions by `budget`. `common`: what rows of one have in common (None: not asked)."""
 
     tables: Tensor
     token_slots: Tensor
@@ -57,6 +60,7 @@ class Work:
     asked: Tensor | None = None
     prompts: Tensor | None = None
     budget: int = 0
+    common: Tensor | None = None
 
 
 class Singles(NamedTuple):
@@ -107,7 +111,8 @@ class NativeBackend:
     def check(self, cache: LayerCache) -> None:
         """StartupError for a cache that it can't read."""
         shared = cache.heads // cache.kv_heads
-        if not takes(cache.dtype, shared, cache.head_dim) or cache.device.type != "cpu":
+        dtype = torch.float32 if cache.rounded else cache.dtype
+        if not takes(dtype, shared, cache.head_dim) or cache.device.type != "cpu":
             raise StartupError(
                 f"--attention is native, and a layer has {shared} query heads of {cache.head_dim} numbers a key head, "
                 f"in {cache.dtype} on {cache.device.type}",
@@ -122,8 +127,10 @@ class NativeBackend:
         single = np.zeros_like(whole) if self.deterministic else (of.lengths == 1) & ~whole
         one, many = np.flatnonzero(single), np.flatnonzero(~single)
         slots, last, places = (torch.from_numpy(x[one]) for x in (of.slots, contexts - 1, of.offsets))
+        tables = batch.tables[cache.group]
+        common = self._common(slots, last, tables, cache)
         return Work(
-            tables=batch.tables[cache.group],
+            tables=tables,
             token_slots=batch.token_slots,
             positions=batch.positions,
             cells=None if inside is batch else inside.positions,
@@ -131,8 +138,9 @@ class NativeBackend:
             last=last if len(one) else None,
             places=places if len(many) else None,
             tiles=torch.from_numpy(_tiles(of, many, cache)) if len(many) else None,
-            joins=len(one) > 0 and int(contexts[one].max()) > PART,
+            joins=len(one) > 0 and (common is not None or int(contexts[one].max()) > PART),
             asked=None if asked is None else asked.ends,
+            common=common,
         )
 
     def singles(self, slots: Tensor, positions: Tensor, prompts: Tensor | None = None) -> Singles:
@@ -148,11 +156,26 @@ class NativeBackend:
             self.library.call(
                 "attention_tiles", 1, step.slots, step.positions, len(step.slots), tiles, step.prompts, budget
             )
+        common = self._common(step.slots, step.positions, tables, cache)
         return Work(
             tables, step.slots, step.positions, None,
             slots=step.slots if tiles is None else None, last=step.positions, places=None, tiles=tiles,
-            joins=tables.shape[1] * cache.page_tokens > PART, prompts=step.prompts if budget else None, budget=budget,
+            joins=common is not None or tables.shape[1] * cache.page_tokens > PART,
+            prompts=step.prompts if budget else None, budget=budget, common=common,
         )  # fmt: skip
+
+    def _common(self, slots: Tensor, positions: Tensor, tables: Tensor, cache: LayerCache) -> Tensor | None:
+        """Which rows of one query have pages in common, where layers see all that is before them; None where that is
+        not asked, so that a row's bits don't depend on others."""
+        rows = len(slots)
+        if self.deterministic or rows < COMMON_ROWS or cache.bounded or cache.budget is not None or cache.contiguous:
+            return None
+        found = slots.new_empty(1 + 7 * rows)
+        self.library.call(
+            "attention_share", 1, slots, positions, tables, tables.stride(0), cache.page_tokens, rows,
+            tile_queries(cache.heads // cache.kv_heads, cache.head_dim), COMMON_ROWS, found,
+        )  # fmt: skip
+        return found
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Work) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim]."""
@@ -186,7 +209,7 @@ class NativeBackend:
         q_stride = 0 if q is None else q.stride(0)
         chunks = min(tokens, self.chunks)
         self.library.call(
-            f"attention_write_{SUFFIXES[cache.dtype]}", chunks, *self._cache(cache, plan.tables),
+            f"attention_write_{_suffix(k, cache)}", chunks, *self._cache(cache, plan.tables),
             q, k, v, q, q_stride, k.stride(0), v.stride(0), q_stride, plan.token_slots, plan.positions, plan.cells,
             rotary, q_weight, k_weight, float(eps), tokens, chunks, int(cache.writes), plan.prompts, plan.budget,
             int(q_weight is not None and q_weight.dtype == torch.float32),
@@ -194,10 +217,9 @@ class NativeBackend:
 
     def read(self, q: Tensor, cache: LayerCache, plan: Work) -> Tensor:
         """The attention of q [Q, heads, dim] to what is in the pages."""
-        assert q.dtype == cache.dtype, f"queries in {q.dtype}, keys in {cache.dtype}"
         q = _laid(q)
         out = torch.empty(q.shape, dtype=q.dtype)
-        suffix, common = SUFFIXES[cache.dtype], self._cache(cache, plan.tables)
+        suffix, common = _suffix(q, cache), self._cache(cache, plan.tables)
         seeing: tuple[Argument, ...] = (
             float(cache.scale), float(cache.softcap or 0), cache.window or 0, cache.chunk or 0,
         )  # fmt: skip
@@ -208,8 +230,10 @@ class NativeBackend:
             rows, chunks = len(plan.slots), self.chunks
             args = (
                 *common, q, q.stride(0), out, plan.slots, plan.last, plan.places, rows, chunks, *seeing,
-                self._room(rows, cache), plan.prompts, plan.budget,
+                self._room(rows, cache), plan.prompts, plan.budget, plan.common,
             )  # fmt: skip
+            if plan.common is not None:
+                self.library.call(f"attention_common_{suffix}", chunks, *args)
             self.library.call(f"attention_parts_{suffix}", chunks, *args)
             if plan.joins:
                 self.library.call(f"attention_join_{suffix}", chunks, *args)
@@ -218,7 +242,7 @@ class NativeBackend:
     def _room(self, rows: int, cache: LayerCache) -> Tensor:
         """Where parts of rows meet: the same for all layers, which follow one another. Memory that is never written is
         never taken."""
-        numbers = rows * MOST_PARTS * cache.heads * (-(-cache.head_dim // 32) * 32 + 2)
+        numbers = rows * (COMMON_PARTS + MOST_PARTS) * cache.heads * (-(-cache.head_dim // 32) * 32 + 2)
         if len(self.partial) < numbers:
             self.partial = torch.empty(numbers, dtype=torch.float32)
         return self.partial
@@ -229,6 +253,12 @@ class NativeBackend:
             cache.keys, cache.values, cache.keys.stride(0), cache.head_stride, cache.token_stride, cache.page_tokens,
             tables, tables.stride(0), cache.kv_heads, cache.head_dim, cache.heads,
         )  # fmt: skip
+
+
+def _suffix(x: Tensor, cache: LayerCache) -> str:
+    """Of the kernels for queries like x."""
+    assert cache.rounded or x.dtype == cache.dtype, f"queries in {x.dtype}, keys in {cache.dtype}"
+    return SUFFIXES[x.dtype] + "_int8" * cache.rounded
 
 
 def _laid(x: Tensor) -> Tensor:

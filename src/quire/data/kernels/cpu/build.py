@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
 
 
 class Made(NamedTuple):
@@ -57,14 +56,14 @@ def build(target: Path, objects: Path) -> Made:
             common = said_by(cxx) + b"".join(path.read_bytes() for path in sorted((HERE / "native").glob("*.h")))
             tasks = {
                 variant.name: [
-                    threads.submit(compiled, source, (*cxx, *FLAGS, *variant.flags), common, objects)
+                    threads.submit(compiled, source, (*cxx, *kinds.FLAGS, *variant.flags), common, objects)
                     for source in sorted((HERE / "native").glob("*.cpp"))
                 ]
                 for variant in kinds.variants()
             }
         for name, parts in tasks.items():
             try:
-                made.append(linked(target / f"{name}.so", cxx, [part.result() for part in parts]))
+                made.append(linked(target / f"{name}.so", (*cxx, *kinds.LINKED), [part.result() for part in parts]))
             except subprocess.CalledProcessError as error:
                 lines = [line for line in error.stderr.splitlines() if "error" in line.lower()] or [str(error)]
                 refused.append(f"{name} is left out: {lines[0][:200]}")
@@ -94,11 +93,10 @@ def compiled(source: Path, command: tuple[str, ...], common: bytes, objects: Pat
     return path
 
 
-def linked(path: Path, cxx: tuple[str, ...], objects: list[Path]) -> Path:
+def linked(path: Path, command: tuple[str, ...], objects: list[Path]) -> Path:
     """The library; one that a process has open stays what it is there."""
     fresh = path.with_suffix(f".{os.getpid()}")
-    command = [*cxx, "-shared", "-pthread", "-o", str(fresh), *map(str, objects)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    subprocess.run([*command, "-o", str(fresh), *map(str, objects)], check=True, capture_output=True, text=True)
     os.replace(fresh, path)
     return path
 

@@ -7,7 +7,6 @@ tape records, what is called here is recorded.
 
 from __future__ import annotations
 
-import mmap
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,13 +15,14 @@ from torch import Tensor
 
 from quire.data.kernels.cpu.library import SCRATCH, Library
 from quire.data.kernels.cpu.loading import library
+from quire.data.kernels.cpu.memory import memory
 
 PANEL, KTILE, BLOCK = 32, 32, 256  # as in native/linear.h
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 ACTIVATIONS = {
     "silu": 1, "swish": 1, "relu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "quick_gelu": 5,
 }  # fmt: skip
-"""What configs call them -> native/wide.h."""
+"""What configs call them -> native/lanes.h."""
 
 MOST_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
 TILED_ROWS = 384  # likewise, where tiles multiply them; of long rows as many as
@@ -30,8 +30,6 @@ TILED_BYTES = 1 << 19  # hold, but 64 at least
 CHUNKS = 8  # of a thread, at least, where there are as many panels, and other threads
 LITTLE = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
 ROWS_CHUNK = 16  # rows of an embedding
-MAPPED = 1 << 25  # bytes of packed weights that are allocated at once
-ALIGNED = 64
 
 
 class Packed:
@@ -144,36 +142,3 @@ def rows_of(packed: Packed, ids: Tensor, scale: float = 1.0) -> Tensor:
         args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, ROWS_CHUNK
         _own().call(kernel, chunks, *args)
     return out
-
-
-class Memory:
-    """Where packed weights lie: blocks in huge pages, where the machine has them, each of several weights, or of one
-    large one. A block is given back with the last of its weights, but for the one that is being filled."""
-
-    def __init__(self) -> None:
-        self.block, self.used = torch.empty(0, dtype=torch.uint8), 0
-
-    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], not written yet."""
-        size = rows * columns * dtype.itemsize
-        if size >= MAPPED:
-            return _mapped(size).view(dtype).view(rows, columns)
-        if self.used + size > len(self.block):
-            self.block, self.used = _mapped(MAPPED), 0
-        found = self.block[self.used : self.used + size].view(dtype).view(rows, columns)
-        self.used += -(-size // ALIGNED) * ALIGNED
-        return found
-
-
-def _mapped(size: int) -> Tensor:
-    """Memory that takes no room until it is written, at a page's start."""
-    block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.uint8)
-
-
-@lru_cache(maxsize=1)
-def memory() -> Memory:
-    """The process's own."""
-    return Memory()

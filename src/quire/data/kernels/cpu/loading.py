@@ -1,4 +1,5 @@
-"""Finds the kernels' library that suits this machine, and says which; how many threads it has."""
+"""Finds the kernels' library that suits this machine, and says which; how many threads it has. Whether there is one can
+be asked before torch is imported."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ import platform
 from collections.abc import Set
 from functools import lru_cache
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from quire.data.kernels.cpu.cores import cores
-from quire.data.kernels.cpu.library import Library
 from quire.data.kernels.cpu.variants import features, sources, variants
 from quire.errors import StartupError
+
+if TYPE_CHECKING:
+    from quire.data.kernels.cpu.library import Library
 
 BUILT = Path(__file__).parent / "built"
 OFF = "off"
@@ -62,6 +64,10 @@ def library() -> Library | None:
     path = suited(os.environ.get("QUIRE_CPU_KERNELS", ""))
     if path is None:
         return None
+    import torch
+
+    from quire.data.kernels.cpu.library import Library
+
     try:
         return Library(path, torch.get_num_threads())
     except OSError:  # it was built for a newer system
@@ -70,6 +76,8 @@ def library() -> Library | None:
 
 def use_threads(threads: int | None) -> None:
     """As many for torch and for the kernels; None: what suits this process, unless OMP_NUM_THREADS says it."""
+    import torch
+
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         here = cores()
         threads = None if here is None else here.threads
@@ -85,6 +93,8 @@ def use_threads(threads: int | None) -> None:
 
 def said() -> str:
     """What computes on the CPU, for the lines at start; and what to do where the kernels are missing."""
+    import torch
+
     threads = torch.get_num_threads()
     found, here = library(), cores()
     on = f"{threads} thread{'s' * (threads != 1)}" + (f" ({here})" if here is not None else "")

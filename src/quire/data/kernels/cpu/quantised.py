@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.data.kernels.cpu.library import SCRATCH, Library
-from quire.data.kernels.cpu.linear import ACTIVATIONS, CHUNKS, DTYPES, PANEL, ROWS_CHUNK, memory
+from quire.data.kernels.cpu.linear import ACTIVATIONS, CHUNKS, DTYPES, PANEL, ROWS_CHUNK
 from quire.data.kernels.cpu.loading import library
+from quire.data.kernels.cpu.memory import memory
 
 MOST_ROWS = 256  # of a chunk
 TILES_MOST = 512  # ... on tiles, for which each chunk unpacks the weight
@@ -62,9 +64,8 @@ class Numbers(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
 
-    def floats(self) -> Tensor:
-        """What it stands for, in fp32 [rows, columns]."""
-        rows, columns = self.numbers.shape
+    def scales(self) -> tuple[Tensor, Tensor | None]:
+        """Of each group, in fp32 [rows, groups]: what a number is multiplied by, less zero, and what is added."""
         per = self.form.super // self.form.group if self.form.super else 1
         d, e, a, b = (None if part is None else part.float() for part in self[2:])
         assert d is not None, "it has scales"
@@ -73,13 +74,21 @@ class Numbers(NamedTuple):
             scale = scale * a
         if least is not None and b is not None:
             least = -least * b
+        return scale, least
+
+    def floats(self) -> Tensor:
+        """What it stands for, in fp32 [rows, columns]."""
+        rows, columns = self.numbers.shape
+        scale, least = self.scales()
         found = (self.numbers.float() - self.form.zero).view(rows, -1, self.form.group) * scale[:, :, None]
         return (found if least is None else found + least[:, :, None]).view(rows, columns)
 
     def above(self, other: Numbers) -> Numbers:
-        """The rows of this one, and below them those of `other`, which has the same form."""
+        """The rows of this one, and below them those of `other`, which has the same form. One thread copies: at every
+        new page torch's several would wait for each other."""
         assert self.form == other.form, f"{self.form} is not {other.form}"
-        parts = (None if x is None or y is None else torch.cat([x, y]) for x, y in zip(self[1:], other[1:]))
+        pairs = zip(self[1:], other[1:])
+        parts = (None if x is None or y is None else torch.from_numpy(np.concatenate([x, y])) for x, y in pairs)
         return Numbers(self.form, *parts)  # type: ignore[arg-type]
 
 

@@ -19,17 +19,24 @@ class Variant(NamedTuple):
     needs: frozenset[str]
 
 
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
+"""What the compiler is told of each source of every variant; and of a library:"""
+LINKED = ("-shared", "-pthread")
+
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
+_V4_VNNI = _V4 | {"avx512_vnni"}
+_V4_BF16 = _V4_VNNI | {"avx512_bf16"}
 _V4_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-_BF16_FLAGS = (*_V4_FLAGS, "-mavx512vnni", "-mavx512bf16")
+_VNNI_FLAGS = (*_V4_FLAGS, "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 
 VARIANTS = {
     "x86_64": (
         Variant("amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
                 _V4_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
         Variant("avx512bf16", _BF16_FLAGS, _V4_BF16),
+        Variant("avx512vnni", _VNNI_FLAGS, _V4_VNNI),
         Variant("avx512", _V4_FLAGS, _V4),
         Variant("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
         Variant("avx2", ("-march=x86-64-v3",), _V3),
@@ -48,11 +55,12 @@ def variants() -> tuple[Variant, ...]:
 
 
 def sources() -> str:
-    """The digest of the kernels' sources: libraries that were built from others take other arguments."""
+    """The digest of the kernels' sources and of what the compiler is told here: libraries that were built from others
+    take other arguments, or give other numbers."""
     files = sorted((Path(__file__).parent / "native").glob("*.[ch]*"))
-    return hashlib.sha256(
-        b"\0".join(text for path in files for text in (path.name.encode(), path.read_bytes()))
-    ).hexdigest()
+    parts = [text for path in files for text in (path.name.encode(), path.read_bytes())]
+    told = FLAGS, LINKED, [(variant.name, variant.flags) for variant in variants()]
+    return hashlib.sha256(b"\0".join([*parts, repr(told).encode()])).hexdigest()
 
 
 CPUINFO = Path("/proc/cpuinfo")

@@ -1,22 +1,5 @@
 /* Activations of feed-forward blocks, gated and plain; and the bound on logits. In fp32, rounded once. */
-#include "sixteen.h"
-
-#include <cmath>
-
-enum Kind { SILU, RELU, GELU, GELU_TANH, GELU_QUICK };
-
-INLINE Floats activated(Floats x, int64_t kind) {
-    switch (kind) {
-    case SILU: return x * sigmoid(x);
-    case RELU: return select(x < 0.0f, Floats{}, x); /* NaN stays NaN */
-    case GELU_QUICK: return x * sigmoid(1.702f * x);
-    case GELU_TANH: /* 0.5 (1 + tanh u) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3) */
-        return x * sigmoid(1.5957691216057308f * fused(0.044715f * x * x, x, x));
-    default:
-        for (int i = 0; i < LANES; ++i) x[i] *= 0.5f * (1.0f + std::erf(x[i] * 0.70710678f));
-        return x;
-    }
-}
+#include "lanes.h"
 
 /* out [rows, size] = act(x[:, :size]) * x[:, size:].
    Args: x, out, size, columns of a chunk, strides of x and out (in numbers), kind. A chunk is a part of a row. */
@@ -26,7 +9,7 @@ template <class T> static void gate(const Arg *a, int64_t chunk) {
     const T *x = as<T>(a[0]) + row * a[4].integer;
     T *out = as<T>(a[1]) + row * a[5].integer;
     for (int64_t i = begin; i < end; i += LANES)
-        store(out + i, activated(load(x + i, end - i), a[6].integer) * load(x + size + i, end - i), end - i);
+        store(out + i, activate(load(x + i, end - i), a[6].integer) * load(x + size + i, end - i), end - i);
 }
 
 /* x [rows, size] = act(x + bias), in place; bias may be null. Args: x, bias, size, columns of a chunk, stride, kind. */
@@ -36,9 +19,9 @@ template <class T> static void act(const Arg *a, int64_t chunk) {
     T *x = as<T>(a[0]) + row * a[4].integer;
     const T *bias = as<T>(a[1]);
     for (int64_t i = begin; i < end; i += LANES) {
-        Floats some = load(x + i, end - i);
+        lanes some = load(x + i, end - i);
         if (bias) some += load(bias + i, end - i);
-        store(x + i, activated(some, a[5].integer), end - i);
+        store(x + i, activate(some, a[5].integer), end - i);
     }
 }
 

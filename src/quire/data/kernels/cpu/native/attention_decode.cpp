@@ -11,15 +11,17 @@ constexpr int ROW = BLOCK + LANES;
 
 /* Args of both operations behind the cache's: q, numbers from a token's queries to the next one's, out, slots,
    positions, places of the rows among the queries (null: in order), rows, chunks, Seeing's four, `partial` (room for
-   `MOST` parts of all rows and heads, dim, padded to 32, and 2 numbers each), the slots' prompts and a budget (null and 0: none). */
-template <class T> struct Rows {
-    Cache<T> cache;
+   COMMON_PARTS, then `MOST` parts of all rows and heads, dim, padded to 32, and 2 numbers each), the slots' prompts and a
+   budget (null and 0: none), what rows have in common (null: not asked). */
+template <class T, class K> struct Rows {
+    Cache<K> cache;
     Seeing seeing;
     const T *q;
     T *out;
     const int64_t *slots, *positions, *places, *prompts;
     float *partial;
     int64_t q_stride, rows, chunks, budget, stride;
+    Common common;
 
     explicit Rows(const Arg *all)
         : cache(all), seeing(all + CACHE_ARGS + 8), q(as<T>(all[CACHE_ARGS])), out(as<T>(all[CACHE_ARGS + 2])),
@@ -27,25 +29,31 @@ template <class T> struct Rows {
           places(as<int64_t>(all[CACHE_ARGS + 5])), prompts(as<int64_t>(all[CACHE_ARGS + 13])),
           partial(as<float>(all[CACHE_ARGS + 12])), q_stride(all[CACHE_ARGS + 1].integer),
           rows(all[CACHE_ARGS + 6].integer), chunks(all[CACHE_ARGS + 7].integer),
-          budget(all[CACHE_ARGS + 14].integer), stride((cache.dim + 31) / 32 * 32) {}
+          budget(all[CACHE_ARGS + 14].integer), stride((cache.dim + 31) / 32 * 32), common(all[CACHE_ARGS + 15], rows) {}
 
     int64_t place(int64_t row) const { return places ? places[row] : row; }
 
     float *part(int64_t row, int64_t part, int64_t head) const {
-        return partial + ((row * MOST + part) * cache.heads + head) * (stride + 2);
+        return before(rows, 0, 0) + ((row * MOST + part) * cache.heads + head) * (stride + 2);
+    }
+
+    /* The same of the parts that it has in common with others. */
+    float *before(int64_t row, int64_t part, int64_t head) const {
+        return partial + Common::part(row, part, head, cache.heads, stride);
     }
 
     /* A query head's sums, `stride` numbers in steps, as its answer. */
     void answer(int64_t row, int64_t head, const float *sums, float by) const;
 };
 
-/* What a row sees, [first, end), and its parts. */
+/* What a row sees by itself, [first, end), its parts, and those before them. */
 struct Span {
-    int64_t first, end, size, parts;
+    int64_t first, end, size, parts, before;
 
-    template <class T> Span(const Rows<T> &x, int64_t row) {
+    template <class T, class K> Span(const Rows<T, K> &x, int64_t row) {
         const int64_t position = kept(x.positions[row], x.slots[row], x.prompts, x.budget);
-        first = x.seeing.oldest(position);
+        before = x.common ? x.common.parts(row) : 0;
+        first = before ? x.common.begin(row) : x.seeing.oldest(position);
         end = position + 1;
         const int64_t tokens = end - first, even = (tokens + MOST - 1) / MOST;
         size = even <= PART ? PART : (even + BLOCK - 1) / BLOCK * BLOCK;
@@ -54,46 +62,49 @@ struct Span {
 };
 
 /* Numbers of a head are taken a step at a time: a vector of fp32, or of words of two bf16, which are as good as two
-vectors: the first ones of all words, then the second ones. */
-template <class T> constexpr int PARTS = std::is_same<T, bf16>::value ? 2 : 1;
-template <class T> constexpr int STEP = PARTS<T> * LANES;
+vectors: the first ones of all words, then the second ones; or a vector of int8. Queries and sums lie as keys do. */
+template <class K> constexpr int PARTS = std::is_same<K, bf16>::value ? 2 : 1;
+template <class K> constexpr int STEP = PARTS<K> * LANES;
 
-inline void load_step(lanes (&x)[1], const float *from, int64_t count) { x[0] = load(from, count); }
+template <class T> inline void load_step(lanes (&x)[1], const T *from, int64_t count) { x[0] = load(from, count); }
 inline void load_step(lanes (&x)[2], const bf16 *from, int64_t count) {
     const words both = pairs(from, count);
     x[0] = bits<lanes>(both << 16);
     x[1] = bits<lanes>(both & 0xffff0000u);
 }
-inline void store_step(float *to, const float *x, float by, int64_t count) { store(to, load(x) * by, count); }
-inline void store_step(bf16 *to, const float *x, float by, int64_t count) {
-    constexpr auto order = std::make_integer_sequence<int, LANES>();
-    const lanes one = load(x) * by, two = load(x + LANES) * by;
-    store(to, zipped<0>(one, two, order), count);
-    store(to + LANES, zipped<LANES / 2>(one, two, order), count - LANES);
+template <int P, class T> inline void store_step(T *to, const float *x, float by, int64_t count) {
+    if constexpr (P == 1) {
+        store(to, load(x) * by, count);
+    } else {
+        constexpr auto order = std::make_integer_sequence<int, LANES>();
+        const lanes one = load(x) * by, two = load(x + LANES) * by;
+        store(to, zipped<0>(one, two, order), count);
+        store(to + LANES, zipped<LANES / 2>(one, two, order), count - LANES);
+    }
 }
 
-template <class T> void Rows<T>::answer(int64_t row, int64_t head, const float *sums, float by) const {
+template <class T, class K> void Rows<T, K>::answer(int64_t row, int64_t head, const float *sums, float by) const {
     T *to = out + (place(row) * cache.heads + head) * cache.dim;
-    for (int64_t i = 0; i < stride; i += STEP<T>) store_step(to + i, sums + i, by, cache.dim - i);
+    for (int64_t i = 0; i < stride; i += STEP<K>) store_step<PARTS<K>>(to + i, sums + i, by, cache.dim - i);
 }
 
 /* Scores of G queries, each of `steps` steps, with LANES / G keys: scores [G, ROW]. */
-template <class T, int G>
-inline void products(const float *queries, int64_t steps, const T *keys, const int64_t *places, int64_t dim, float *scores) {
+template <class K, int G>
+inline void products(const float *queries, int64_t steps, const K *keys, const int64_t *places, int64_t dim, float *scores) {
     constexpr int TOKENS = LANES / G < 1 ? 1 : LANES / G;
     lanes sum[LANES] = {};
     for (int64_t s = 0; s < steps; ++s) {
-        const float *query = queries + s * STEP<T>;
-        const int64_t left = dim - s * STEP<T>;
+        const float *query = queries + s * STEP<K>;
+        const int64_t left = dim - s * STEP<K>;
         UNROLL
         for (int t = 0; t < TOKENS; ++t) {
-            lanes key[PARTS<T>];
-            load_step(key, keys + places[t] + s * STEP<T>, left);
+            lanes key[PARTS<K>];
+            load_step(key, keys + places[t] + s * STEP<K>, left);
             UNROLL
-            for (int i = 0; i < PARTS<T>; ++i)
+            for (int i = 0; i < PARTS<K>; ++i)
                 UNROLL
                 for (int g = 0; g < G; ++g)
-                    sum[t * G + g] += key[i] * load(query + g * steps * STEP<T> + i * LANES);
+                    sum[t * G + g] += key[i] * load(query + g * steps * STEP<K> + i * LANES);
         }
     }
     float found[LANES];
@@ -105,10 +116,10 @@ inline void products(const float *queries, int64_t steps, const T *keys, const i
 }
 
 /* out [G, C steps] = out * shrink + weights [G, tokens] values [tokens, C steps]. */
-template <class T, int G, int C>
-inline void gather(float *out, int64_t stride, const float *shrink, const float *weights, const T *values,
+template <class K, int G, int C>
+inline void gather(float *out, int64_t stride, const float *shrink, const float *weights, const K *values,
                    const int64_t *places, int64_t tokens, int64_t left) {
-    constexpr int P = PARTS<T>;
+    constexpr int P = PARTS<K>;
     lanes sum[G][C * P];
     UNROLL
     for (int g = 0; g < G; ++g)
@@ -118,7 +129,7 @@ inline void gather(float *out, int64_t stride, const float *shrink, const float 
         UNROLL
         for (int c = 0; c < C; ++c) {
             lanes value[P];
-            load_step(value, values + places[t] + c * STEP<T>, left - c * STEP<T>);
+            load_step(value, values + places[t] + c * STEP<K>, left - c * STEP<K>);
             UNROLL
             for (int i = 0; i < P; ++i)
                 UNROLL
@@ -132,13 +143,13 @@ inline void gather(float *out, int64_t stride, const float *shrink, const float 
 }
 
 /* The running softmax of a key head's queries: out [shared, stride], best and sum of each. */
-template <class T> struct Running {
-    const Rows<T> &x;
+template <class T, class K> struct Running {
+    const Rows<T, K> &x;
     int64_t shared, steps, stride;
     float *query, *scores, *out, *best, *sum, *shrink;
 
-    Running(const Rows<T> &rows, void *scratch)
-        : x(rows), shared(rows.cache.shared), steps(rows.stride / STEP<T>), stride(rows.stride) {
+    Running(const Rows<T, K> &rows, void *scratch)
+        : x(rows), shared(rows.cache.shared), steps(rows.stride / STEP<K>), stride(rows.stride) {
         query = static_cast<float *>(scratch);
         scores = query + shared * stride;
         out = scores + shared * ROW;
@@ -151,10 +162,10 @@ template <class T> struct Running {
         const int64_t dim = x.cache.dim;
         const T *q = x.q + x.place(row) * x.q_stride + head * shared * dim;
         for (int64_t g = 0; g < shared; ++g) {
-            for (int64_t i = 0; i < stride; i += STEP<T>) {
-                lanes part[PARTS<T>];
+            for (int64_t i = 0; i < stride; i += STEP<K>) {
+                lanes part[PARTS<K>];
                 load_step(part, q + g * dim + i, dim - i);
-                for (int j = 0; j < PARTS<T>; ++j) store(query + g * stride + i + j * LANES, part[j]);
+                for (int j = 0; j < PARTS<K>; ++j) store(query + g * stride + i + j * LANES, part[j]);
             }
             best[g] = LEAST;
             sum[g] = 0;
@@ -164,12 +175,19 @@ template <class T> struct Running {
 
     /* Up to BLOCK keys; ROW - BLOCK places behind theirs may be read, and count for nothing. */
     void block(const int64_t *places, int64_t tokens) {
+        float key_scales[ROW], value_scales[ROW] = {};
         each<true>(places, tokens);
+        if (ROUNDED<K>) {
+            x.cache.scales(x.cache.keys, places, tokens + LANES, key_scales);
+            x.cache.scales(x.cache.values, places, tokens, value_scales);
+        }
         for (int64_t g = 0; g < shared; ++g) {
             float *own = scores + g * ROW;
+            if (ROUNDED<K>) scale_each(own, key_scales, tokens);
             if (x.seeing.softcap > 0)
                 for (int64_t t = 0; t < tokens; t += LANES) x.seeing.cap(own + t);
-            shrink[g] = weigh<BLOCK, PARTS<T> == 2>(own, own, 0, tokens, x.seeing.by(), best[g], sum[g]);
+            shrink[g] = weigh<BLOCK, std::is_same<T, bf16>::value, ROUNDED<K>>(own, own, 0, tokens, x.seeing.by(), best[g],
+                                                                               sum[g], value_scales);
         }
         each<false>(places, tokens);
     }
@@ -184,19 +202,19 @@ template <class T> struct Running {
     }
 
     template <bool PRODUCTS, int G> void heads(int64_t g, const int64_t *places, int64_t tokens) {
-        const Cache<T> &cache = x.cache;
+        const Cache<K> &cache = x.cache;
         float *own = scores + g * ROW;
         if constexpr (PRODUCTS) {
             for (int64_t t = 0; t < tokens; t += LANES / G)
-                products<T, G>(query + g * stride, steps, cache.keys, places + t, cache.dim, own + t);
+                products<K, G>(query + g * stride, steps, cache.keys, places + t, cache.dim, own + t);
         } else {
-            constexpr int C = (LANES == 16 ? 4 : 2) / PARTS<T>;
+            constexpr int C = (LANES == 16 ? 4 : 2) / PARTS<K>;
             int64_t i = 0;
-            for (; i + C * STEP<T> <= stride; i += C * STEP<T>)
-                gather<T, G, C>(out + g * stride + i, stride, shrink + g, own, cache.values + i, places, tokens,
+            for (; i + C * STEP<K> <= stride; i += C * STEP<K>)
+                gather<K, G, C>(out + g * stride + i, stride, shrink + g, own, cache.values + i, places, tokens,
                                 cache.dim - i);
-            for (; i < stride; i += STEP<T>)
-                gather<T, G, 1>(out + g * stride + i, stride, shrink + g, own, cache.values + i, places, tokens,
+            for (; i < stride; i += STEP<K>)
+                gather<K, G, 1>(out + g * stride + i, stride, shrink + g, own, cache.values + i, places, tokens,
                                 cache.dim - i);
         }
     }
@@ -218,10 +236,10 @@ template <class T> struct Running {
 };
 
 /* One part of a row for one key head. */
-template <class T> void item(Running<T> &running, int64_t row, int64_t head, int64_t part, const Span &span) {
+template <class T, class K> void item(Running<T, K> &running, int64_t row, int64_t head, int64_t part, const Span &span) {
     const int64_t from = span.first + part * span.size;
     const int64_t to = from + span.size < span.end ? from + span.size : span.end;
-    const Cache<T> &cache = running.x.cache;
+    const Cache<K> &cache = running.x.cache;
     int64_t places[2][ROW], tokens = to - from < BLOCK ? to - from : BLOCK;
     cache.places(running.x.slots[row], head, from, from + tokens, places[0]);
     cache.fetch(places[0], tokens);
@@ -234,13 +252,13 @@ template <class T> void item(Running<T> &running, int64_t row, int64_t head, int
         running.block(places[i], tokens);
         tokens = after;
     }
-    running.end(row, head, part, span.parts == 1);
+    running.end(row, head, part, span.parts + span.before == 1);
 }
 
 /* Items are parts of rows, each for all key heads one after another; a chunk takes as many as the next one. */
-template <class T> void parts(const Arg *a, int64_t chunk, void *scratch) {
-    const Rows<T> x(a);
-    Running<T> running(x, scratch);
+template <class T, class K> void parts(const Arg *a, int64_t chunk, void *scratch) {
+    const Rows<T, K> x(a);
+    Running<T, K> running(x, scratch);
     int64_t items = 0;
     for (int64_t row = 0; row < x.rows; ++row) items += Span(x, row).parts * x.cache.kv_heads;
     const int64_t begin = items * chunk / x.chunks, stop = items * (chunk + 1) / x.chunks;
@@ -254,22 +272,27 @@ template <class T> void parts(const Arg *a, int64_t chunk, void *scratch) {
     }
 }
 
-/* Join the parts of rows that have several; a chunk takes some (row, query head). */
-template <class T> void join(const Arg *a, int64_t chunk, void *scratch) {
-    const Rows<T> x(a);
+/* Join the parts of rows that have several, the earliest first; a chunk takes some (row, query head). */
+template <class T, class K> void join(const Arg *a, int64_t chunk, void *scratch) {
+    const Rows<T, K> x(a);
     float *out = static_cast<float *>(scratch);
     const int64_t heads = x.cache.heads, items = x.rows * heads;
     for (int64_t i = items * chunk / x.chunks; i < items * (chunk + 1) / x.chunks; ++i) {
-        const int64_t row = i / heads, head = i % heads, parts = Span(x, row).parts;
+        const int64_t row = i / heads, head = i % heads;
+        const Span span(x, row);
+        const int64_t parts = span.before + span.parts;
         if (parts == 1) continue;
+        const auto part = [&](int64_t p) {
+            return p < span.before ? x.before(row, p, head) : x.part(row, p - span.before, head);
+        };
         float best = LEAST, sum = 0;
         for (int64_t p = 0; p < parts; ++p) {
-            const float own = x.part(row, p, head)[x.stride];
+            const float own = part(p)[x.stride];
             best = own > best ? own : best;
         }
         std::memset(out, 0, size_t(x.stride) * 4);
         for (int64_t p = 0; p < parts; ++p) {
-            const float *from = x.part(row, p, head);
+            const float *from = part(p);
             const float by = power(all(from[x.stride] - best))[0];
             sum += by * from[x.stride + 1];
             for (int64_t d = 0; d < x.stride; d += LANES) store(out + d, load(out + d) + load(from + d) * by);
@@ -280,7 +303,11 @@ template <class T> void join(const Arg *a, int64_t chunk, void *scratch) {
 
 } // namespace
 
-QUIRE_EXPORT void attention_parts_bf16(const Arg *a, int64_t chunk, void *s) { parts<bf16>(a, chunk, s); }
-QUIRE_EXPORT void attention_parts_f32(const Arg *a, int64_t chunk, void *s) { parts<float>(a, chunk, s); }
-QUIRE_EXPORT void attention_join_bf16(const Arg *a, int64_t chunk, void *s) { join<bf16>(a, chunk, s); }
-QUIRE_EXPORT void attention_join_f32(const Arg *a, int64_t chunk, void *s) { join<float>(a, chunk, s); }
+#define EXPORTED(NAME, T, K)                                                                                        \
+    QUIRE_EXPORT void attention_parts_##NAME(const Arg *a, int64_t chunk, void *s) { parts<T, K>(a, chunk, s); }    \
+    QUIRE_EXPORT void attention_join_##NAME(const Arg *a, int64_t chunk, void *s) { join<T, K>(a, chunk, s); }
+
+EXPORTED(bf16, bf16, bf16)
+EXPORTED(f32, float, float)
+EXPORTED(bf16_int8, bf16, int8_t)
+EXPORTED(f32_int8, float, int8_t)

@@ -1,5 +1,5 @@
 /* Queries and keys normalised a head (Qwen3) and rotated (RoFormer), keys and values written to their pages, in one pass:
-in fp32, rounded once at the end. */
+in fp32, rounded once at the end, to 8 bits where the pages are so. */
 #include "attention.h"
 
 #include <cmath>
@@ -7,8 +7,8 @@ in fp32, rounded once at the end. */
 namespace {
 
 /* One head, normalised if it has a weight, and rotated. `to` may be `x`. */
-template <class T, class W>
-void head(const T *x, T *to, int64_t dim, const W *weight, float eps, const float *angles) {
+template <class T, class O, class W>
+void head(const T *x, O *to, int64_t dim, const W *weight, float eps, const float *angles) {
     const int64_t half = dim / 2;
     float by = 1.0f;
     if (weight) {
@@ -40,11 +40,29 @@ void head(const T *x, T *to, int64_t dim, const W *weight, float eps, const floa
     }
 }
 
+/* One head's numbers as 127ths of the largest one, each to the nearest, then how large one of these is. What isn't finite
+makes all of them NaN; heads of nothing above 1e-30 are zeros. */
+inline void round_to(int8_t *cell, const float *x, int64_t dim) {
+    lanes high{}, wrong{};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const lanes part = load(x + i, dim - i);
+        high = maximum(high, part < 0 ? -part : part);
+        wrong += part * 0.0f;
+    }
+    const float most = highest(high), by = most > 1e-30f ? 127.0f / most : 0.0f;
+    const float scale = (by > 0 ? most / 127.0f : 0.0f) + total(wrong);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const lanes whole = load(x + i, dim - i) * by + 12582912.0f; /* its lowest bits are the number, rounded */
+        store(cell + i, bits<signs>(whole), dim - i);
+    }
+    std::memcpy(cell + dim, &scale, 4);
+}
+
 /* Args behind the cache's: q, k, v, q_out (null: queries stay), numbers from a token of each to its next one; slots,
    positions (for angles), cells (where in the pages; null: positions); rotary, q_weight, k_weight, eps; tokens, chunks,
    whether keys and values are written; the slots' prompts and a budget (null and 0: none); whether the weights are in
    fp32, as Gemma's are, and not as the cache is. */
-template <class T, class W> void write(const Arg *a, const Cache<T> &cache, int64_t chunk) {
+template <class T, class K, class W> void write(const Arg *a, const Cache<K> &cache, int64_t chunk, float *wide) {
     const int64_t *slots = as<int64_t>(a[8]), *positions = as<int64_t>(a[9]), *cells = as<int64_t>(a[10]);
     const int64_t tokens = a[15].integer, chunks = a[16].integer, *prompts = as<int64_t>(a[18]), dim = cache.dim;
     const float eps = float(a[14].number);
@@ -58,20 +76,30 @@ template <class T, class W> void write(const Arg *a, const Cache<T> &cache, int6
         const int64_t cell = kept(cells ? cells[t] : positions[t], slots[t], prompts, a[19].integer);
         for (int64_t h = 0; h < cache.kv_heads; ++h) {
             const int64_t place = cache.at(slots[t], h, cell);
-            head(as<T>(a[1]) + t * a[5].integer + h * dim, cache.keys + place, dim, as<W>(a[13]), eps, angles);
-            std::memcpy(cache.values + place, as<T>(a[2]) + t * a[6].integer + h * dim, size_t(dim) * sizeof(T));
+            const T *k = as<T>(a[1]) + t * a[5].integer + h * dim, *v = as<T>(a[2]) + t * a[6].integer + h * dim;
+            if constexpr (ROUNDED<K>) {
+                head(k, wide, dim, as<W>(a[13]), eps, angles);
+                round_to(cache.keys + place, wide, dim);
+                head(v, wide, dim, static_cast<W *>(nullptr), eps, nullptr);
+                round_to(cache.values + place, wide, dim);
+            } else {
+                head(k, cache.keys + place, dim, as<W>(a[13]), eps, angles);
+                std::memcpy(cache.values + place, v, size_t(dim) * sizeof(T));
+            }
         }
     }
 }
 
-template <class T> void write(const Arg *a, int64_t chunk) {
-    const Cache<T> cache(a);
+template <class T, class K> void write(const Arg *a, int64_t chunk, void *scratch) {
+    const Cache<K> cache(a);
     a += CACHE_ARGS;
-    if (a[20].integer) write<T, float>(a, cache, chunk);
-    else write<T, T>(a, cache, chunk);
+    if (a[20].integer) write<T, K, float>(a, cache, chunk, static_cast<float *>(scratch));
+    else write<T, K, T>(a, cache, chunk, static_cast<float *>(scratch));
 }
 
 } // namespace
 
-QUIRE_EXPORT void attention_write_bf16(const Arg *a, int64_t chunk, void *) { write<bf16>(a, chunk); }
-QUIRE_EXPORT void attention_write_f32(const Arg *a, int64_t chunk, void *) { write<float>(a, chunk); }
+QUIRE_EXPORT void attention_write_bf16(const Arg *a, int64_t chunk, void *s) { write<bf16, bf16>(a, chunk, s); }
+QUIRE_EXPORT void attention_write_f32(const Arg *a, int64_t chunk, void *s) { write<float, float>(a, chunk, s); }
+QUIRE_EXPORT void attention_write_bf16_int8(const Arg *a, int64_t chunk, void *s) { write<bf16, int8_t>(a, chunk, s); }
+QUIRE_EXPORT void attention_write_f32_int8(const Arg *a, int64_t chunk, void *s) { write<float, int8_t>(a, chunk, s); }

@@ -1,5 +1,5 @@
 /* Rows of a table, for tokens or positions. */
-#include "sixteen.h"
+#include "lanes.h"
 
 /* out [rows, size] = table[ids + first] * scale, rounded; or, with `onto`, += table[ids + first].
    Args: ids (int64), table, out, rows, rows of a chunk, size, first, onto, scale. */
@@ -14,7 +14,7 @@ template <class T> static void embedding(const Arg *a, int64_t chunk) {
             continue;
         }
         for (int64_t i = 0; i < size; i += LANES) {
-            Floats some = load(from + i, size - i) * scale;
+            lanes some = load(from + i, size - i) * scale;
             if (a[7].integer) some += load(out + i, size - i);
             store(out + i, some, size - i);
         }

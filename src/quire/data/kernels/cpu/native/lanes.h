@@ -1,5 +1,6 @@
-/* Vectors of fp32 as wide as the instruction set has them, written so that any compiler makes them: loads that read no
-number beyond those asked for, powers of two, sums across lanes, and turned blocks. */
+/* Vectors of fp32 as wide as the instruction set has them, written so that any compiler makes them. First what vectors
+are: loads that read no number beyond those asked for, stores, sums across lanes, turned blocks. Then functions of
+numbers, and activations. */
 #pragma once
 #include "numbers.h"
 
@@ -9,16 +10,19 @@ number beyond those asked for, powers of two, sums across lanes, and turned bloc
 #if defined(__x86_64__)
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized" /* its own header, where it means to */
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 #endif
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16;
+constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX2__)
-constexpr int LANES = 8;
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
 #else
-constexpr int LANES = 4;
+constexpr int LANES = 4, REGISTERS = 16;
 #endif
 
 #if defined(__clang__)
@@ -26,11 +30,12 @@ constexpr int LANES = 4;
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+#define INLINE static inline __attribute__((always_inline))
 
 typedef float lanes __attribute__((vector_size(LANES * 4)));
 typedef int32_t signs __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+typedef uint16_t shorts __attribute__((vector_size(LANES * 2)));
 
 template <class To, class From> static inline To bits(From x) {
     static_assert(sizeof(To) == sizeof(From), "the same bits");
@@ -39,18 +44,19 @@ template <class To, class From> static inline To bits(From x) {
     return out;
 }
 
-static inline lanes all(float x) { return lanes{} + x; }
+static inline lanes all(float x) { return x - lanes{}; }
 
-static inline lanes load(const float *x) {
-    lanes out;
+/* What lies there, as it is. */
+template <class V> static inline V load(const void *x) {
+    V out;
     std::memcpy(&out, x, sizeof out);
     return out;
 }
 
+static inline lanes load(const float *x) { return load<lanes>(x); }
+
 static inline lanes load(const bf16 *x) {
-    halves out;
-    std::memcpy(&out, x, sizeof out);
-    return bits<lanes>(__builtin_convertvector(out, words) << 16);
+    return bits<lanes>(__builtin_convertvector(load<shorts>(x), words) << 16);
 }
 
 /* The first `count` numbers, and zeros: nothing behind them is read. */
@@ -70,6 +76,7 @@ template <class T> static inline lanes load(const T *x, int64_t count) {
 
 static inline void store(float *to, lanes x) { std::memcpy(to, &x, sizeof x); }
 
+/* To the nearest, ties to even; what is not a number stays so. */
 static inline void store(bf16 *to, lanes x) {
 #if defined(__AVX512BF16__)
     const __m256bh narrow = _mm512_cvtneps_pbh(bits<__m512>(x));
@@ -78,7 +85,7 @@ static inline void store(bf16 *to, lanes x) {
     const words wide = bits<words>(x);
     const words rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
     const words kept = x == x ? rounded : (wide >> 16) | 0x40u;
-    const halves narrow = __builtin_convertvector(kept, halves);
+    const shorts narrow = __builtin_convertvector(kept, shorts);
     std::memcpy(to, &narrow, sizeof narrow);
 #endif
 }
@@ -110,42 +117,6 @@ static inline lanes maximum(lanes x, lanes y) {
 #else
     return x > y ? x : y;
 #endif
-}
-
-/* 2^x for x <= 127, to 1e-7 of it, with COARSE to 1e-4; 0 for x <= -127; what is not a number stays so. */
-template <bool COARSE = false> static inline lanes power(lanes x) {
-#if defined(__AVX512DQ__)
-    const lanes rest = bits<lanes>(_mm512_reduce_ps(bits<__m512>(x), 9)); /* x - floor(x) */
-    lanes sum = all(7.802452e-2f) * rest + 2.2606716e-1f;
-    if (!COARSE) {
-        sum = all(1.8775767e-3f) * rest + 8.9893402e-3f;
-        sum = sum * rest + 5.5826318e-2f;
-        sum = sum * rest + 2.4015362e-1f;
-    }
-    sum = sum * rest + (COARSE ? 6.9583354e-1f : 6.9315307e-1f);
-    sum = sum * rest + (COARSE ? 9.9992522e-1f : 9.9999993e-1f);
-    return bits<lanes>(_mm512_scalef_ps(bits<__m512>(sum), bits<__m512>(x)));
-#else
-    x = maximum(all(-127.0f), x);
-    const lanes whole = x + 12582912.0f; /* its lowest bits are x, rounded */
-    const lanes rest = x - (whole - 12582912.0f);
-    lanes sum = all(5.500891e-2f) * rest + 2.4221118e-1f;
-    if (!COARSE) {
-        sum = all(1.3276472e-3f) * rest + 9.6755413e-3f;
-        sum = sum * rest + 5.5507133e-2f;
-        sum = sum * rest + 2.4022120e-1f;
-    }
-    sum = sum * rest + (COARSE ? 6.9328295e-1f : 6.9314697e-1f);
-    sum = sum * rest + 1.0f; /* no less than 1 where x is whole */
-    return bits<lanes>(bits<words>(sum) + (bits<words>(whole) << 23));
-#endif
-}
-
-constexpr float LOG2E = 1.44269504f;
-
-static inline lanes tanh(lanes x) {
-    x = x > 15.0f ? all(15.0f) : x < -15.0f ? all(-15.0f) : x;
-    return 1.0f - 2.0f / (1.0f + power(x * (2 * LOG2E)));
 }
 
 template <int... I, class V> static inline V picked(V x, V y, std::integer_sequence<int, I...>) {
@@ -222,4 +193,114 @@ static inline words pairs(const bf16 *x, int64_t count) {
     if (count > 0) std::memcpy(&out, x, size_t(count) * 2);
     return out;
 #endif
+}
+
+/* Functions. */
+
+constexpr float LOG2E = 1.44269504f;
+
+/* 2^x for x <= 127, to 1e-7 of it, with COARSE to 1e-4; 0 for x <= -127; what is not a number stays so. */
+template <bool COARSE = false> static inline lanes power(lanes x) {
+#if defined(__AVX512DQ__)
+    const lanes rest = bits<lanes>(_mm512_reduce_ps(bits<__m512>(x), 9)); /* x - floor(x) */
+    lanes sum = all(7.802452e-2f) * rest + 2.2606716e-1f;
+    if (!COARSE) {
+        sum = all(1.8775767e-3f) * rest + 8.9893402e-3f;
+        sum = sum * rest + 5.5826318e-2f;
+        sum = sum * rest + 2.4015362e-1f;
+    }
+    sum = sum * rest + (COARSE ? 6.9583354e-1f : 6.9315307e-1f);
+    sum = sum * rest + (COARSE ? 9.9992522e-1f : 9.9999993e-1f);
+    return bits<lanes>(_mm512_scalef_ps(bits<__m512>(sum), bits<__m512>(x)));
+#else
+    x = maximum(all(-127.0f), x);
+    const lanes whole = x + 12582912.0f; /* its lowest bits are x, rounded */
+    const lanes rest = x - (whole - 12582912.0f);
+    lanes sum = all(5.500891e-2f) * rest + 2.4221118e-1f;
+    if (!COARSE) {
+        sum = all(1.3276472e-3f) * rest + 9.6755413e-3f;
+        sum = sum * rest + 5.5507133e-2f;
+        sum = sum * rest + 2.4022120e-1f;
+    }
+    sum = sum * rest + (COARSE ? 6.9328295e-1f : 6.9314697e-1f);
+    sum = sum * rest + 1.0f; /* no less than 1 where x is whole */
+    return bits<lanes>(bits<words>(sum) + (bits<words>(whole) << 23));
+#endif
+}
+
+/* To 1e-7. */
+static inline lanes tanh(lanes x) {
+    x = x > 15.0f ? all(15.0f) : x < -15.0f ? all(-15.0f) : x;
+    return 1.0f - 2.0f / (1.0f + power(x * (2 * LOG2E)));
+}
+
+/* a * b + c, rounded once. */
+static inline lanes fused(lanes a, lanes b, lanes c) {
+#if defined(__AVX512F__)
+    return bits<lanes>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    return bits<lanes>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#else
+    for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+/* e^x within one unit in the last place, as SLEEF computes it (Shibata and Petrogalli, 2020; `expf_u10`). 0 below -104,
+infinite above 100; NaN stays NaN. */
+INLINE lanes exponential(lanes x) {
+    x = maximum(all(-104.0f), x);
+    x = x > 100.0f ? all(100.0f) : x;
+    const lanes shifted = x * LOG2E + 12582912.0f, q = shifted - 12582912.0f; /* its lowest bits are q, ties to even */
+    lanes s = fused(q, all(-0.693145751953125f), x);
+    s = fused(q, all(-1.428606765330187045e-06f), s);
+    lanes u = all(0.000198527617612853646278381f);
+    u = fused(u, s, all(0.00139304355252534151077271f));
+    u = fused(u, s, all(0.00833336077630519866943359f));
+    u = fused(u, s, all(0.0416664853692054748535156f));
+    u = fused(u, s, all(0.166666671633720397949219f));
+    u = fused(u, s, all(0.5f));
+    u = fused(s * s, u, s) + 1.0f;
+#if defined(__AVX512F__)
+    return bits<lanes>(_mm512_scalef_ps(bits<__m512>(u), bits<__m512>(q)));
+#else
+    const signs exponent = bits<signs>(shifted) - 0x4b400000, half = exponent >> 1; /* one power would overflow */
+    return u * bits<lanes>((half + 127) << 23) * bits<lanes>((exponent - half + 127) << 23);
+#endif
+}
+
+INLINE lanes sigmoid(lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+
+/* To 1e-6 of it, of small ones too. */
+INLINE lanes hyperbolic_tangent(lanes x) {
+    const lanes square = x * x;
+    lanes near = fused(square, all(62.0f / 2835), all(-17.0f / 315)); /* its series, of which the terms fall fast */
+    near = fused(near, square, all(2.0f / 15));
+    near = fused(near, square, all(-1.0f / 3));
+    near = fused(near * square, x, x);
+    const lanes far = 2.0f * sigmoid(2.0f * x) - 1.0f;
+    return (x < 0.25f) & (x > -0.25f) ? near : far;
+}
+
+/* erf to 2e-7 (Abramowitz and Stegun, 7.1.26). */
+INLINE lanes erf_of(lanes x) {
+    const lanes z = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.3275911f * z);
+    const lanes p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    const lanes y = 1.0f - p * exponential(-z * z);
+    return x < 0 ? -y : y;
+}
+
+/* What configs call activations; the numbers are those of linear.py. */
+enum Activation { NONE, SILU, RELU, GELU, GELU_TANH, GELU_QUICK };
+
+INLINE lanes activate(lanes x, int64_t kind) {
+    switch (kind) {
+    case SILU: return x * sigmoid(x);
+    case RELU: return x < 0 ? lanes{} : x; /* NaN stays NaN */
+    case GELU: return 0.5f * x * (1.0f + erf_of(x * 0.70710678f));
+    case GELU_TANH: /* 0.5 (1 + tanh u) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3) */
+        return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+    case GELU_QUICK: return x * sigmoid(1.702f * x);
+    default: return x;
+    }
 }

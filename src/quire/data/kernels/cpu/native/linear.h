@@ -9,7 +9,12 @@ A gated weight is two stacked ones [2 I, K]: each panel has PANEL / 2 rows of th
 
 Each sum goes over K in order, whatever the number of rows. */
 #pragma once
-#include "wide.h"
+#include "lanes.h"
+
+/* As products call them. */
+typedef lanes wide;
+typedef signs wide_int;
+typedef words wide_bits;
 
 constexpr int64_t PANEL = 32, STEP = PANEL * 4, KTILE = 32;
 constexpr int64_t BLOCK = 256; /* steps that many rows go over at a time: 32 KiB of a panel */
@@ -64,7 +69,7 @@ static inline void finish(const Product &p, int64_t panel, int64_t first, int64_
             wide sum = load<wide>(sums + v * LANES) + bias[v];
             if (p.activation) sum = activate(sum, p.activation);
             if (GATED) sum *= load<wide>(sums + OUTS + v * LANES) + bias[v + VECTORS - HALF];
-            put((count == OUTS ? out : some) + v * LANES, sum);
+            store((count == OUTS ? out : some) + v * LANES, sum);
         }
         if (count < OUTS) std::memcpy(out, some, size_t(count) * sizeof(T));
     }

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t ROWS = 16, TILE = ROWS * 64, TILE_STEPS = KTILE / 2, TILE_LINES = TILE_STEPS * STEP / 64;
 constexpr int64_t DEEP = 8;     /* tiles of a block: a panel's are in the first cache while all rows go over them */
-constexpr int64_t AHEAD = 4096; /* bytes of the weight that are asked for before the only rows need them */
+constexpr int64_t AHEAD = 4096; /* bytes of the weight that are asked for before the only rows need them, */
+constexpr int64_t FAR = 16384;  /* and further on for the second cache: so that misses of x don't wait for the weight's */
 
 /* 16 rows of x; `stride`: bytes from one to the next, `deep`: from a tile's columns to the next one's. */
 struct Rows {
@@ -39,8 +40,8 @@ struct Waiting {
 };
 
 /* Sums [16 or 32, PANEL] of rows of x times some tiles of a panel; `more`: added to those that are there. Meanwhile
-   what waits is finished, all of it, by units that tiles don't use. */
-template <int R>
+   what waits is finished, all of it, by units that tiles don't use. FEW: of the weight more is asked for. */
+template <int R, bool FEW>
 inline void pass(const Product &p, Rows a, Rows b, const char *w, int64_t tiles, float *sums, bool more, Ahead ahead,
                  Waiting &waiting) {
     float *below = sums + ROWS * PANEL;
@@ -59,7 +60,10 @@ inline void pass(const Product &p, Rows a, Rows b, const char *w, int64_t tiles,
         _tile_zero(3);
     }
     for (int64_t k = 0; k < tiles; ++k, w += TILE_STEPS * STEP) {
-        for (int64_t i = 0; i < ahead.lines; ++i, ahead.weight += 64) __builtin_prefetch(ahead.weight);
+        for (int64_t i = 0; i < ahead.lines; ++i, ahead.weight += 64) {
+            __builtin_prefetch(ahead.weight);
+            if (FEW) __builtin_prefetch(ahead.weight + FAR, 0, 2);
+        }
         for (int64_t i = 0; i < each && ahead.outs > 0; ++i, --ahead.outs, ahead.out += ahead.stride)
             __builtin_prefetch(ahead.out, 1);
         _tile_loadd(4, a.at, a.stride);
@@ -116,11 +120,12 @@ bool linear_tiles(const Product &p, void *scratch) {
         return Rows{p.x + ((p.first + tile * ROWS) * p.x_stride + k * KTILE) * 2, p.x_stride * 2, 64};
     };
     const int64_t passes = (count + 1) / 2, lines = (TILE_LINES + passes - 1) / passes;
+    const int64_t block = passes > 1 ? DEEP : deep;
     Waiting waiting;
     for (int64_t panel = p.panel; panel < p.end; ++panel)
-        for (int64_t k = 0; k < deep; k += DEEP) {
-            const int64_t some = std::min(DEEP, deep - k);
-            const bool ends = k + DEEP >= deep;
+        for (int64_t k = 0; k < deep; k += block) {
+            const int64_t some = std::min(block, deep - k);
+            const bool ends = k + block >= deep;
             const char *w = p.weight + (panel * deep + k) * TILE_STEPS * STEP;
             for (int64_t i = 0; i < count; i += 2) {
                 const int64_t from = p.first + i * ROWS, last = std::min(from + 2 * ROWS, p.last);
@@ -128,8 +133,9 @@ bool linear_tiles(const Product &p, void *scratch) {
                 const char *out = p.out + (from * p.out_stride + panel * PANEL / (p.gated ? 2 : 1)) * 2;
                 const Ahead ahead = {soon, lines, out, ends ? last - from : 0, p.out_stride * 2};
                 float *to = sums + i * ROWS * PANEL;
-                if (i + 1 < count) pass<2>(p, at(i, k), at(i + 1, k), w, some, to, k > 0, ahead, waiting);
-                else pass<1>(p, at(i, k), at(i, k), w, some, to, k > 0, ahead, waiting);
+                if (i + 1 == count) pass<1, false>(p, at(i, k), at(i, k), w, some, to, k > 0, ahead, waiting);
+                else if (passes > 2) pass<2, false>(p, at(i, k), at(i + 1, k), w, some, to, k > 0, ahead, waiting);
+                else pass<2, true>(p, at(i, k), at(i + 1, k), w, some, to, k > 0, ahead, waiting);
                 if (ends) waiting = {panel, from, last, to};
             }
         }

@@ -1,25 +1,25 @@
 /* RMS norm and layer norm of rows, with the sum before them, and the norm that the sum may go through before that. */
-#include "sixteen.h"
+#include "lanes.h"
 
 #include <cmath>
 
 /* The inverse of the root of the mean square of `size` numbers of x, less `mean`. */
 template <class T> static float inverse_root(const T *x, int64_t size, float mean, float eps) {
-    Floats squares{};
+    lanes squares{};
     for (int64_t i = 0; i < size; i += LANES) {
-        Floats some = load(x + i, size - i);
+        lanes some = load(x + i, size - i);
         if (mean != 0 && size - i >= LANES) some -= mean;
         else if (mean != 0)
             for (int64_t j = 0; j < size - i; ++j) some[j] -= mean;
         squares = fused(some, some, squares);
     }
-    return 1.0f / std::sqrt(sum(squares) / float(size) + eps);
+    return 1.0f / std::sqrt(total(squares) / float(size) + eps);
 }
 
 template <class T> static float mean_of(const T *x, int64_t size) {
-    Floats total{};
-    for (int64_t i = 0; i < size; i += LANES) total += load(x + i, size - i);
-    return sum(total) / float(size);
+    lanes sum{};
+    for (int64_t i = 0; i < size; i += LANES) sum += load(x + i, size - i);
+    return total(sum) / float(size);
 }
 
 /* x [rows, size] += delta (null: nothing), or += the RMS norm of delta with the weight `behind`, each rounded to T;
@@ -35,7 +35,7 @@ template <class T, class W> static void norm(const Arg *a, int64_t chunk) {
             const T *delta = as<T>(a[1]) + row * a[10].integer;
             const float by = behind ? inverse_root(delta, size, 0, eps) : 1.0f;
             for (int64_t i = 0; i < size; i += LANES) {
-                Floats added = load(delta + i, size - i);
+                lanes added = load(delta + i, size - i);
                 if (behind) {
                     T rounded[LANES];
                     store(rounded, added * by * load(behind + i, size - i));
@@ -47,7 +47,7 @@ template <class T, class W> static void norm(const Arg *a, int64_t chunk) {
         const float mean = bias ? mean_of(x, size) : 0.0f;
         const float by = inverse_root(x, size, mean, eps);
         for (int64_t i = 0; i < size; i += LANES) {
-            Floats result = (load(x + i, size - i) - mean) * by * load(weight + i, size - i);
+            lanes result = (load(x + i, size - i) - mean) * by * load(weight + i, size - i);
             if (bias) result += load(bias + i, size - i);
             store(out + i, result, size - i);
         }

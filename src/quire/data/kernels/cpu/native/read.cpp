@@ -1,16 +1,16 @@
 /* What a product of one row could at most do: reading memory from one end to the other. */
-#include "wide.h"
+#include "lanes.h"
 
 /* Args: data, bytes of a chunk (a multiple of 512), sums [chunks] (so that it is done at all). */
 QUIRE_EXPORT void read_all(const Arg *a, int64_t chunk, void *) {
     const int64_t bytes = a[1].integer;
     const char *data = as<char>(a[0]) + chunk * bytes;
     constexpr int MANY = 8;
-    wide_bits sums[MANY] = {};
+    words sums[MANY] = {};
     for (int64_t i = 0; i < bytes; i += MANY * LANES * 4) {
         for (int j = 0; j < MANY * LANES * 4; j += 64) __builtin_prefetch(data + i + j + 2048);
 #pragma GCC unroll 8
-        for (int j = 0; j < MANY; ++j) sums[j] ^= load<wide_bits>(data + i + j * LANES * 4);
+        for (int j = 0; j < MANY; ++j) sums[j] ^= load<words>(data + i + j * LANES * 4);
     }
     uint32_t sum = 0;
     for (int j = 0; j < MANY; ++j)

@@ -4,7 +4,7 @@ quire.data.runner.draws defines them.
 A likelihood (at most 1, the best token's) is handled as the bits of its float, its *key*, which rise with it. Nothing is
 sorted: keys are counted by their upper bits, then those of one bin by their lower bits. Weights are integers, so that
 no sum depends on the order of its terms. */
-#include "sixteen.h"
+#include "lanes.h"
 
 #include <cmath>
 
@@ -14,8 +14,8 @@ constexpr int LOW = 14;                /* bits of a key within a bin */
 constexpr int64_t BINS = ((ONE - LEAST) >> LOW) + 1, WITHIN = int64_t(1) << LOW;
 constexpr int64_t BLOCK = 1024; /* tokens whose weights are summed before the search for the drawn one */
 
-typedef double Doubles __attribute__((vector_size(64)));
-typedef float Half __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(LANES * 4)));
+typedef float Half __attribute__((vector_size(LANES * 2)));
 
 static uint64_t weight_of(int32_t key) {
     float likelihood;
@@ -24,9 +24,9 @@ static uint64_t weight_of(int32_t key) {
 }
 
 /* The same of several keys. */
-INLINE Floats weights_of(Ints keys) {
-    const Floats wide = (Floats)keys * 4294967296.0f, whole = (wide + 8388608.0f) - 8388608.0f;
-    return select(wide < 8388608.0f, whole - (Floats)((Ints)all(1.0f) & (whole > wide)), wide);
+INLINE lanes weights_of(signs keys) {
+    const lanes wide = (lanes)keys * 4294967296.0f, whole = (wide + 8388608.0f) - 8388608.0f;
+    return wide < 8388608.0f ? whole - (lanes)((signs)all(1.0f) & (whole > wide)) : wide;
 }
 
 namespace {
@@ -38,13 +38,13 @@ template <class T> struct Row {
     float best, temperature, min_p;
     int32_t border = LEAST;
 
-    /* Of up to 16 tokens from `i` on: 0 for those that min_p cuts, or that weigh nothing. */
-    inline __attribute__((always_inline)) Ints keys(int64_t i) const {
+    /* Of up to LANES tokens from `i` on: 0 for those that min_p cuts, or that weigh nothing. */
+    inline __attribute__((always_inline)) signs keys(int64_t i) const {
         const int64_t n = vocab - i;
-        Floats u = load(x + i, n) - best;
+        lanes u = load(x + i, n) - best;
         if (temperature != 1.0f) u /= temperature;
         u = exponential(u);
-        Ints keys = (Ints)u & (u >= min_p) & ((Ints)u >= LEAST);
+        signs keys = (signs)u & (u >= min_p) & ((signs)u >= LEAST);
         if (n < LANES)
             for (int64_t j = n; j < LANES; ++j) keys[j] = 0;
         return keys;
@@ -54,14 +54,14 @@ template <class T> struct Row {
     uint64_t mass(int64_t begin) const {
         Doubles total{}; /* of integers below 2^53: exact */
         for (int64_t i = begin; i < vocab && i < begin + BLOCK; i += LANES) {
-            const Ints some = keys(i);
-            const Floats weights = weights_of(some & (some >= border));
+            const signs some = keys(i);
+            const lanes weights = weights_of(some & (some >= border));
             Half halves[2];
             std::memcpy(halves, &weights, sizeof halves);
             total += __builtin_convertvector(halves[0], Doubles) + __builtin_convertvector(halves[1], Doubles);
         }
         uint64_t sum = 0;
-        for (int j = 0; j < 8; ++j) sum += uint64_t(total[j]);
+        for (int j = 0; j < LANES / 2; ++j) sum += uint64_t(total[j]);
         return sum;
     }
 };
@@ -90,8 +90,8 @@ static Place descend(const Row<T> &row, const uint32_t *counts, const uint64_t *
     std::memset(within, 0, WITHIN * sizeof *within);
     const int32_t first = LEAST + int32_t(bin << LOW);
     for (int64_t i = 0; i < row.vocab; i += LANES) {
-        const Ints keys = row.keys(i);
-        const Ints inside = (keys >= first) & (keys < first + int32_t(WITHIN));
+        const signs keys = row.keys(i);
+        const signs inside = (keys >= first) & (keys < first + int32_t(WITHIN));
         for (int j = 0; j < LANES; ++j)
             if (inside[j]) ++within[keys[j] - first];
     }
@@ -112,7 +112,7 @@ template <class T> static int32_t border_of(const Row<T> &row, uint64_t top_k, d
     uint32_t *counts = reinterpret_cast<uint32_t *>(masses + BINS), *within = counts + BINS;
     std::memset(scratch, 0, BINS * (sizeof *masses + sizeof *counts));
     for (int64_t i = 0; i < row.vocab; i += LANES) {
-        const Ints keys = row.keys(i);
+        const signs keys = row.keys(i);
         for (int j = 0; j < LANES; ++j) {
             if (!keys[j]) continue;
             const int64_t bin = (keys[j] - LEAST) >> LOW;
@@ -136,9 +136,9 @@ template <class T> static int32_t border_of(const Row<T> &row, uint64_t top_k, d
 
 /* The lowest id of the greatest logit; -1 if one is NaN or infinite, or none is above -infinity. */
 template <class T> static int64_t greatest(const T *x, int64_t vocab, float *best) {
-    const Floats least = all(-__builtin_inff());
-    Floats most[4] = {least, least, least, least}, odd{}; /* four, so that no comparison waits for the one before it */
-    const auto look = [&](Floats some, Floats &most) {
+    const lanes least = all(-__builtin_inff());
+    lanes most[4] = {least, least, least, least}, odd{}; /* four, so that no comparison waits for the one before it */
+    const auto look = [&](lanes some, lanes &most) {
         most = some > most ? some : most;
         odd = some == some ? odd : some;
     };
@@ -146,20 +146,20 @@ template <class T> static int64_t greatest(const T *x, int64_t vocab, float *bes
     for (; i + 4 * LANES <= vocab; i += 4 * LANES)
         for (int j = 0; j < 4; ++j) look(load(x + i + j * LANES), most[j]);
     for (; i < vocab; i += LANES) {
-        Floats some = load(x + i, vocab - i);
+        lanes some = load(x + i, vocab - i);
         for (int64_t j = vocab - i; j < LANES; ++j) some[j] = -__builtin_inff();
         look(some, most[0]);
     }
     bool fault = false;
     *best = -__builtin_inff();
-    for (const Floats &some : most)
+    for (const lanes &some : most)
         for (int j = 0; j < LANES; ++j) *best = some[j] > *best ? some[j] : *best;
     for (int j = 0; j < LANES; ++j) fault |= odd[j] != odd[j];
     fault |= *best == __builtin_inff();
     if (fault || !(*best > -__builtin_inff())) return -1;
-    const Floats wanted = all(*best);
+    const lanes wanted = all(*best);
     for (i = 0; i + BLOCK <= vocab; i += BLOCK) { /* the block that has it */
-        Ints same{};
+        signs same{};
         for (int64_t j = 0; j < BLOCK; j += LANES) same |= load(x + i + j) == wanted;
         int32_t any = 0;
         for (int j = 0; j < LANES; ++j) any |= same[j];
@@ -178,7 +178,7 @@ template <class T> static int64_t drawn(const Row<T> &row, const uint64_t *masse
     int64_t block = 0;
     while (block < blocks - 1 && before + masses[block] <= goal) before += masses[block++];
     for (int64_t i = block * BLOCK; i < row.vocab; i += LANES) {
-        const Ints keys = row.keys(i);
+        const signs keys = row.keys(i);
         for (int j = 0; j < LANES; ++j) {
             before += keys[j] >= row.border ? weight_of(keys[j]) : 0;
             if (before > goal) return i + j;

@@ -1,0 +1,128 @@
+"""`quire bench kernels --family kv` on a CPU: what keys and values in 8 bits save of a decode step at long contexts, of
+the 125M shape in bf16: of its attention alone, and of a whole step. Both formats take turns in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.bench import contexts
+from quire.bench.shapes import built
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.data.kernels.cpu.backend import NativeBackend
+from quire.data.kernels.cpu.library import Library, Tape
+from quire.data.runner.store import Store
+
+NAMES = {"auto": "bf16", "int8": "int8"}
+CONTEXTS = (1024, 4096, 16384)
+ROWS = (1, 8)
+TURNS, RUNS = 5, 2  # of each format, and runs in one
+BLOCK = 1 << 14  # heads
+SHAPE = {"max_position_embeddings": 2 * CONTEXTS[-1]}
+
+
+class Taken(NamedTuple):
+    """Of one run: by the clock, and by all threads' processor time, of which neighbours take less."""
+
+    seconds: float
+    processor: float
+
+
+Runs = Mapping[str, Callable[[], object]]
+
+
+def contexts_in_turn(own: Library, memory: float) -> Iterator[dict[str, Any]]:
+    """A line for each format, number of rows and context; `memory`: bytes/s of a plain read. `ratio` and
+    `processor_ratio`, of a line in 8 bits, are bf16's time over its own."""
+    with ExitStack() as stack:
+        engines = {kind: stack.enter_context(built(_config(kind), SHAPE)).engine for kind in NAMES}
+        for engine in engines.values():
+            fill(engine.runner.store)  # type: ignore[attr-defined]
+            contexts.Skipping(engine)
+        sizes = {kind: engine.runner.store.geometry.groups[0].token_bytes for kind, engine in engines.items()}  # type: ignore[attr-defined]
+        for rows in ROWS:
+            for context in CONTEXTS:
+                tapes = {kind: _tape(own, engine.runner.store, rows, context) for kind, engine in engines.items()}  # type: ignore[attr-defined]
+                runs: Runs = {kind: partial(own.run, tape) for kind, tape in tapes.items()}
+                for what, taken in (("attention", in_turn(runs)), ("step", _steps(engines, rows, context))):
+                    yield from _lines(f"{what}, {rows} x {context:,}", taken, sizes, rows * context, memory)
+
+
+def _config(kind: str) -> EngineConfig:
+    tokens = ROWS[-1] * (CONTEXTS[-1] + 4 * TURNS * RUNS)
+    return EngineConfig(
+        device="cpu", dtype="bfloat16", kv_cache_dtype=kind, kv_tokens=tokens, max_num_seqs=ROWS[-1],
+        enable_prefix_caching=False,
+    )  # fmt: skip
+
+
+def fill(store: Store) -> None:
+    """Random keys and values, the same every so many heads, in memory that is all there."""
+    cache = store.caches[0]
+    some = torch.randn(BLOCK, cache.head_dim).to(torch.bfloat16)
+    if cache.rounded:
+        scales = torch.full((BLOCK, 1), 0.01).view(torch.int8)
+        some = torch.cat(((30 * some).clamp(-127, 127).to(torch.int8), scales), 1)
+    heads = store.buffer.view(some.dtype).view(-1, some.shape[1])
+    for part in heads.split(BLOCK):
+        part.copy_(some[: len(part)])
+
+
+def _tape(own: Library, store: Store, rows: int, context: int) -> Tape:
+    """Attention of a step, all layers, to pages in random order."""
+    [group], backend = store.geometry.groups, NativeBackend(kernels=own)
+    pages = torch.randperm(len(group.ids))[: rows * group.pages(context)].view(rows, -1) + group.ids.start
+    table = torch.cat((torch.zeros_like(pages[:1]), pages))
+    own.tape = tape = Tape()
+    try:
+        step = backend.singles(torch.arange(1, rows + 1), torch.full((rows,), context - 1))
+        for cache in store.caches.values():
+            q = torch.randn(rows, cache.heads, cache.head_dim).to(torch.bfloat16)
+            backend.read(q, cache, backend.plan_singles(step, table, cache))
+    finally:
+        own.tape = None
+    return tape
+
+
+def _steps(engines: Mapping[str, Engine], rows: int, context: int) -> dict[str, list[Taken]]:
+    """Whole steps of so many sequences, of as many tokens and a few more."""
+    for engine in engines.values():
+        contexts.start(engine, [context] * rows)
+    try:
+        return in_turn({kind: engine.step for kind, engine in engines.items()})
+    finally:
+        for engine in engines.values():
+            contexts.stop(engine)
+
+
+def in_turn(runs: Runs) -> dict[str, list[Taken]]:
+    """What each run took; the first one of a turn, which finds nothing of its own in the caches, isn't counted."""
+    taken: dict[str, list[Taken]] = {kind: [] for kind in runs}
+    for _ in range(TURNS):
+        for kind, run in runs.items():
+            run()
+            for _ in range(RUNS):
+                began, processor = time.perf_counter(), time.process_time()
+                run()
+                taken[kind].append(Taken(time.perf_counter() - began, time.process_time() - processor))
+    return taken
+
+
+def _lines(
+    case: str, taken: Mapping[str, list[Taken]], sizes: Mapping[str, int], tokens: int, memory: float
+) -> Iterator[dict[str, Any]]:
+    medians = {kind: Taken(*map(median, zip(*some))) for kind, some in taken.items()}
+    for kind, (seconds, processor) in medians.items():
+        rate = sizes[kind] * tokens / seconds
+        yield {
+            "kernel": f"KV in {NAMES[kind]}", "case": case, "us": seconds * 1e6, "rate": rate / 1e9, "bound": "memory",
+            "unit": "GB/s", "share": rate / memory, "processor_us": processor * 1e6,
+            "ratio": medians["auto"].seconds / seconds, "processor_ratio": medians["auto"].processor / processor,
+        }  # fmt: skip

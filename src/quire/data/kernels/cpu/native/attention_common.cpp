@@ -1,0 +1,55 @@
+/* Which rows of one query have pages in common: rows whose tables begin with the same ones. */
+#include "attention.h"
+
+#include <algorithm>
+
+namespace {
+
+constexpr int64_t PART = 256;       /* tokens of a part, at least */
+constexpr int64_t GRAIN = 128;      /* which begins at a multiple of these */
+constexpr int64_t LEAST_TOKENS = 96; /* that are worth it */
+
+/* Of two rows, tokens of the pages that both read wholly and that are the same ones. */
+int64_t same(const int64_t *one, const int64_t *two, int64_t tokens, int64_t page) {
+    int64_t i = 0;
+    while ((i + 1) * page <= tokens && one[i] == two[i]) ++i;
+    return i * page;
+}
+
+} // namespace
+
+/* A row is put together with those that have most in common with it, and with those that have half of that. Args: slots,
+   positions, tables, entries from a table to the next, tokens of a page, rows, rows of a tile at most, rows that are worth
+   it, Common. */
+QUIRE_EXPORT void attention_share(const Arg *a, int64_t, void *) {
+    const int64_t *slots = as<int64_t>(a[0]), *positions = as<int64_t>(a[1]), *tables = as<int64_t>(a[2]);
+    const int64_t stride = a[3].integer, page = a[4].integer, rows = a[5].integer, most = a[6].integer, few = a[7].integer;
+    const Common found(a[8], rows);
+    int64_t placed = 0;
+    found.tiles() = 0;
+    for (int64_t row = 0; row < rows; ++row) found.parts(row) = 0;
+    for (int64_t row = 0; row + few <= rows; ++row) {
+        if (found.parts(row)) continue;
+        int64_t longest = 0, count = 1, *members = found.order() + placed;
+        for (int64_t other = row + 1; other < rows; ++other)
+            if (!found.parts(other))
+                longest = std::max(longest, found.begin(other) = same(tables + slots[row] * stride, tables + slots[other] * stride,
+                                                                      std::min(positions[row], positions[other]), page));
+        if (longest < LEAST_TOKENS) continue;
+        int64_t tokens = longest;
+        members[0] = row;
+        for (int64_t other = row + 1; other < rows; ++other)
+            if (!found.parts(other) && 2 * found.begin(other) >= longest)
+                members[count++] = other, tokens = std::min(tokens, found.begin(other));
+        if (count < few || tokens < LEAST_TOKENS) continue;
+        const int64_t parts = std::clamp(tokens / PART, int64_t(1), COMMON_PARTS), even = (tokens + parts - 1) / parts;
+        const int64_t size = (even + GRAIN - 1) / GRAIN * GRAIN, tiles = (count + most - 1) / most;
+        for (int64_t i = 0; i < tiles; ++i) {
+            const int64_t first = count * i / tiles, last = count * (i + 1) / tiles;
+            found.tile(found.tiles()++) = {placed + first, last - first, tokens, size};
+        }
+        for (int64_t i = 0; i < count; ++i)
+            found.begin(members[i]) = tokens, found.parts(members[i]) = (tokens + size - 1) / size;
+        placed += count;
+    }
+}

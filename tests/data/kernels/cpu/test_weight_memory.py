@@ -1,0 +1,76 @@
+"""Where packed weights lie, and what is made ready for them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.data.kernels.cpu.memory import MAPPED, Memory
+
+SIZE = 8 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux says what is in memory")
+
+
+def resident(address: int) -> int:
+    """Bytes in memory of the mapping that holds an address."""
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(number, 16) for number in part.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return 1024 * int(re.search(r"Rss: *(\d+) kB", part)[1])  # type: ignore[index]
+    return 0
+
+
+def kept(memory: Memory, size: int) -> Tensor:
+    return memory.take(1, size, torch.uint8)
+
+
+def test_memory_of_a_large_weight_is_its_own() -> None:
+    """So it is given back with the weight, and small ones go on filling what they had begun."""
+    memory = Memory()
+    small, large, other = (memory.take(1, columns, torch.float32) for columns in (16, MAPPED // 4, 16))
+    assert other.data_ptr() - small.data_ptr() == 64
+    assert large.shape == (1, MAPPED // 4)
+    assert memory.block is not None
+    assert not 0 <= large.data_ptr() - small.data_ptr() < len(memory.block)
+
+
+@linux
+def test_what_is_ahead_is_taken_and_the_rest_given_back() -> None:
+    memory = Memory()
+    memory.ahead(SIZE)
+    assert memory.thread is not None
+    memory.thread.join()
+    assert memory.ready == SIZE
+    first, second = kept(memory, SIZE // 4), kept(memory, SIZE // 4)
+    assert second.data_ptr() - first.data_ptr() == SIZE // 4
+    assert resident(first.data_ptr()) >= SIZE
+    second.fill_(7)
+    memory.settle()
+    assert memory.ready == 0
+    assert SIZE // 2 <= resident(first.data_ptr()) < SIZE, "and nothing that was taken"
+    assert bool((second == 7).all())
+    third = kept(memory, SIZE // 4)
+    assert not 0 <= third.data_ptr() - first.data_ptr() < SIZE, "what was given back is no other model's"
+
+
+def test_weights_that_need_more_than_was_ahead() -> None:
+    memory = Memory()
+    memory.ahead(SIZE)
+    parts = [kept(memory, SIZE // 2 + 1).fill_(number) for number in range(3)]
+    memory.settle()
+    assert [int(part.unique().item()) for part in parts] == [0, 1, 2]
+    memory.ahead(0)
+    memory.settle()
+    memory.settle()
+
+
+def test_it_is_made_ready_before_torch_is_there() -> None:
+    code = "import sys; from quire.data.kernels.cpu.memory import memory; memory().ahead(1 << 20); memory().settle(); "
+    done = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], timeout=60, check=False)
+    assert done.returncode == 0
