@@ -75,7 +75,7 @@ class Terminal:
         for _ in range(20):
             self.type(last)
             with suppress(subprocess.TimeoutExpired):
-                return self.child.wait(timeout=1)
+                return self.child.wait(timeout=5)
         raise AssertionError(f"{last!r} doesn't end it")
 
 

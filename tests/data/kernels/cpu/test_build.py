@@ -114,7 +114,13 @@ def test_a_compiler_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[1:] == (found[0], "-O1")
 
 
-@pytest.mark.parametrize("variant", variants(), ids=NAMES)
+FEW = ("amx", "avx2", "neon")
+"""Sets whose sources are compiled each time; those between them in the soak."""
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=() if v.name in FEW else pytest.mark.soak, id=v.name) for v in variants()]
+)
 def test_sources_give_no_warnings(variant: Variant) -> None:
     cxx = compiler()
     if cxx is None:
