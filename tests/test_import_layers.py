@@ -22,7 +22,8 @@ KERNELS, LAYERS_OF, MODELS, WEIGHTS = "data.kernels", "data.layers", "data.model
 CONTROL = SAID | {"control"}
 DATA = {KERNELS, LAYERS_OF, MODELS, WEIGHTS, "data.runner"}
 JOINS = {
-    "budget", "build", "source", "llm", "async_llm", "plan_log", "plan_replay", "pool", "vattention", "jenga",
+    "budget", "build", "source", "reserve", "llm", "async_llm", "plan_log", "plan_replay", "pool", "vattention",
+    "jenga",
 }  # fmt: skip
 BELOW = CONTROL | DATA | {"files", "sim", "text", "link", *JOINS}
 TOP = {"server", "cli", "bench", "reproduce", "__main__"}
@@ -45,7 +46,7 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     "data": set(),
     "client": set(),  # the standard library: it is started as a program, many times
     "text": CONTROL | {"build", "files"},
-    "link": CONTROL | {"build", "source", "text"},
+    "link": CONTROL | {"build", "source", "reserve", "text"},
     **dict.fromkeys(JOINS, BELOW),
     **dict.fromkeys(TOP, BELOW | TOP | {"client"}),
 }

@@ -154,4 +154,9 @@ def test_an_unknown_format_is_refused() -> None:
 def test_keys_in_8_bits_are_not_found_by_others() -> None:
     config = EngineConfig(kv_cache_dtype="int8")
     source = read_source(config)
-    assert model_id(config, source, "bfloat16") != model_id(EngineConfig(), source, "bfloat16")
+    others = [
+        EngineConfig(),
+        EngineConfig(quantization="int8"),
+        EngineConfig(quantization="int8", kv_cache_dtype="int8"),
+    ]
+    assert len({model_id(one, source, "bfloat16") for one in (config, *others)}) == 4

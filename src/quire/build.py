@@ -6,7 +6,6 @@ The one place where the planes are joined. Every failure is a StartupError with 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.link.collector import paused
 from quire.plan_log import Logged
+from quire.reserve import reserve
 from quire.source import Source, eos_ids, read_sight, read_source, read_text
 from quire.vocabulary.specs import ModelSpec
 
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-GPUS = ("/dev/nvidiactl", "/dev/kfd")
-BITS = {"int8": 8.5, "int4": 4.75}
-"""Of a number, by --quantization, its share of scales included."""
 NARROW = 1024
 """A hidden size below which a GGUF file's blocks are multiplied exactly: rounding shows most there, and costs least."""
 
@@ -87,28 +84,16 @@ def build(config: EngineConfig, progress: bool = False, member: Member | None = 
 
     renderer = None if config.skip_tokenizer_init else Renderer()  # its process comes up while torch is imported
     source = read_source(config)
-    reserve(config, source)
-    import_module("torch")
-    tokenizer, chat = read_text(config, source, renderer)
-    named = tokenizer.eos_ids if tokenizer is not None else ()
-    engine, plan, notices = build_engine(config, source, named, progress, member)
-    sight = read_sight(config, source, tokenizer)
-    return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
-
-
-def reserve(config: EngineConfig, source: Source) -> None:
-    """Make about as much memory ready as packed weights will take, as far as can be said before torch is imported:
-    beside that it costs no time. Nothing where a GPU may compute, or no kernels of our own."""
-    if config.device != "cpu" and any(map(os.path.exists, GPUS)):
-        return
-    if kernels.suited(os.environ.get("QUIRE_CPU_KERNELS", "")) is None:
-        return
-    spec, bits = source.spec, 32.0 if config.dtype == "float32" else 16.0
-    if source.folder is not None and not config.dummy_weights:
-        files = [source.folder] if source.file is not None else source.folder.glob("*.safetensors")
-        bits = min(bits, sum(file.stat().st_size for file in files) * 8 / spec.parameters)
-    table = 0 if source.config.get("tie_word_embeddings") else spec.vocab_size * spec.hidden
-    memory().ahead(int((spec.parameters - table) * min(bits, BITS.get(config.quantization or "", bits)) / 8))
+    try:
+        reserve(config, source)
+        import_module("torch")
+        tokenizer, chat = read_text(config, source, renderer)
+        named = tokenizer.eos_ids if tokenizer is not None else ()
+        engine, plan, notices = build_engine(config, source, named, progress, member)
+        sight = read_sight(config, source, tokenizer)
+        return Built(engine, source.spec, tokenizer, chat, plan, notices, source.defaults, source.name, sight)
+    finally:
+        memory().settle()  # of a start that failed, too
 
 
 def build_engine(
@@ -221,8 +206,7 @@ def _runner(
     else:
         load(model, source.folder, progress, scheme)
     model.prepare(max_len, config.deterministic)
-    if device.type == "cpu":
-        memory().settle()
+    memory().settle()
     attention = _attention(config, source.spec, device, dtype)
     return ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
@@ -283,15 +267,13 @@ def _planned(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> 
 
 def _not_native(config: EngineConfig, device: str) -> str:
     """Why kernels for CPUs don't attend."""
-    from quire.data.kernels.cpu.loading import library, missing
-
     if config.attention not in ("auto", "native"):
         return f"--attention is {config.attention}"
     if device != "cpu":
         return f"--device is {device}"
     if config.memory == "virtual":
         return "--memory is virtual"
-    return missing() if library() is None else "they don't take the model's heads, or its --dtype"
+    return kernels.missing() if kernels.library() is None else "they don't take the model's heads, or its --dtype"
 
 
 def _heads(spec: ModelSpec) -> set[tuple[int, int]]:
@@ -355,7 +337,7 @@ def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) 
 
 def model_id(config: EngineConfig, source: Source, dtype: str) -> str:
     """What tells apart models whose keys and values differ."""
-    rounded = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else None
+    rounded = f"kv-{config.kv_cache_dtype}" if config.kv_cache_dtype != "auto" else None
     return ":".join(filter(None, (source.name, dtype, config.quantization, rounded)))
 
 

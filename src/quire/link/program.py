@@ -227,7 +227,8 @@ def _end_after(readers: list[threading.Thread]) -> None:
 
 def build_model(hello: Hello) -> tuple[Engine, Ready]:
     """The engine of a model."""
-    from quire.build import build_engine, reserve
+    from quire.build import build_engine
+    from quire.reserve import reserve
     from quire.source import read_source
 
     config = hello.config

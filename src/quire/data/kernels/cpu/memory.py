@@ -50,10 +50,11 @@ class Memory:
 
     def settle(self) -> None:
         """All weights of a model are packed: what is left of a block that was begun for them is given back."""
-        thread, self.thread, self.ready = self.thread, None, 0
+        thread, self.thread = self.thread, None
         if thread is None:
             return
         thread.join()
+        self.ready = 0
         if self.block is not None:
             begin = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE
             if begin < len(self.block):

@@ -2,6 +2,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <functional>
 
 namespace {
 
@@ -18,7 +19,7 @@ int64_t same(const int64_t *one, const int64_t *two, int64_t tokens, int64_t pag
 
 } // namespace
 
-/* A row is put together with those that have most in common with it, and with those that have half of that. Args: slots,
+/* A row is put together with the few that have most in common with it, and with those that have half of that. Args: slots,
    positions, tables, entries from a table to the next, tokens of a page, rows, rows of a tile at most, rows that are worth
    it, Common. */
 QUIRE_EXPORT void attention_share(const Arg *a, int64_t, void *) {
@@ -30,18 +31,21 @@ QUIRE_EXPORT void attention_share(const Arg *a, int64_t, void *) {
     for (int64_t row = 0; row < rows; ++row) found.parts(row) = 0;
     for (int64_t row = 0; row + few <= rows; ++row) {
         if (found.parts(row)) continue;
-        int64_t longest = 0, count = 1, *members = found.order() + placed;
+        int64_t others = 0, count = 1, *members = found.order() + placed;
         for (int64_t other = row + 1; other < rows; ++other)
             if (!found.parts(other))
-                longest = std::max(longest, found.begin(other) = same(tables + slots[row] * stride, tables + slots[other] * stride,
-                                                                      std::min(positions[row], positions[other]), page));
-        if (longest < LEAST_TOKENS) continue;
-        int64_t tokens = longest;
+                members[others++] = found.begin(other) =
+                    same(tables + slots[row] * stride, tables + slots[other] * stride,
+                         std::min(positions[row], positions[other]), page);
+        if (others < few - 1) break;
+        std::nth_element(members, members + few - 2, members + others, std::greater<int64_t>());
+        int64_t tokens = members[few - 2];
+        if (tokens < LEAST_TOKENS) continue;
+        const int64_t least = std::max(LEAST_TOKENS, (tokens + 1) / 2);
         members[0] = row;
         for (int64_t other = row + 1; other < rows; ++other)
-            if (!found.parts(other) && 2 * found.begin(other) >= longest)
+            if (!found.parts(other) && found.begin(other) >= least)
                 members[count++] = other, tokens = std::min(tokens, found.begin(other));
-        if (count < few || tokens < LEAST_TOKENS) continue;
         const int64_t parts = std::clamp(tokens / PART, int64_t(1), COMMON_PARTS), even = (tokens + parts - 1) / parts;
         const int64_t size = (even + GRAIN - 1) / GRAIN * GRAIN, tiles = (count + most - 1) / most;
         for (int64_t i = 0; i < tiles; ++i) {

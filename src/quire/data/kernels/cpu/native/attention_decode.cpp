@@ -1,5 +1,6 @@
-/* Attention of rows of one query over pages. A row's context is cut into parts by its own length alone, so that what a
-row gets depends neither on other rows nor on threads; parts meet in a second operation. */
+/* Attention of rows of one query over pages. What a row doesn't have in common with others (attention_prompt.cpp)
+is cut into parts by its own length alone, so that what it gets depends neither on threads nor on rows that it has nothing
+in common with; parts meet in a second operation. */
 #include "attention.h"
 
 namespace {
