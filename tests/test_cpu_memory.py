@@ -41,6 +41,7 @@ print(json.dumps([1024 * kib("VmHWM"), plan.weights, plan.kv_bytes]))
 @pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
 def test_a_process_takes_little_beside_weights_and_kv(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
     peak, weights, kv = json.loads(done.stdout.splitlines()[-1])
     beside = peak - weights - kv
     assert beside < MOST, f"{beside / 1e6:.0f} MB beside {weights / 1e6:.0f} of weights and {kv / 1e6:.0f} of KV"

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 
 from quire.control.engine import Engine
@@ -239,9 +238,11 @@ def build_model(hello: Hello) -> tuple[Engine, Ready]:
 
 
 def import_torch() -> None:
-    """What goes wrong is said by whoever needs it."""
-    with suppress(Exception):
+    """What goes wrong is in the log: who imports it again may fail of what the first time left behind."""
+    try:
         import_module("torch")
+    except Exception:
+        log.warning("torch can't be imported", exc_info=True)
 
 
 def main(build: Build | None = None) -> None:
