@@ -1,0 +1,47 @@
+"""What of a model each rank has: everything once, but for heads of keys that several ranks need."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from quire.errors import StartupError
+from quire.vocabulary.layout import ROWS, Layout, Part, check_division
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 63, 64, 320, 50_257, 50_272, 128_256])
+def test_every_row_of_a_vocabulary_is_one_ranks(ranks: int, size: int) -> None:
+    parts = Layout(tp=ranks).parts()
+    assert [row for part in parts for row in part.vocabulary(size)] == list(range(size))
+    padded = {part.padded(size) for part in parts}
+    assert len(padded) == 1
+    assert 0 <= padded.pop() * ranks - size < ranks * ROWS
+
+
+@pytest.mark.parametrize(("queries", "keys", "ranks"), [(4, 4, 4), (4, 2, 4), (32, 8, 4), (8, 1, 8), (28, 4, 2)])
+def test_queries_lie_with_their_keys(queries: int, keys: int, ranks: int) -> None:
+    """Each rank's query heads read its own heads of keys, and as many of these each as in the whole model, or all."""
+    seen: Counter[int] = Counter()
+    for part in Layout(tp=ranks).parts():
+        own = part.heads(queries, keys)
+        assert {head * keys // queries for head in own.queries} == set(own.keys)
+        seen.update(own.keys)
+    assert set(seen) == set(range(keys))
+    assert set(seen.values()) == {max(ranks // keys, 1)}
+
+
+def test_what_does_not_divide_is_refused_with_what_does() -> None:
+    check_division(4, 28, 4, intermediate_size=18_944)
+    with pytest.raises(StartupError, match="--tp is 8.*28 heads, 4 heads of keys") as told:
+        check_division(8, 28, 4, intermediate_size=18_944)
+    assert told.value.remedy == "Use 1, 2 or 4"
+    with pytest.raises(StartupError, match="intermediate_size 9"):
+        check_division(2, 4, 4, intermediate_size=9)
+
+
+def test_parts_of_a_size() -> None:
+    assert [list(Part(rank, 3).share(6)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(AssertionError, match="7 is not a multiple of 3"):
+        Part(0, 3).share(7)
