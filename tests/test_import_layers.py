@@ -23,9 +23,9 @@ CONTROL = SAID | {"control"}
 DATA = {KERNELS, LAYERS_OF, MODELS, WEIGHTS, "data.runner"}
 JOINS = {
     "budget", "build", "source", "reserve", "llm", "async_llm", "plan_log", "plan_replay", "pool", "vattention",
-    "jenga",
+    "jenga", "shard",
 }  # fmt: skip
-BELOW = CONTROL | DATA | {"files", "sim", "text", "link", *JOINS}
+BELOW = CONTROL | DATA | {"files", "sim", "text", "link", "parallel", *JOINS}
 TOP = {"server", "cli", "bench", "reproduce", "__main__"}
 LAYERS: dict[str, set[str]] = {  # what each part of the package may import, itself aside; the longest name counts
     "errors": set(),
@@ -46,6 +46,7 @@ LAYERS: dict[str, set[str]] = {  # what each part of the package may import, its
     "data": set(),
     "client": set(),  # the standard library: it is started as a program, many times
     "text": CONTROL | {"build", "files"},
+    "parallel": CONTROL | {"link", "shard", KERNELS},
     "link": CONTROL | {"build", "source", "reserve", "text"},
     **dict.fromkeys(JOINS, BELOW),
     **dict.fromkeys(TOP, BELOW | TOP | {"client"}),

@@ -9,6 +9,7 @@
     ├── StartupError      the engine can't start; names the cause and a remedy
     ├── LogError          a log of plans that can't be read, or doesn't hold together; names the byte
     ├── Overloaded        the queue is full; come back after `retry_after` seconds
+    ├── PeerLost          another rank is gone or doesn't answer: its own failure is the cause
     └── EngineDead        the engine stopped; nothing more will be served
         └── FrontDead         a process of the server that speaks HTTP is gone, and the server ends
 
@@ -73,6 +74,10 @@ class Overloaded(QuireError):
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class PeerLost(QuireError):
+    """A rank can't reach another one: an echo of what that one failed of."""
 
 
 class EngineDead(QuireError):

@@ -11,22 +11,20 @@ import json
 import struct
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, fields
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.config import VISION_CACHES
 from quire.errors import LogError, StartupError
 from quire.vocabulary.columns import MOST_BYTES, WireError
+from quire.vocabulary.geometry import number, read_geometry, write_geometry
 from quire.vocabulary.plan import StepPlan, StepResult
-from quire.vocabulary.specs import Geometry, Group, Layout
+from quire.vocabulary.specs import Geometry
 from quire.vocabulary.wire import decode, encode
 
 MAGIC = b"quire plans 1\n"
 LENGTH = struct.Struct("<I")
 MOST_HEADER = 2**20  # bytes
-MOST_CELLS = 2**27  # of all page tables together, and tokens of host memory
 MOST_IN_FLIGHT = 64
 BUFFER = 2**20
 
@@ -47,7 +45,7 @@ class Logged:
 
     def bind(self, geometry: Geometry) -> None:
         """See control.engine.Runner, as of all that follows."""
-        header = json.dumps({"vocab_size": self.vocab_size, "geometry": _said(geometry)}).encode()
+        header = json.dumps({"vocab_size": self.vocab_size, "geometry": write_geometry(geometry)}).encode()
         self.file.write(MAGIC + LENGTH.pack(len(header)) + header)
         self.runner.bind(geometry)
 
@@ -107,8 +105,8 @@ class PlanLog:
         data = self._framed(MOST_HEADER, "the header")
         try:
             header = json.loads(data)
-            self.vocab_size = _number(header["vocab_size"])
-            self.geometry = _geometry(header["geometry"])
+            self.vocab_size = number(header["vocab_size"])
+            self.geometry = read_geometry(header["geometry"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self.error(len(MAGIC), f"the header can't be read: {type(error).__name__} {error}") from error
 
@@ -162,57 +160,3 @@ class PlanLog:
         if length > left:
             raise self.error(at, f"the log is truncated: {what} of {length} bytes begins here, {left} remain")
         return self.file.read(length)
-
-
-def _said(geometry: Geometry) -> dict[str, Any]:
-    """A geometry as JSON: a range is its two ends."""
-    said = asdict(geometry)
-    said["layout"] = geometry.layout.value
-    for group in said["groups"]:
-        for name, value in group.items():
-            if isinstance(value, range):
-                group[name] = [value.start, value.stop]
-    return said
-
-
-def _geometry(said: dict[str, Any]) -> Geometry:
-    """The geometry that was said. ValueError, KeyError or TypeError if none was."""
-    values = {field.name: said[field.name] for field in fields(Geometry)}
-    groups = tuple(_group(group) for group in values.pop("groups"))
-    layout, sight, both_ways = Layout(values.pop("layout")), values.pop("sight"), values.pop("both_ways")
-    if sight not in ("", *VISION_CACHES) or type(both_ways) is not bool:
-        raise ValueError(f"it sees {str(sight)[:40]!r}, both ways {str(both_ways)[:40]!r}")
-    numbers = {name: _number(value) for name, value in values.items()}
-    geometry = Geometry(layout=layout, groups=groups, sight=sight, both_ways=both_ways, **numbers)
-    if not groups or set(said) != {field.name for field in fields(Geometry)}:
-        raise ValueError("it has no groups, or what is unknown here")
-    if sum(geometry.slots * group.table_width for group in groups) > MOST_CELLS:
-        raise ValueError(f"its page tables have more than {MOST_CELLS} cells")
-    if geometry.large_bytes and any(geometry.large_bytes % group.page_bytes for group in groups):
-        raise ValueError("its pages aren't parts of its large pages")
-    if any(group.host_ids.stop * group.run_tokens > MOST_CELLS for group in groups):
-        raise ValueError(f"its host memory holds more than {MOST_CELLS} tokens")
-    return geometry
-
-
-def _group(said: dict[str, Any]) -> Group:
-    if set(said) != {field.name for field in fields(Group)}:
-        raise ValueError("a group has other fields than it has here")
-    values = dict(said)
-    for name in ("ids", "host_ids"):
-        start, stop = map(_number, values[name])
-        values[name] = range(start, stop)
-    values["layers"] = tuple(map(_number, values["layers"]))
-    if not isinstance(values["kind"], str):
-        raise TypeError("a group's kind is no string")
-    lengths = ("window", "chunk", "budget")
-    for name in ("page_bytes", "token_bytes", "table_width", "run_tokens", "run_pages", *lengths):
-        if (name not in lengths or values[name] is not None) and not _number(values[name]):
-            raise ValueError(f"a group's {name} is 0")
-    return Group(**values)
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{str(value)[:40]!r} is no number of a geometry")
-    return value

@@ -330,7 +330,7 @@ class Trace:
 
     def add(self, asked: Asked) -> None:
         try:
-            pixels = [Pixels(medium.key, (1, 1, 1, 3), b"") for medium in asked.media]
+            pixels = [Pixels(medium.key, (1, 1, 1, 3), bytes(3)) for medium in asked.media]
             self.engine.add(asked.id, asked.prompt, asked.params, salt=asked.salt, media=asked.media, pixels=pixels)
         except InputError:
             self.refused += 1

@@ -71,9 +71,11 @@ class Frame(NamedTuple):
 
 
 class Frames:
-    """The frames of one direction of a connection: numbers those that are written, and checks those that are read."""
+    """The frames of one direction of a connection: numbers those that are written, and checks those that are read,
+    which are of these `kinds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: range = KINDS) -> None:
+        self.kinds = kinds
         self._written = self._read = 0
         self._buffer = bytearray()
 
@@ -104,7 +106,7 @@ class Frames:
         version, kind, zero, number, length = head
         if version != VERSION:
             raise WireError("version", f"it is {version}, only {VERSION} is read")
-        if kind not in KINDS or zero:
+        if kind not in self.kinds or zero:
             raise WireError("kind", f"{kind} is no kind of frame")
         if number != (self._read + 1) & 0xFFFFFFFF:
             raise WireError("number", f"it is {number}, and {self._read + 1} comes next")

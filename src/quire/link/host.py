@@ -42,6 +42,7 @@ from quire.vocabulary.columns import MOST_ROWS
 log = logging.getLogger("quire")
 
 FACTS_EVERY = 0.25  # seconds between two looks at the memory's usage while busy
+CHECK_EVERY = 0.5  # seconds between two looks at a runner that can end by itself
 FIRST = 0  # the number of the first front
 
 Tell = Callable[[int, FromEngine], None]
@@ -91,6 +92,9 @@ class Host:
         self._computed = 0
         self.pictures = HeldPixels()
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
+        # A runner in other processes is looked at while there is nothing to do: one may end.
+        self._check: Callable[[], None] = getattr(engine.runner, "check", lambda: None)
+        self._patience = CHECK_EVERY if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
             Prefixes: self._prefixes, Left: self._leave,
@@ -157,7 +161,8 @@ class Host:
                 self.pulse.rest()
                 if self._dirty:
                     self._tell_facts()
-                self._wake.wait()
+                if not self._wake.wait(self._patience):
+                    self._check()
             if self._closing:
                 return False
             self._taken, self._sent = self._sent, self._taken

@@ -23,12 +23,18 @@ def write_media(media: Sequence[Media], pixels: Sequence[Pixels]) -> Iterator[by
     for medium in chain.from_iterable(media):
         yield pack(MEDIUM, "picture", *medium)
     yield COUNT.pack(len(pixels))
-    for key, shape, data, grid in pixels:
-        if len(key) != KEY_BYTES or len(shape) != 4 or len(data) != math.prod(shape) or len(data) > MOST_PIXELS:
-            raise WireError("pixels", f"{len(data)} bytes of shape {shape} under a key of {len(key)} bytes")
-        yield pack(SEEN, "pixels", key, *shape, len(data), len(grid))
-        yield write_ints(grid, "grid")
-        yield data
+    for one in pixels:
+        yield from write_pixels(one)
+
+
+def write_pixels(pixels: Pixels) -> Iterator[bytes]:
+    """What the encoder gets of one picture. WireError where it can't be sent."""
+    key, shape, data, grid = pixels
+    if len(key) != KEY_BYTES or len(shape) != 4 or len(data) != math.prod(shape) or len(data) > MOST_PIXELS:
+        raise WireError("pixels", f"{len(data)} bytes of shape {shape} under a key of {len(key)} bytes")
+    yield pack(SEEN, "pixels", key, *shape, len(data), len(grid))
+    yield write_ints(grid, "grid")
+    yield data
 
 
 def read_media(reader: Reader, prompts: Sequence[Sequence[int]]) -> tuple[list[Media], tuple[Pixels, ...]]:
@@ -49,13 +55,14 @@ def read_media(reader: Reader, prompts: Sequence[Sequence[int]]) -> tuple[list[M
     (count,) = reader.take(COUNT, "number of pixels")
     if count > len(known):
         raise reader.error("pixels", f"those of {count} pictures are announced, and there are {len(known)}")
-    pixels = tuple([_read_pixels(reader) for _ in range(count)])
+    pixels = tuple([read_pixels(reader) for _ in range(count)])
     if len({one.key for one in pixels} & known) < count:
         raise reader.error("pixels", "some are of no picture, or of one twice")
     return media, pixels
 
 
-def _read_pixels(reader: Reader) -> Pixels:
+def read_pixels(reader: Reader) -> Pixels:
+    """The same, read. WireError for what no writer says."""
     key, *sides, size, numbers = reader.take(SEEN, "pixels")
     shape = tuple(sides)
     if size != math.prod(shape) or not 0 < size <= MOST_PIXELS or shape[3] != 3 or numbers > MOST_GRID:

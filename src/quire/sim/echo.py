@@ -42,6 +42,7 @@ from quire.vocabulary.plan import (
 )  # fmt: skip
 from quire.vocabulary.seeds import branch_seed
 from quire.vocabulary.specs import Geometry, Group
+from quire.vocabulary.wire import CODES
 
 BLIND_TOKEN = 7
 
@@ -194,6 +195,7 @@ class EchoRunner:
         self.depth, self.vocab_size, self.blind = depth, vocab_size, blind
         self.queue: deque[StepPlan] = deque()
         self.submitted = self.collected = 0
+        self.applied = 0  # a hash over all entries of journals that were replayed, in order
         self.slots: dict[int, Slot] = {}
         self.groups: list[Pages] = []
         self.part: Callable[[int, int, int], int] | None = None  # see Geometry
@@ -262,6 +264,7 @@ class EchoRunner:
 
     def replay(self, entry: Entry) -> None:
         """Apply one journal entry to tables and pages."""
+        self.applied = hash((self.applied, CODES[type(entry)], entry))  # of integers: the same in every process
         if isinstance(entry, Encode):
             assert self.sights is not None, "a picture is encoded before there is a memory"
             self.sights.encode(entry)

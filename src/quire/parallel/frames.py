@@ -1,0 +1,133 @@
+"""What an engine and its ranks tell each other: orders to all ranks through the ring, answers over each one's socket.
+
+Frames are the link's (quire.link.frames: a head with kind and number, then a body), plans and results as everywhere
+(quire.vocabulary.wire). Orders are carried out one after another, so that all ranks do the same in the same order; each
+but SEE, FORGET, PLAN and CLOSE has one answer.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from quire.config import EngineConfig
+from quire.link.frames import Frame, field, number, read_json, write_json
+from quire.link.media_frames import read_pixels, write_pixels
+from quire.vocabulary.columns import Reader, WireError
+from quire.vocabulary.geometry import read_geometry, write_geometry
+from quire.vocabulary.layout import MOST_RANKS, Part
+from quire.vocabulary.media import Pixels
+from quire.vocabulary.specs import Geometry
+from quire.vocabulary.wire import KEY_BYTES
+
+KINDS = range(1, 15)
+HELLO, BIND, WARM, SEE, FORGET, PLAN, COLLECT, ASK, CLOSE, READY, DONE, ANSWER, TOLD, FAILED = KINDS
+WARMED = struct.Struct("<II")  # tokens of a step, tokens of a sequence
+DREW = struct.Struct("<QQ")  # the step, from 1; the digest of what was applied and drawn
+MOST_EOS = 1 << 16  # end tokens
+MOST_TEXT = 1 << 12  # characters of a failure
+
+
+class Hello(NamedTuple):
+    """What one rank is to build: its `part` of the model of `config`, which is sized and says dtype and device, for
+    sequences of up to `max_len` tokens that `eos_ids` end. Others wait for it `seconds` at most. `store` is the
+    descriptor of the file over which ranks find each other; -1: there is one rank."""
+
+    config: EngineConfig
+    part: Part
+    eos_ids: tuple[int, ...]
+    max_len: int
+    seconds: float
+    store: int = -1
+    progress: bool = False
+    log_level: int = 30
+
+
+class Failed(NamedTuple):
+    """A rank failed: what it says, what to change (of a start), and whether it's the echo of another one's failure."""
+
+    text: str
+    remedy: str = ""
+    echo: bool = False
+
+
+def write_hello(hello: Hello) -> bytes:
+    """The body of a HELLO, the first frame on a rank's socket."""
+    return write_json({**hello._asdict(), "config": asdict(hello.config), "part": list(hello.part)})
+
+
+def read_hello(body: memoryview) -> Hello:
+    """The same, read. WireError for what is none, StartupError for settings that can't be."""
+    data = read_json(body)
+    part, eos = field(data, "part", list), field(data, "eos_ids", list)
+    if len(part) != 2 or not all(type(one) is int for one in part) or not 0 <= part[0] < part[1] <= MOST_RANKS:
+        raise WireError("part", f"{str(part)[:80]} is no rank and number of ranks")
+    if len(eos) > MOST_EOS or not all(type(token) is int for token in eos):
+        raise WireError("eos_ids", f"no list of up to {MOST_EOS} token ids")
+    try:
+        config = EngineConfig(**field(data, "config", dict))
+    except TypeError as error:
+        raise WireError("config", str(error)[:200]) from error
+    return Hello(
+        config, Part(*part), tuple(eos), number(data, "max_len"), field(data, "seconds", float),
+        field(data, "store", int), field(data, "progress", bool), number(data, "log_level"),
+    )  # fmt: skip
+
+
+def write_bind(geometry: Geometry) -> bytes:
+    """The body of a BIND."""
+    return write_json(write_geometry(geometry))
+
+
+def read_bind(body: memoryview) -> Geometry:
+    """The same, read. WireError for what is none."""
+    try:
+        return read_geometry(read_json(body))
+    except (ValueError, KeyError, TypeError) as error:
+        raise WireError("geometry", f"{type(error).__name__} {error}"[:200]) from error
+
+
+def write_see(pixels: Pixels) -> bytes:
+    """The body of a SEE."""
+    return b"".join(write_pixels(pixels))
+
+
+def read_see(body: memoryview) -> Pixels:
+    """The same, read. WireError for what is none."""
+    reader = Reader(body)
+    pixels = read_pixels(reader)
+    if reader.at != reader.end:
+        raise reader.error("frame", f"{reader.end - reader.at} bytes follow its end")
+    return pixels
+
+
+def read_key(body: memoryview) -> bytes:
+    """The body of a FORGET: a picture's key."""
+    if len(body) != KEY_BYTES:
+        raise WireError("key", f"it has {len(body)} bytes, not {KEY_BYTES}")
+    return bytes(body)
+
+
+def read_warm(body: memoryview) -> tuple[int, int]:
+    """The body of a WARM: the most tokens of a step and of a sequence."""
+    tokens, longest = Reader(body).take(WARMED, "warm-up")
+    return tokens, longest
+
+
+def read_answer(body: memoryview) -> tuple[int, int, memoryview]:
+    """The body of an ANSWER: the step, the digest of what was applied and drawn, and the result's frame (of rank 0)."""
+    step, digest = Reader(body).take(DREW, "answer")
+    return step, digest, body[DREW.size :]
+
+
+def write_failed(failed: Failed) -> bytes:
+    """The body of a FAILED."""
+    return write_json(failed._replace(text=failed.text[:MOST_TEXT])._asdict())
+
+
+def read_failed(frame: Frame) -> Failed:
+    """The same, read."""
+    data: Mapping[str, Any] = read_json(frame.body)
+    return Failed(field(data, "text", str)[:MOST_TEXT], field(data, "remedy", str), field(data, "echo", bool))

@@ -1,0 +1,236 @@
+"""A rank: a program that has a part of the model, and does what the engine orders through the ring, in that order.
+Started by quire.parallel.remote. It decides nothing, and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from quire.errors import PeerLost, StartupError
+from quire.link.channel import AT_ONCE
+from quire.link.child import leave, spare_signals
+from quire.link.collector import spare_the_loaded
+from quire.link.frames import Frame, Frames, read_json, write_json
+from quire.parallel.frames import (
+    ANSWER,
+    ASK,
+    BIND,
+    CLOSE,
+    COLLECT,
+    DONE,
+    DREW,
+    FAILED,
+    FORGET,
+    HELLO,
+    KINDS,
+    PLAN,
+    READY,
+    SEE,
+    TOLD,
+    WARM,
+    Failed,
+    Hello,
+    read_bind,
+    read_hello,
+    read_key,
+    read_see,
+    read_warm,
+    write_failed,
+)
+from quire.parallel.questions import QUESTIONS
+from quire.parallel.ring import RingReader
+from quire.vocabulary.columns import WireError
+from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.wire import decode, encode
+
+GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
+PR_SET_PDEATHSIG = 1
+log = logging.getLogger("quire.parallel")
+
+Build = Callable[[Hello], Any]  # a Runner of control.engine
+
+
+class Gone(Exception):
+    """The engine's process is gone, or wants no more."""
+
+
+def digest_of(step: int, frame: memoryview, result: StepResult, applied: int) -> int:
+    """8 bytes that ranks agree in if they were given the same plan as this step, `applied` the same of plans so far,
+    and drew the same tokens."""
+    said = hashlib.blake2b(struct.pack("<QQ", step, applied & (2**64 - 1)), digest_size=8)
+    said.update(frame)
+    for sample in result.samples:
+        said.update(array("q", (len(sample.tokens), *sample.tokens)))
+    return int.from_bytes(said.digest(), "little")
+
+
+class Rank:
+    """Carries out orders over `runner`, and answers on `connection`."""
+
+    def __init__(self, hello: Hello, runner: Any, send: Callable[[int, bytes], None]) -> None:
+        self.part, self.runner, self._send = hello.part, runner, send
+        self.submitted = self.collected = 0
+        self.flight: deque[tuple[memoryview, Any]] = deque()
+
+    def obey(self, frame: Frame) -> None:
+        """Carry out one order. Gone: it was the last."""
+        kind, body = frame
+        if kind == PLAN:
+            self._submit(body)
+        elif kind == COLLECT:
+            self._collect()
+        elif kind == SEE:
+            self.runner.see(read_see(body))
+        elif kind == FORGET:
+            self.runner.forget(read_key(body))
+        elif kind == ASK:
+            asked = read_json(body)
+            self._send(TOLD, write_json({"told": QUESTIONS[asked["question"]](self.runner)}))
+        elif kind in (BIND, WARM):
+            self.runner.bind(read_bind(body)) if kind == BIND else self.runner.warm_up(*read_warm(body))
+            self._send(DONE, b"")
+        elif kind == CLOSE:
+            raise Gone
+        else:
+            raise WireError("kind", f"{kind} is no order")
+
+    def _submit(self, body: memoryview) -> None:
+        plan = decode(body)
+        if not isinstance(plan, StepPlan):
+            raise WireError("kind", "a result comes where a plan should")
+        self.submitted += 1
+        self.flight.append((body, self.runner.submit(plan)))
+
+    def _collect(self) -> None:
+        body, ticket = self.flight.popleft()
+        result = self.runner.collect(ticket)
+        self.collected += 1
+        digest = digest_of(self.collected, body, result, getattr(self.runner, "applied", 0))
+        said = encode(result) if self.part.first else b""
+        self._send(ANSWER, DREW.pack(self.collected, digest) + said)
+
+    @property
+    def doing(self) -> str:
+        """What it is at, for the log."""
+        return f"step {self.collected + 1}" if self.submitted > self.collected else "between steps"
+
+
+def run(build: Build, connection: socket.socket, reader: RingReader, end: Callable[[], object]) -> int:
+    """Build what the first frame of `connection` says, then obey what comes through the ring. Returns the exit status;
+    `end` is called, on another thread, once the other side is gone."""
+    answers, orders = Frames(KINDS), Frames(KINDS)
+
+    def send(kind: int, body: bytes) -> None:
+        with suppress(OSError):  # whoever should read it is gone, which ends this rank
+            connection.sendall(answers.write(kind, body))
+
+    try:
+        hello = _hello(connection)
+    except (EOFError, OSError):
+        return 1
+    threading.Thread(target=_end_without, args=(connection, end), name="quire-parent", daemon=True).start()
+    logging.getLogger().setLevel(hello.log_level)
+    try:
+        runner = build(hello)
+    except BaseException as error:
+        send(FAILED, write_failed(_failure(error)))
+        return 1
+    rank = Rank(hello, runner, send)
+    send(READY, write_json({name: QUESTIONS[name](runner) for name in ("depth", "attention", "device", "notices")}))
+    try:
+        while True:
+            for frame in orders.feed(_next(reader, connection)):
+                rank.obey(frame)
+    except Gone:
+        runner.close()
+        return 0
+    except BaseException as error:
+        if not isinstance(error, PeerLost):
+            log.error("rank %d failed in %s", rank.part.rank, rank.doing, exc_info=error)
+        send(FAILED, write_failed(_failure(error)))
+        return 1
+
+
+def _hello(connection: socket.socket) -> Hello:
+    frames, found = Frames(KINDS), list[Frame]()
+    while not found:
+        data = connection.recv(AT_ONCE)
+        if not data:
+            raise EOFError
+        found += frames.feed(data)
+    if found[0].kind != HELLO:
+        raise WireError("kind", f"{found[0].kind} comes before a hello")
+    return read_hello(found[0].body)
+
+
+def _next(reader: RingReader, connection: socket.socket) -> bytes:
+    """The next record, which is waited for. Gone if nobody is there to send one."""
+    if not reader:
+        poll = select.poll()
+        poll.register(reader.event, select.POLLIN)
+        poll.register(connection, select.POLLIN | GONE)
+        while not reader:
+            if any(descriptor != reader.event for descriptor, _ in poll.poll()):
+                raise Gone
+    return reader.read()
+
+
+def _end_without(connection: socket.socket, end: Callable[[], object]) -> None:
+    """The process ends with the engine's, also when a step hangs."""
+    poll = select.poll()
+    poll.register(connection, GONE)
+    poll.poll()
+    end()
+
+
+def _failure(error: BaseException) -> Failed:
+    """What is said of a failure: a StartupError as it is."""
+    if isinstance(error, StartupError):
+        return Failed(error.cause, error.remedy)
+    said = next(iter(str(error).splitlines()), "")
+    return Failed(f"{type(error).__name__}{': ' * bool(said)}{said}"[:300], "", isinstance(error, PeerLost))
+
+
+def build_shard(hello: Hello) -> Any:
+    """The runner of a part of a model, which speaks to the other parts' over gloo."""
+    from quire.shard import build_rank
+
+    return build_rank(hello)
+
+
+def main(build: Build | None = None) -> None:
+    """The arguments are the rank's number, and descriptors: of the connection, of the ring, of its event. Without a
+    `build` of its own it's a model's: torch is imported while the engine's process reads what it needs of that."""
+
+    def built(hello: Hello) -> Any:
+        runner = (build or build_shard)(hello)
+        spare_the_loaded()
+        return runner
+
+    gc.disable()  # until all is loaded
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with suppress(AttributeError, OSError):  # a process that is stopped ends too
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    spare_signals()
+    if build is None:
+        threading.Thread(target=import_module, args=("torch",), name="quire-imports", daemon=True).start()
+    rank, connection, ring, event = map(int, sys.argv[1:5])
+    reader = RingReader(ring, event, rank)
+    leave(run(built, socket.socket(fileno=connection), reader, partial(os._exit, 1)))

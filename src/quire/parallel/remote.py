@@ -1,0 +1,258 @@
+"""The runner that stands for ranks: a Runner as control.engine has it, whose work is done by processes with a part of
+the model each. Orders go through one ring to all; every step all answer, and must agree.
+
+Each wait is bounded. A rank that ends, hangs or disagrees ends all, and what is told then is the first cause, not its
+echoes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from quire.errors import EngineDead, StartupError
+from quire.link.frames import Frame, Frames, read_json, write_json
+from quire.link.pulse import SILENT
+from quire.parallel.frames import (
+    ANSWER,
+    ASK,
+    BIND,
+    CLOSE,
+    COLLECT,
+    DONE,
+    FORGET,
+    HELLO,
+    KINDS,
+    PLAN,
+    READY,
+    SEE,
+    TOLD,
+    WARM,
+    WARMED,
+    Hello,
+    read_answer,
+    write_bind,
+    write_hello,
+    write_see,
+)
+from quire.parallel.ring import Ring, RingFull
+from quire.parallel.sides import Keeper, Side, Start, end, start_program, started
+from quire.vocabulary.media import Pixels
+from quire.vocabulary.plan import Mapped, StepPlan, StepResult
+from quire.vocabulary.specs import Geometry, Layout
+from quire.vocabulary.wire import decode, encode
+
+STARTS = 5  # times as long as a step may take a start
+SLICE = 0.1  # seconds of one wait; waits are counted, so that whoever was stopped itself blames nobody
+GRACE = 1.0  # seconds in which the cause of a failure is waited for, once its echo is heard
+CLOSING = 5.0  # seconds for ranks to end by themselves
+log = logging.getLogger("quire.parallel")
+
+
+class RemoteRunner:
+    """See control.engine.Runner. `seconds` is how long ranks may take for a step, and `store` an
+    empty file that they inherit: its descriptor."""
+
+    def __init__(self, ranks: int, seconds: float, start: Start = start_program) -> None:
+        """Start the ranks, which are told by `hello` what to build. StartupError where the system has none."""
+        self.seconds, self._dead = seconds, ""
+        self.depth, self.attention, self.device, self.notices = 1, "", "", tuple[str, ...]()
+        self.submitted = self.collected = 0
+        self._virtual = False
+        self._orders = Frames(KINDS)
+        try:
+            self._ring = ring = Ring(ranks)
+            self.store = store = os.memfd_create("quire-store", os.MFD_CLOEXEC)
+        except (OSError, AttributeError) as error:
+            raise StartupError(f"there is no shared memory for {ranks} ranks: {error}", "Use --tp 1") from error
+        try:
+            self._keeper = Keeper(lambda: started(start, ranks, ring, store))
+            self.sides = [Side(rank, child) for rank, child in enumerate(self._keeper.children())]
+        except BaseException:
+            ring.close()
+            os.close(store)
+            raise
+        self._poll = select.poll()
+        self._heard = {side.connection.fileno(): side for side in self.sides}
+        for descriptor in self._heard:
+            self._poll.register(descriptor, select.POLLIN)
+        self._release = weakref.finalize(self, end, [side.child for side in self.sides], ring, store, self._keeper)
+
+    def hello(self, hellos: Sequence[Hello]) -> None:
+        """Say what each rank is to build; `wait` for it then."""
+        for side, hello in zip(self.sides, hellos, strict=True):
+            with suppress(OSError):  # it's gone: `wait` says so
+                side.connection.sendall(Frames(KINDS).write(HELLO, write_hello(hello)))
+
+    def wait(self) -> None:
+        """Wait until all have built their part. StartupError if one can't."""
+        said = [read_json(frame.body) for frame in self._all(READY, STARTS * self.seconds, "at start")]
+        self.depth = min(int(one["depth"]) for one in said)
+        self.attention, self.device = str(said[0]["attention"]), str(said[0]["device"])
+        self.notices = tuple(map(str, said[0]["notices"]))
+
+    # The runner
+
+    def bind(self, geometry: Geometry) -> None:
+        """Allocate the tensors of a memory, on each rank: `geometry` is one rank's."""
+        self._virtual = geometry.layout is Layout.CONTIGUOUS
+        self._order(BIND, write_bind(geometry))
+        self._all(DONE, STARTS * self.seconds, "at start")
+
+    def warm_up(self, tokens: int, max_len: int) -> None:
+        """See ModelRunner."""
+        self._order(WARM, WARMED.pack(tokens, max_len))
+        self._all(DONE, STARTS * self.seconds, "at start")
+
+    def see(self, pixels: Pixels) -> None:
+        """Keep a picture: plans that are submitted from now on may encode it."""
+        self._order(SEE, write_see(pixels))
+
+    def forget(self, key: bytes) -> None:
+        """No plan that isn't submitted yet encodes this picture."""
+        self._order(FORGET, key)
+
+    def submit(self, plan: StepPlan) -> int:
+        """Send a step to all ranks; returns its number."""
+        self._order(PLAN, encode(plan))
+        self.submitted += 1
+        return self.submitted
+
+    def collect(self, ticket: int) -> StepResult:
+        """Wait for the step of that number. EngineDead if a rank fails, or they don't agree in what they did."""
+        self._order(COLLECT, b"")
+        self.collected += 1
+        assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
+        answers = [read_answer(frame.body) for frame in self._all(ANSWER, self.seconds, f"in step {ticket}")]
+        for rank, (step, digest, _) in enumerate(answers):
+            if (step, digest) != answers[0][:2]:
+                self._die(f"rank {rank} applied or drew something else than rank 0 in step {ticket}")
+        result = decode(answers[0][2])
+        assert isinstance(result, StepResult), "rank 0 answers with a result"
+        return result
+
+    def ask(self, question: str) -> list[Any]:
+        """What each rank answers (quire.parallel.questions)."""
+        self._order(ASK, write_json({"question": question}))
+        return [read_json(frame.body)["told"] for frame in self._all(TOLD, self.seconds, f"asked for its {question}")]
+
+    @property
+    def mapped(self) -> Mapped | None:
+        """What was mapped on all ranks, where memory is virtual; of seconds, the longest."""
+        if not self._virtual or self._dead:
+            return None
+        every = [Mapped(*told) for told in self.ask("mapped")]
+        there, maps, unmaps, ahead = (sum(column) for column in zip(*(one[:4] for one in every)))
+        waited, meanwhile = (max(column) for column in zip(*(one[4:] for one in every)))
+        return Mapped(there, maps, unmaps, ahead, waited, meanwhile)
+
+    def check(self) -> None:
+        """While nothing is to be done: EngineDead if a rank has ended."""
+        if not self._dead:
+            self._listen(0)
+            self._look("between steps")
+
+    def close(self) -> None:
+        """End the ranks. Nothing of them is left."""
+        if not self._dead:
+            with suppress(EngineDead, RingFull, ValueError):
+                self._ring.write(self._orders.write(CLOSE, b""), 0.0)
+            end = time.monotonic() + CLOSING
+            for side in self.sides:
+                side.child.end(max(end - time.monotonic(), 0.0))
+        self._dead = self._dead or "it was closed"
+        self._release()
+
+    def abandon(self) -> None:
+        """End the ranks at once, whatever they do."""
+        self._dead = self._dead or "it was abandoned"
+        self._release()
+
+    # Orders and answers
+
+    def _order(self, kind: int, body: bytes) -> None:
+        if self._dead:
+            raise EngineDead(self._dead)
+        try:
+            self._ring.write(self._orders.write(kind, body), self.seconds, self._waiting)
+        except RingFull as full:
+            why = self._why(full.reader)
+            self._die(f"rank {full.reader} has not taken what it was sent for {self.seconds:g} s{why}")
+
+    def _waiting(self) -> None:
+        """While there is no room in the ring: ranks must be able to say what they have to say."""
+        self._listen(0)
+        self._look("between steps")
+
+    def _all(self, kind: int, seconds: float, when: str) -> list[Frame]:
+        """The next frame of each rank, which must be of that kind. EngineDead, or at start StartupError, if one fails
+        or says nothing for so many seconds."""
+        if self._dead:
+            raise EngineDead(self._dead)
+        waited = 0.0
+        while not all(side.inbox for side in self.sides):
+            if not self._listen(SLICE):
+                waited += SLICE
+                self._silent(waited, seconds, when)
+            self._look(when)
+        frames = [side.inbox.popleft() for side in self.sides]
+        for side, frame in zip(self.sides, frames):
+            if frame.kind != kind:
+                self._die(f"rank {side.rank} answered with a frame of kind {frame.kind}, not {kind}, {when}")
+        return frames
+
+    def _listen(self, seconds: float) -> bool:
+        """Take in what ranks say. Whether any said something, for which so many seconds are waited."""
+        came = self._poll.poll(seconds * 1000)
+        for descriptor, _ in came:
+            side = self._heard[descriptor]
+            side.read()
+            if side.failed is not None:
+                self._poll.unregister(descriptor)
+                del self._heard[descriptor]
+        return bool(came)
+
+    def _silent(self, waited: float, seconds: float, when: str) -> None:
+        silent = [side for side in self.sides if not side.inbox]
+        if waited >= SILENT and (stopped := [side for side in silent if side.child.stopped()]):
+            self._die(f"rank {stopped[0].rank} was stopped (SIGSTOP) {when}, and is given up", when)
+        if waited >= seconds:
+            self._die(f"rank {silent[0].rank} has not answered for {seconds:g} s {when} (--rank-timeout)", when)
+
+    def _look(self, when: str) -> None:
+        """End all if a rank has failed. Of several failures one that isn't an echo is named: it may come later."""
+        end = time.monotonic() + GRACE
+        while failed := [side for side in self.sides if side.failed is not None]:
+            causes = [side for side in failed if side.failed is not None and not side.failed.echo]
+            if causes:
+                cause = causes[0].failed
+                assert cause is not None, "it failed"
+                said = f"{cause.text} (rank {causes[0].rank})" if cause.remedy else ""  # of a start
+                self._die(said or f"rank {causes[0].rank} {_verb(cause.text)} {when}", when, cause.remedy)
+            if len(failed) == len(self.sides) or time.monotonic() >= end:
+                others = [side.rank for side in self.sides if side.failed is None] or [failed[0].rank]
+                echo = failed[0].failed.text if failed[0].failed is not None else ""
+                self._die(f"rank {others[0]} doesn't answer the other ranks {when}{self._why(others[0])}: {echo}", when)
+            self._listen(SLICE)
+
+    def _why(self, rank: int) -> str:
+        return ": it was stopped (SIGSTOP)" if self.sides[rank].child.stopped() else ""
+
+    def _die(self, cause: str, when: str = "", remedy: str = "") -> NoReturn:
+        """End all ranks, for that cause."""
+        self._dead = cause
+        log.error("%s; all ranks are ended", cause)
+        self._release()
+        raise StartupError(cause, remedy) if when == "at start" else EngineDead(cause)
+
+
+def _verb(said: str) -> str:
+    """What a process said of its end is a sentence already, what a rank says of an exception isn't."""
+    known = ("was ended", "ended with", "left its connection", "sent what")
+    return said if said.startswith(known) else f"failed: {said}"

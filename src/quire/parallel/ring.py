@@ -1,0 +1,157 @@
+"""A ring of shared memory: one writer, readers in other processes, each of which reads every record. Knows bytes only.
+
+The memory has no name (memfd): it goes with the last process that has it, and /dev/shm may be small. A reader sleeps
+until its eventfd says how many records came; it goes by that count and by the records' numbers, never by what it sees
+change, so that it misses none. Its place is in the memory too: the writer waits for the slowest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from quire.errors import EngineDead
+
+BYTES = 1 << 22
+PAGE = 4096
+PLACES = 2 * PAGE  # bytes for places
+HEAD = struct.Struct("=QQ")  # a record's number, from 1, and its bytes, with which the next one is aligned
+ALIGNED = HEAD.size
+LINE = 8  # words between two places, so that no two are in a line of a cache
+NAP = 0.0002  # seconds between two looks for room
+
+
+class RingFull(Exception):
+    """For too long the reader called `reader` has made no room."""
+
+    def __init__(self, reader: int, seconds: float) -> None:
+        super().__init__(f"reader {reader} has made no room in {seconds:g} s")
+        self.reader = reader
+
+
+class Memory:
+    """The memory of a ring: places of the writer and of the readers first, then records, end to start."""
+
+    def __init__(self, descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        self.map = mmap.mmap(descriptor, size)
+        self.capacity = size - PLACES
+        self.places = memoryview(self.map)[:PLACES].cast("Q")  # stored and loaded as whole words
+        self.records = memoryview(self.map)[PLACES:]
+
+    def put(self, at: int, data: bytes | memoryview) -> None:
+        """Copy `data` to place `at` of all that was ever written."""
+        start = at % self.capacity
+        first = min(len(data), self.capacity - start)
+        self.records[start : start + first] = data[:first]
+        if first < len(data):
+            self.records[: len(data) - first] = data[first:]
+
+    def get(self, at: int, size: int) -> bytes:
+        """The `size` bytes there."""
+        start = at % self.capacity
+        found = bytes(self.records[start : start + size])
+        return found if len(found) == size else found + bytes(self.records[: size - len(found)])
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.places.release()
+        self.records.release()
+        self.map.close()
+
+
+class Ring:
+    """The writer's side. `descriptor` and `events`, one for each reader, are what readers are made of."""
+
+    def __init__(self, readers: int, capacity: int = BYTES) -> None:
+        """OSError where the system has no memory or descriptor for it."""
+        assert capacity % PAGE == 0, f"{capacity} bytes aren't whole pages"
+        assert 0 < readers < PLACES // (8 * LINE), f"there are no places for {readers} readers"
+        self.events: list[int] = []
+        self.descriptor = os.memfd_create("quire-ring", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, PLACES + capacity)
+            self._memory = Memory(self.descriptor)
+            self.events += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(readers)]
+        except OSError:
+            self._shut()
+            raise
+        self.most = capacity // 4 - HEAD.size  # bytes of a record
+        self._numbered = self._written = 0
+
+    def write(self, data: bytes, seconds: float, waiting: Callable[[], None] = lambda: None) -> None:
+        """Have all readers read `data`, in as many records as it takes. `waiting` is called while there is no room;
+        RingFull after so many seconds without."""
+        view = memoryview(data)
+        for start in range(0, len(view), self.most):
+            self._record(view[start : start + self.most], seconds, waiting)
+
+    def _record(self, data: memoryview, seconds: float, waiting: Callable[[], None]) -> None:
+        size = -(-(HEAD.size + len(data)) // ALIGNED) * ALIGNED
+        end = None
+        while (slowest := self._slowest())[0] + self._memory.capacity < self._written + size:
+            end = time.monotonic() + seconds if end is None else end
+            waiting()
+            if time.monotonic() >= end:
+                raise RingFull(slowest[1], seconds)
+            time.sleep(NAP)
+        self._numbered += 1
+        self._memory.put(self._written, HEAD.pack(self._numbered, len(data)))
+        self._memory.put(self._written + HEAD.size, data)
+        self._written += size
+        self._memory.places[0] = self._written
+        for event in self.events:
+            os.eventfd_write(event, 1)  # a system call: what was stored before it is there for whoever it wakes
+
+    def _slowest(self) -> tuple[int, int]:
+        """How far all readers have come, and who has come no farther."""
+        places = self._memory.places
+        return min((places[(1 + reader) * LINE], reader) for reader in range(len(self.events)))
+
+    def close(self) -> None:
+        """Let go of the memory, which stays as long as readers have it."""
+        self._memory.close()
+        self._shut()
+
+    def _shut(self) -> None:
+        for descriptor in (self.descriptor, *self.events):
+            with suppress(OSError):
+                os.close(descriptor)
+        self.events = []
+
+
+class RingReader:
+    """The side of reader `reader`. `event` can be waited for: it is readable when records came."""
+
+    def __init__(self, descriptor: int, event: int, reader: int) -> None:
+        self._memory, self.event, self._place = Memory(descriptor), event, (1 + reader) * LINE
+        self._there = self._number = self._at = 0
+
+    def __bool__(self) -> bool:
+        """There is a record to read."""
+        if not self._there:
+            with suppress(BlockingIOError):
+                self._there = os.eventfd_read(self.event)
+        return self._there > 0
+
+    def read(self) -> bytes:
+        """The next record, which is there. EngineDead if it was overwritten before it was read."""
+        memory = self._memory
+        number, size = HEAD.unpack(memory.get(self._at, HEAD.size))
+        data = memory.get(self._at + HEAD.size, size) if number == self._number + 1 else b""
+        ahead = memory.places[0] - self._at
+        if number != self._number + 1 or ahead > memory.capacity:
+            raise EngineDead(f"ring overrun: record {number} is where {self._number + 1} should be, {ahead} bytes back")
+        self._there -= 1
+        self._number = number
+        self._at += -(-(HEAD.size + size) // ALIGNED) * ALIGNED
+        memory.places[self._place] = self._at
+        return data
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.close()

@@ -1,0 +1,40 @@
+"""The start of ranks, from the engine's side: what each is told to build."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+from quire.config import EngineConfig
+from quire.parallel.frames import Hello
+from quire.parallel.remote import RemoteRunner
+from quire.vocabulary.layout import Layout
+
+
+def build(
+    ranks: RemoteRunner, config: EngineConfig, folder: str, eos_ids: tuple[int, ...], max_len: int, progress: bool
+) -> None:
+    """Have all ranks build their part of the model in `folder` ("": the config's shape). `config` is sized, and says
+    dtype, device and attention. Returns when they have."""
+    if folder:
+        config = replace(config, model=folder, revision=None)
+    config = replace(config, threads=shared_out(config.threads, config.tp))
+    level = logging.getLogger().getEffectiveLevel()
+    ranks.hello([
+        Hello(config, part, eos_ids, max_len, ranks.seconds, ranks.store, progress and part.first, level)
+        for part in Layout(config.tp).parts()
+    ])  # fmt: skip
+    ranks.wait()
+
+
+def shared_out(threads: int | None, ranks: int) -> int | None:
+    """The threads of a rank, where all of them have `threads` (None: one a core); None: as OMP_NUM_THREADS says."""
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return None
+    if threads is None:
+        from quire.data.kernels.cpu.cores import cores
+
+        here = cores()
+        threads = here.threads if here is not None else os.cpu_count() or 1
+    return max(threads // ranks, 1)

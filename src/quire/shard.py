@@ -1,0 +1,153 @@
+"""What computes a part of a model, or all of it: its weights loaded, its attention chosen, its runner; and a rank's
+program, which has one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from quire.config import VENDORS, EngineConfig
+from quire.data.kernels.cpu import loading as kernels
+from quire.data.kernels.cpu.memory import memory
+from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
+from quire.data.models.quantization import FP8, Few, scheme_of
+from quire.data.weights.checkpoint import SMALLEST, check_size
+from quire.errors import StartupError
+from quire.source import Source, read_source
+from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.specs import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.data.layers.exchange import Exchange
+    from quire.parallel.frames import Hello
+
+
+def build_rank(hello: Hello) -> Any:
+    """The runner of a rank's part. StartupError where it can't be."""
+    import torch
+
+    from quire.data.weights.mapped import trim
+    from quire.parallel.gloo import GlooExchange
+
+    config, part = hello.config, hello.part
+    kernels.use_threads(config.threads)
+    dtype = getattr(torch, config.dtype)
+    source = read_source(config).divided(part).stored(config, dtype.itemsize)
+    exchange = GlooExchange(part, hello.store, hello.seconds) if part.ranks > 1 else None
+    runner = shard_runner(
+        config, source, dtype, torch.device(config.device), hello.eos_ids, hello.max_len, hello.progress,
+        part=part, exchange=exchange,
+    )  # fmt: skip
+    runner.notices = (kernels.said(),)
+    trim()
+    return runner
+
+
+def shard_runner(
+    config: EngineConfig,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    eos_ids: tuple[int, ...],
+    max_len: int,
+    progress: bool = False,
+    common: Callable[[], torch.Tensor] | None = None,
+    part: Part = WHOLE,
+    exchange: Exchange | None = None,
+) -> Any:
+    """The runner of a part of the model, which `source`'s spec is of; `exchange` is where it meets the others."""
+    import torch
+
+    from quire.data.layers.prepare import join
+    from quire.data.runner.model_runner import ModelRunner
+
+    model = _loaded(config, source, dtype, device, progress, part)
+    model.prepare(max_len, config.deterministic)
+    if exchange is not None:
+        join(model, exchange)
+    memory().settle()
+    attention = attention_of(config, source.spec, device, dtype)
+    return ModelRunner(
+        model, source.spec, dtype, device, attention, eos_ids,
+        graphs=config.cuda_graphs and attention in ("triton", "native", *VENDORS),
+        deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
+        common=common() if common is not None else None,
+        state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
+    )  # fmt: skip
+
+
+def _loaded(
+    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device, progress: bool, part: Part
+) -> Any:
+    """The model with its weights."""
+    from quire.data.weights import few
+    from quire.data.weights.dummy import fill_dummy
+    from quire.data.weights.fp8 import made
+    from quire.data.weights.gguf_loader import load_gguf
+    from quire.data.weights.loader import load
+
+    scheme = scheme_of(source.config, config.quantization)
+    dummy = config.dummy_weights or source.folder is None
+    if not dummy and source.file is None:
+        stored = scheme is not None and scheme.stored
+        least = SMALLEST if not stored else 1 if isinstance(scheme, FP8) else scheme.bits / 8
+        check_size(source.folder, source.spec.parameters, least)
+    if isinstance(scheme, Few):
+        model = few.made(source.config, dtype, device, scheme, source.file)
+    else:
+        model = made(source.config, dtype, device, scheme, part)
+    if dummy:
+        fill_dummy(model, config.seed, scheme)
+    elif source.file is not None:
+        load_gguf(model, source.file, progress, scheme)
+    else:
+        load(model, source.folder, progress, scheme)
+    return model
+
+
+def attention_of(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
+    """The name of the attention backend. StartupError for one that the device can't run."""
+    chosen, ours = config.attention, ("triton", *VENDORS)
+    if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
+        raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
+    heads = heads_of(spec)
+    fits = all(group <= MOST_GROUP and dim % 2 == 0 and dim <= MOST_HEAD_DIM for group, dim in heads)
+    if chosen == "auto":
+        chosen = "contiguous" if config.memory == "virtual" else "sdpa"
+        if device.type == "cuda" and fits:
+            chosen = "triton"
+        elif device.type == "cpu" and native(heads, dtype):
+            chosen = "native"
+    if chosen in ours and not fits:
+        raise StartupError(
+            f"--attention is {chosen}, and the model has heads that Triton's kernels don't take: (query heads a key "
+            "head, size) " + ", ".join(map(str, sorted(heads))),
+            f"They take {MOST_GROUP} query heads a key head and even sizes up to {MOST_HEAD_DIM}; use --attention sdpa",
+        )
+    if chosen in VENDORS and spec.vision is not None and spec.vision.both_ways:
+        raise StartupError(
+            f"--attention is {chosen}, whose kernels for prompts are causal, and tokens of this model's prompts attend "
+            "both ways",
+            "Use --attention triton",
+        )
+    if chosen in ours and device.type == "cpu":
+        raise StartupError(f"--attention is {chosen}, which needs a GPU", "Use --attention auto")
+    if config.deterministic and chosen != "triton" and device.type != "cpu":
+        raise StartupError(f"--deterministic is given, and the attention is {chosen}", "It needs --attention triton")
+    return chosen
+
+
+def heads_of(spec: ModelSpec) -> set[tuple[int, int]]:
+    """Of layers that attend: (query heads a key head, size)."""
+    return {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state}
+
+
+def native(heads: set[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Whether there are kernels for CPUs, for heads like these: (query heads a key head, size)."""
+    from quire.data.kernels.cpu.backend import takes
+
+    return kernels.library() is not None and all(takes(dtype, shared, dim) for shared, dim in heads)

@@ -1,0 +1,155 @@
+"""Ranks with an echo in the model's place: on threads, or in processes: `echo_ranks.py RECIPE RANK FD ...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from quire.config import EngineConfig
+from quire.errors import PeerLost
+from quire.link.child import Child
+from quire.parallel.frames import Hello
+from quire.parallel.rank import Build, main, run
+from quire.parallel.remote import RemoteRunner
+from quire.parallel.ring import RingReader
+from quire.parallel.sides import start_program
+from quire.sim.echo import EchoRunner
+from quire.vocabulary.layout import Layout
+from quire.vocabulary.plan import Copy, Entry, Sampled, StepPlan, StepResult
+from quire.vocabulary.specs import Geometry
+
+VOCAB = 512
+FAULTS: dict[str, Callable[[], None]] = {
+    "exit": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(1000),
+}
+
+
+class FaultyEcho(EchoRunner):
+    """An EchoRunner that does `how` at `place`: "start", "bind", "warm", "close", or as step `step` is submitted or
+    collected."""
+
+    def __init__(
+        self, depth: int = 1, vocab_size: int = VOCAB, how: str = "", place: str = "", step: int = 0, pause: float = 0.0
+    ) -> None:
+        super().__init__(depth, vocab_size=vocab_size)
+        self.how, self.place, self.step, self.pause, self.skipped = how, place, step, pause, False
+        self._at("start")
+
+    def _at(self, place: str, step: int = 0) -> None:
+        if place != self.place or step != self.step:
+            return
+        if self.how == "raise":
+            raise RuntimeError("the device is gone")
+        if self.how == "echo":
+            raise PeerLost("connection closed by peer")
+        if self.how in FAULTS:
+            FAULTS[self.how]()
+
+    def bind(self, geometry: Geometry) -> None:
+        self._at("bind")
+        super().bind(geometry)
+
+    def warm_up(self, tokens: int, max_len: int) -> None:
+        self._at("warm")
+
+    def submit(self, plan: StepPlan) -> int:
+        self._at("submit", self.submitted + 1)
+        return super().submit(plan)
+
+    def collect(self, ticket: int) -> StepResult:
+        time.sleep(self.pause)
+        self._at("collect", ticket)
+        result = super().collect(ticket)
+        if self.how == "draw" and ticket >= self.step and result.samples:
+            return result._replace(samples=(Sampled((1,)), *result.samples[1:]))
+        return result
+
+    def replay(self, entry: Entry) -> None:
+        if self.how == "skip" and isinstance(entry, Copy) and not self.skipped:
+            self.skipped = True
+            return
+        super().replay(entry)
+
+    def close(self) -> None:
+        self._at("close")
+        super().close()
+
+
+class ThreadRank(Child):
+    """A rank on a thread of this process."""
+
+    def __init__(self, build: Build, rank: int, inherited: Sequence[int]) -> None:
+        ours, self.theirs = socket.socketpair()
+        self.connections, self.process = [ours], self  # type: ignore[assignment]
+        descriptors = [os.dup(descriptor) for descriptor in inherited]
+        reader = RingReader(*descriptors[:2], rank)
+        self.code: int | None = None
+        self.thread = threading.Thread(target=self._run, args=(build, reader, descriptors), daemon=True)
+        self.thread.start()
+
+    def _run(self, build: Build, reader: RingReader, descriptors: list[int]) -> None:
+        try:
+            self.code = run(build, self.theirs, reader, lambda: None)
+        finally:
+            reader.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self.theirs.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.thread.join(timeout)
+        if self.thread.is_alive() or self.code is None:
+            raise subprocess.TimeoutExpired("a thread", timeout or 0)
+        return self.code
+
+    def kill(self) -> None:
+        self.connections[0].close()
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def stopped(self) -> bool:
+        return False
+
+
+def started(runner: RemoteRunner, ranks: int) -> RemoteRunner:
+    """Ranks that have built what they are to."""
+    hellos = [Hello(EngineConfig(), part, (), 128, 60.0) for part in Layout(tp=ranks).parts()]
+    try:
+        runner.hello(hellos)
+        runner.wait()
+    except BaseException:
+        runner.abandon()
+        raise
+    return runner
+
+
+def threaded(ranks: int, build: Callable[[int], Any], seconds: float = 60.0) -> RemoteRunner:
+    """Ranks on threads, each with the runner that `build` makes for it."""
+    return started(RemoteRunner(ranks, seconds, partial(ThreadRank, lambda hello: build(hello.part.rank))), ranks)
+
+
+def processes(ranks: int, seconds: float = 60.0, **faults: dict[str, Any]) -> RemoteRunner:
+    """Ranks in processes; `faults` by their numbers ("rank1"), as FaultyEcho has them."""
+    program = (str(Path(__file__)), json.dumps(faults))
+    return started(RemoteRunner(ranks, seconds, partial(start_program, program=program)), ranks)
+
+
+if __name__ == "__main__":
+    RECIPE = json.loads(sys.argv.pop(1))
+    main(lambda hello: FaultyEcho(**RECIPE.get(f"rank{hello.part.rank}", RECIPE.get("all", {}))))

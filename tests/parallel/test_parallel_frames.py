@@ -1,0 +1,82 @@
+"""Frames between an engine and its ranks: read as they were said, and an error for whatever else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from geometries import one_size
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.link.frames import Frame, Frames
+from quire.parallel import frames
+from quire.parallel.frames import FAILED, KINDS, Failed, Hello
+from quire.vocabulary.columns import WireError
+from quire.vocabulary.layout import Part
+from quire.vocabulary.media import Pixels
+
+HELLO = Hello(EngineConfig(model="x", device="cpu", dtype="float32"), Part(1, 4), (0, 2), 128, 60.0, 7)
+GEOMETRY = one_size(((0, 1), None), ((2,), 9), pages=20, page_bytes=256, slots=5, width=8, tokens=4, host=3)
+PIXELS = Pixels(b"k" * 32, (1, 2, 2, 3), bytes(12), (1, 2))
+BODIES = {
+    "hello": (frames.read_hello, frames.write_hello(HELLO), HELLO),
+    "bind": (frames.read_bind, frames.write_bind(GEOMETRY), GEOMETRY),
+    "see": (frames.read_see, frames.write_see(PIXELS), PIXELS),
+    "forget": (frames.read_key, b"k" * 32, b"k" * 32),
+    "warm": (frames.read_warm, frames.WARMED.pack(2048, 99), (2048, 99)),
+    "answer": (frames.read_answer, frames.DREW.pack(3, 2**64 - 1) + b"rest", (3, 2**64 - 1, b"rest")),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_are_read_as_they_were_said(name: str) -> None:
+    read, body, said = BODIES[name]
+    assert read(memoryview(body)) == said
+
+
+def test_failures_are_read_as_they_were_said() -> None:
+    failed = Failed("RuntimeError: gone", "Use another", True)
+    assert frames.read_failed(Frame(FAILED, memoryview(frames.write_failed(failed)))) == failed
+
+
+def mutate(name: str, count: int) -> None:
+    read, body, _ = BODIES[name]
+    rng = random.Random(name)
+    for _ in range(count):
+        mutated = bytearray(body)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(mutated))
+            mutated[at : at + rng.choice((0, 1, 1, 1, 4))] = rng.randbytes(rng.choice((0, 1, 1, 2)))
+            mutated = mutated or bytearray(b"x")
+        try:
+            read(memoryview(mutated))
+        except (WireError, StartupError):
+            continue
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_mutated_bodies_are_refused_or_read(name: str) -> None:
+    mutate(name, 300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BODIES)
+def test_many_mutated_bodies(name: str) -> None:
+    mutate(name, 20_000)
+
+
+@given(st.binary(max_size=64))
+def test_a_stream_of_anything_is_refused_or_waits_for_more(data: bytes) -> None:
+    try:
+        found = list(Frames(KINDS).feed(data))
+    except WireError:
+        return
+    assert not found or found[0].kind in KINDS
+
+
+def test_a_kind_that_is_none_is_refused() -> None:
+    with pytest.raises(WireError, match="kind: 15 is no kind of frame"):
+        list(Frames(KINDS).feed(Frames().write(15, b"")))

@@ -1,0 +1,179 @@
+"""What becomes of all ranks when one is killed, stopped, hangs or raises: named, in time, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from echo_ranks import FaultyEcho, processes, threaded
+from wired import drain, open_engine
+
+from quire.errors import EngineDead, StartupError
+from quire.parallel.remote import RemoteRunner
+
+TESTS = Path(__file__).parents[1]
+KILLED = r"rank 1 was ended by signal 9 \(SIGKILL\)"
+RAISED = "rank 1 failed: RuntimeError: the device is gone"
+
+
+def descriptors() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _there(name)}
+
+
+def _there(name: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+def ranks_left() -> list[str]:
+    """Processes of this one's that are ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == os.getpid() and b"echo_ranks" in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except (OSError, IndexError, ValueError):
+            continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    """It runs, or is stopped: what ended may wait for whoever has to take note of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def used(runner: RemoteRunner) -> None:
+    """Some steps."""
+    engine = open_engine(runner)
+    runner.warm_up(64, 48)
+    drain(engine)
+
+
+def used_once(**faults: dict[str, Any]) -> None:
+    """Two ranks in processes, started, used and closed."""
+    runner = processes(2, **faults)
+    try:
+        used(runner)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "told"),
+    [
+        ({"how": "kill", "place": "bind"}, StartupError, f"{KILLED} at start"),
+        ({"how": "exit", "place": "collect", "step": 4}, EngineDead, "rank 1 ended with status 3 in step 4"),
+        ({"how": "stop", "place": "collect", "step": 2}, EngineDead, r"rank 1 was stopped \(SIGSTOP\) in step 2"),
+    ],
+)
+def test_a_rank_that_goes_ends_all_and_is_named(fault: dict[str, Any], error: type[Exception], told: str) -> None:
+    before = descriptors()
+    with pytest.raises(error, match=told):
+        used_once(rank1=fault)
+    assert not ranks_left()
+    assert descriptors() <= before
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "told"),
+    [
+        ("start", StartupError, f"{RAISED} at start"),
+        ("bind", StartupError, f"{RAISED} at start"),
+        ("submit", EngineDead, f"{RAISED} in step 3"),
+        ("collect", EngineDead, f"{RAISED} in step 3"),
+    ],
+)
+def test_what_a_rank_raises_is_told(place: str, error: type[Exception], told: str) -> None:
+    step = 3 if place in ("submit", "collect") else 0
+    with pytest.raises(error, match=told):
+        failing(lambda rank: {"how": "raise", "place": place, "step": step} if rank == 1 else {})
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_limit() -> None:
+    runner = threaded(2, lambda rank: FaultyEcho(pause=0.6 * rank), 0.3)
+    with pytest.raises(EngineDead, match=r"rank 1 has not answered for 0\.3 s in step 1 \(--rank-timeout\)"):
+        drain(open_engine(runner))
+    runner.close()
+
+
+def test_one_that_hangs_at_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.parallel.remote.CLOSING", 0.5)
+    used_once(rank1={"how": "hang", "place": "close"})
+    assert not ranks_left()
+
+
+def failing(how: Callable[[int], dict[str, Any]], ranks: int = 3) -> None:
+    """Use ranks, on threads, that fail so."""
+    runner = threaded(ranks, lambda rank: FaultyEcho(**how(rank)))
+    try:
+        drain(open_engine(runner))
+    finally:
+        runner.close()
+
+
+def test_the_cause_is_named_and_not_its_echoes() -> None:
+    """The others hear of it first."""
+    echo = {"how": "echo", "place": "collect", "step": 3}
+    late = {"how": "raise", "place": "collect", "step": 3, "pause": 0.1}
+    with pytest.raises(EngineDead, match=f"^{RAISED.replace('1', '2')} in step 3$"):
+        failing(lambda rank: late if rank == 2 else echo)
+
+
+def test_where_only_echoes_are_heard_the_one_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.parallel.remote.GRACE", 0.2)
+    echo = {"how": "echo", "place": "collect", "step": 2}
+    told = "^rank 1 doesn't answer the other ranks in step 2: PeerLost: connection closed by peer$"
+    with pytest.raises(EngineDead, match=told):
+        failing(lambda rank: {"pause": 0.5} if rank == 1 else echo)
+
+
+def test_a_rank_that_ends_while_nothing_is_done_is_noticed() -> None:
+    runner = processes(2)
+    used(runner)
+    runner.check()
+    runner.sides[1].child.process.kill()
+    runner.sides[1].child.process.wait()
+    with pytest.raises(EngineDead, match=f"{KILLED} between steps"):
+        runner.check()
+    runner.close()
+    assert not ranks_left()
+
+
+def test_ranks_end_with_their_engine_also_those_that_are_stopped() -> None:
+    code = (
+        "import os, sys; sys.path[:0] = sys.argv[1:]\n"
+        "from echo_ranks import processes\n"
+        "runner = processes(2)\n"
+        "pids = [side.child.process.pid for side in runner.sides]\n"
+        "os.kill(pids[0], 19)\n"
+        "print(*pids, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(TESTS)], capture_output=True, text=True, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    end = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.soak
+def test_a_hundred_starts_and_kills_leave_nothing_behind() -> None:
+    before = descriptors()
+    for _ in range(100):
+        runner = processes(2)
+        runner.sides[0].child.process.kill()
+        with pytest.raises((StartupError, EngineDead), match="rank 0"):
+            used(runner)
+    assert not ranks_left()
+    assert descriptors() <= before

@@ -1,0 +1,101 @@
+"""An engine over ranks that echo: what it says is what one rank in its own process would, and who differs is named."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+from addresses import runner_for
+from echo_ranks import FaultyEcho, ThreadRank, started, threaded
+from memories import EVERY, VOCAB, Build
+from pictured import PICTURED
+from traces import MAX_LEN, Trace
+from unlike import UNLIKE
+from wired import drain, open_engine
+
+from quire.errors import EngineDead
+from quire.parallel.remote import RemoteRunner
+from quire.sim.cells import Pages
+from quire.sim.echo import EchoRunner
+from quire.vocabulary.plan import Mapped, Sampled, StepResult
+
+LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
+
+
+class Wired(RemoteRunner):
+    """Ranks on threads over one kind of runner, of which the first one's tables can be looked at."""
+
+    def __init__(self, ranks: int, echoes: list[EchoRunner]) -> None:
+        super().__init__(ranks, 60.0, partial(ThreadRank, lambda hello: echoes[hello.part.rank]))
+        self.echoes = echoes
+        started(self, ranks)
+
+    @property
+    def groups(self) -> list[Pages]:
+        return self.echoes[0].groups
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_traces_over_the_wire(seed: int) -> None:
+    rng = random.Random(seed)
+    name, depth, ranks = rng.choice(sorted(LAYOUTS)), rng.choice((1, 2, 3)), rng.choice((1, 2, 4))
+    budget = rng.choice((16, 64))
+    memory = LAYOUTS[name](Build(rng.choice((96, 128, 256)), budget, 8, MAX_LEN, rng.choice((0, 12)), 0))
+    runner = Wired(ranks, [runner_for(memory.geometry, depth, VOCAB) for _ in range(ranks)])
+    trace = Trace(
+        memory, seed=seed, depth=depth, budget=budget, max_seqs=8, runner=runner,  # type: ignore[arg-type]
+        preemption=rng.choice(("swap", "recompute")),
+    )  # fmt: skip
+    try:
+        trace.run(6)
+        assert len({echo.applied for echo in runner.echoes}) == 1
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [({"how": "skip"}, r"\d"), ({"how": "draw", "step": 3}, "3")],
+    ids=["a journal entry skipped on one rank", "another token drawn on one rank"],
+)
+def test_a_rank_that_differs_is_named_with_the_step(fault: dict[str, Any], step: str) -> None:
+    runner = threaded(3, lambda rank: FaultyEcho(1, VOCAB, **(fault if rank == 1 else {})))
+    engine = open_engine(runner)
+    with pytest.raises(EngineDead, match=rf"rank 1 applied or drew something else than rank 0 in step {step}$"):
+        drain(engine)
+    with pytest.raises(EngineDead, match="rank 1 applied or drew"):
+        engine.step()
+    runner.close()
+
+
+def test_questions_are_answered_by_every_rank() -> None:
+    class Mapping(EchoRunner):
+        mapped = Mapped(10, 2, 1, 0, 0.5, 0.25)
+
+    runner = threaded(3, lambda rank: Mapping(1, vocab_size=VOCAB))
+    assert runner.ask("depth") == [1, 1, 1]
+    assert runner.ask("mapped") == [[10, 2, 1, 0, 0.5, 0.25]] * 3
+    assert runner.mapped is None
+    runner._virtual = True
+    assert runner.mapped == Mapped(30, 6, 3, 0, 0.5, 0.25)
+    runner.close()
+
+
+def test_what_is_told_of_a_step_is_what_rank_0_says() -> None:
+    """Its seconds too."""
+
+    class Slow(EchoRunner):
+        def __init__(self, seconds: float) -> None:
+            super().__init__(1, vocab_size=VOCAB)
+            self.seconds = seconds
+
+        def collect(self, ticket: int) -> StepResult:
+            return super().collect(ticket)._replace(seconds=self.seconds, samples=(Sampled((5, 5)), Sampled((5, 5))))
+
+    runner = threaded(2, lambda rank: Slow(1.0 + rank))
+    engine = open_engine(runner)
+    engine.step()
+    assert engine.stats.step_seconds == 1.0
+    runner.close()

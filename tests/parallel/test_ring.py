@@ -1,0 +1,105 @@
+"""A ring: every reader reads every record in order, whatever the sizes and whoever lags, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import select
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import EngineDead
+from quire.parallel.ring import HEAD, PAGE, Ring, RingFull, RingReader
+
+
+def readers_of(ring: Ring) -> list[RingReader]:
+    return [RingReader(ring.descriptor, event, reader) for reader, event in enumerate(ring.events)]
+
+
+def close(ring: Ring, readers: list[RingReader]) -> None:
+    for reader in readers:
+        reader.close()
+    ring.close()
+
+
+@given(
+    count=st.integers(1, 4),
+    moves=st.lists(st.one_of(st.integers(0, 2200), st.integers(-4, -1)), max_size=60),
+)
+def test_each_reader_reads_all_of_it(count: int, moves: list[int]) -> None:
+    """A move from 0 on writes so many bytes; below, a reader reads what there is."""
+    ring = Ring(count, PAGE)
+    readers, read, written = readers_of(ring), [bytearray() for _ in range(count)], bytearray()
+
+    def catch_up(at: int) -> None:
+        while readers[at]:
+            read[at] += readers[at].read()
+
+    try:
+        for i, move in enumerate(moves):
+            if move < 0:
+                catch_up(-move % count)
+                continue
+            data = bytes([i % 251]) * move
+            ring.write(data, 10, lambda: [catch_up(at) for at in range(count)] and None)
+            written += data
+        for at in range(count):
+            catch_up(at)
+        assert read == [written] * count
+    finally:
+        close(ring, readers)
+
+
+def test_a_reader_on_a_thread_sleeps_and_misses_nothing() -> None:
+    ring = Ring(2, 4 * PAGE)
+    readers, sums = readers_of(ring), [0, 0]
+
+    def read(at: int) -> None:
+        got = 0
+        while got < 3000:
+            if not readers[at]:
+                poll = select.poll()
+                poll.register(readers[at].event, select.POLLIN)
+                poll.poll()
+                continue
+            data = readers[at].read()
+            assert data == b"%d" % got * 40
+            got += 1
+            sums[at] += len(data)
+
+    threads = [threading.Thread(target=read, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    for i in range(3000):
+        ring.write(b"%d" % i * 40, 20)
+    for thread in threads:
+        thread.join(20)
+    assert sums[0] == sums[1] > 0
+    close(ring, readers)
+
+
+def test_the_writer_waits_for_the_slowest_and_not_for_ever() -> None:
+    ring = Ring(2, PAGE)
+    readers = readers_of(ring)
+    for _ in range(PAGE // 512):
+        ring.write(b"x" * (512 - HEAD.size), 0.0)
+        assert readers[0]
+        readers[0].read()
+    with pytest.raises(RingFull) as full:
+        ring.write(b"x", 0.01)
+    assert full.value.reader == 1
+    close(ring, readers)
+
+
+def test_what_is_overwritten_is_not_taken_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that doesn't wait."""
+    ring = Ring(1, PAGE)
+    readers = readers_of(ring)
+    monkeypatch.setattr(Ring, "_slowest", lambda self: (self._written, 0))
+    for i in range(100):
+        ring.write(bytes([i]) * (300 + i), 0)
+    assert readers[0]
+    with pytest.raises(EngineDead, match="ring overrun: record"):
+        readers[0].read()
+    close(ring, readers)
