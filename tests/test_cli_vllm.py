@@ -84,7 +84,11 @@ def test_what_is_no_size(text: str) -> None:
             ["--trust-remote-code"],
             "'--trust-remote-code'. Not supported by quire: no code of a model's folder ever runs",
         ),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is '2', and quire has only 1. One process drives"),
+        (["--data-parallel-size", "2"], "--data-parallel-size is '2', and quire has only 1. --tp divides a model"),
+        (["--pipeline-parallel-size", "2"], "--pp is 2. There are no stages yet"),
+        (["-tp", "2", "--executor", "inline"], "--executor is inline, and --tp is 2: each rank is a process"),
+        (["--tp", "64"], "--tp is 64. It must be between 1 and 63"),
+        (["--rank-timeout", "0"], "--rank-timeout is 0.0. It must be between 0.1 and 86400"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: invalid choice: 'fp8' (choose from 'auto', 'int8')"),
         (["--calculate-kv-scales"], "every head and token has a scale of its own"),
     ],
@@ -103,10 +107,10 @@ def test_contradictions_and_refusals(capsys: pytest.CaptureFixture[str], given: 
 
 # Flags of vLLM that aren't ours, each with what is said of it: a hint, or the beginning of a reason.
 FOREIGN = {
-    "--tensor-parallel-sizes": "one process drives one device",
-    "--enable-expert-parallel": "one process drives one device",
-    "--distributed-executor-backend": "one process drives one device",
-    "-tp": "one process drives one device",
+    "--tensor-parallel-sizes": "see --tp",
+    "--enable-expert-parallel": "--tp divides a model among ranks",
+    "--distributed-executor-backend": "see --executor",
+    "-dp": "--tp divides a model among ranks",
     "--enable-lora": "merge adapters",
     "--lora-modules": "merge adapters",
     "--max-loras": "merge adapters",
@@ -194,10 +198,10 @@ def test_what_changes_nothing_says_so() -> None:
 
 def test_notices_are_printed_at_start(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--model-config", "opt-125m", "--kv-tokens", "4096", "--enable-chunked-prefill"]
-    assert main([*plan, "--tensor-parallel-size", "1"]) == 0
+    assert main([*plan, "--data-parallel-size", "1"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         "--enable-chunked-prefill changes nothing: prompts are always computed in chunks",
-        "--tensor-parallel-size 1 changes nothing: it is never anything else",
+        "--data-parallel-size 1 changes nothing: it is never anything else",
     ]
 
 
@@ -256,7 +260,8 @@ def test_help_has_groups_and_no_flag_without_words(capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     for group in ("engine:", "vLLM's names for settings of the engine:", "server:", "requests:", "logs and metrics:"):
         assert f"\n{group}\n" in text
-    assert "--tensor-parallel-size" not in text
+    assert "-tp N, --tensor-parallel-size N" in text
+    assert "--data-parallel-size" not in text
     assert not [line for line in text.splitlines() if len(line) > 120]
 
 

@@ -81,6 +81,8 @@ def plan_memory(
     config = config.sized(device)
     assert config.max_num_seqs is not None
     total, free = device_memory(device)
+    if device == "cpu":  # all ranks' memory is the same
+        total, free = total // config.tp, free // config.tp
     weights = spec.weight_bytes(itemsize) - saved
     activations = activation_bytes(config, spec, itemsize)
     if device != "cpu":

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.budget import MemoryPlan, page_lines, plan_memory
-from quire.config import VENDORS, EngineConfig
+from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
 from quire.control.edge import Limits
@@ -25,20 +24,19 @@ from quire.control.memory import Size, build_memory
 from quire.control.memory.virtual import capacity
 from quire.data.kernels.cpu import loading as kernels
 from quire.data.kernels.cpu.memory import memory
-from quire.data.kernels.limits import MOST_GROUP, MOST_HEAD_DIM
 from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
-from quire.data.weights.checkpoint import SMALLEST, check_size
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.link.collector import paused
 from quire.plan_log import Logged
 from quire.reserve import reserve
-from quire.source import Source, eos_ids, read_sight, read_source, read_text
+from quire.shard import attention_of, heads_of, native, shard_runner
+from quire.source import Source, eos_ids, read_sight, read_source, read_text, tiling_of
+from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
-    import torch
-
+    from quire.parallel.remote import RemoteRunner
     from quire.pool import Member
     from quire.text.chat import ChatTemplate
     from quire.text.sight import Sight
@@ -100,17 +98,43 @@ def build_engine(
     config: EngineConfig, source: Source, named: tuple[int, ...], progress: bool = False, member: Member | None = None
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
     """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said. The
-    memory is that of `member`, if any."""
+    memory is that of `member`, if any. With ranks in processes of their own the model is there, and not here."""
+    if not config.remote:
+        return _assembled(config, source, named, progress, member, None)
+    if member is not None:
+        raise StartupError("--tp and --executor process aren't for models that share a pool", "Leave them out")
+    from quire.parallel.remote import RemoteRunner
+
+    ranks = RemoteRunner(config.tp, config.rank_timeout)  # they load libraries while the model is looked at
+    try:
+        return _assembled(config, source.divided(Part(0, config.tp)), named, progress, None, ranks)
+    except BaseException:
+        ranks.abandon()
+        raise
+
+
+def _assembled(
+    config: EngineConfig,
+    source: Source,
+    named: tuple[int, ...],
+    progress: bool,
+    member: Member | None,
+    ranks: RemoteRunner | None,
+) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
+    """The same over `ranks`, whose spec `source` has: or a model here."""
     import torch
 
-    from quire.data.weights.mapped import trim
-
     device = device_of(config)
-    if device == "cpu":
+    if ranks is not None and device != "cpu":
+        raise StartupError(
+            f"--tp is {config.tp} and --executor {config.executor}, and the device is a GPU: ranks are on CPUs so far",
+            "Use --device cpu, or leave both out",
+        )
+    if device == "cpu" and ranks is None:
         kernels.use_threads(config.threads)
-    elif config.threads is not None:
+    elif config.threads is not None and ranks is None:
         torch.set_num_threads(config.threads)
-    config = config.sized(device)
+    config = config.sized(device).of_rank()
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
     planned = _planned(config, source.spec, device, dtype)
@@ -119,13 +143,9 @@ def build_engine(
     else:
         saved = saved_by_fp8(config, source, dtype, device)
         plan = plan_memory(planned, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
-    common = member.pool.bytes_of if member else None
     ends = eos_ids(source, named)
     with _enough_memory(device):
-        runner = _runner(
-            config, source, getattr(torch, dtype), torch.device(device), ends, plan.max_len, progress, common
-        )
-    tiling = runner.model.eyes.tiling if source.spec.vision is not None else None
+        runner = _runner(config, source, dtype, device, ends, plan.max_len, progress, member, ranks)
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
@@ -140,18 +160,55 @@ def build_engine(
     held_by = "the KV memory" if plan.clipped else "the model"
     limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT
-    engine = assemble(config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling)
+    engine = assemble(
+        config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling_of(source)
+    )
     if member is not None:
         member.pool.turns.add(engine)
-    notices = (*source.notes, *_notices(config, plan, ends, source.defaults))
-    if device == "cpu":
-        trim()
-        notices = (kernels.said(), *notices)
-    if runner.attention == "triton":
-        from quire.data.kernels.triton.launch import left_out
+    return engine, plan, (*_computing(runner, ranks, device), *source.notes,
+                          *_notices(config, plan, ends, source.defaults))  # fmt: skip
 
-        notices += tuple(filter(None, [left_out(runner.device)]))
-    return engine, plan, notices
+
+def _runner(
+    config: EngineConfig,
+    source: Source,
+    dtype: str,
+    device: str,
+    eos_ids: tuple[int, ...],
+    max_len: int,
+    progress: bool,
+    member: Member | None,
+    ranks: RemoteRunner | None,
+) -> Any:
+    """A runner of the model, or `ranks` that have built it."""
+    import torch
+
+    kind, where = getattr(torch, dtype), torch.device(device)
+    if ranks is None:
+        common = member.pool.bytes_of if member else None
+        return shard_runner(config, source, kind, where, eos_ids, max_len, progress, common)
+    from quire.parallel import starting
+
+    attention = attention_of(config, source.spec, where, kind)
+    said = replace(config, dtype=dtype, device=device, attention=attention)
+    starting.build(ranks, said, str(source.folder or ""), eos_ids, max_len, progress)
+    return ranks
+
+
+def _computing(runner: Any, ranks: RemoteRunner | None, device: str) -> tuple[str, ...]:
+    """What computes, to be said at start."""
+    if ranks is not None:
+        return tuple(f"{len(ranks.sides)} rank{'s' * (len(ranks.sides) > 1)}, each: {said}" for said in ranks.notices)
+    if device == "cpu":
+        from quire.data.weights.mapped import trim
+
+        trim()
+        return (kernels.said(),)
+    if runner.attention != "triton":
+        return ()
+    from quire.data.kernels.triton.launch import left_out
+
+    return tuple(filter(None, [left_out(runner.device)]))
 
 
 @contextmanager
@@ -170,94 +227,15 @@ def _enough_memory(device: str) -> Iterator[None]:
         ) from error
 
 
-def _runner(
-    config: EngineConfig,
-    source: Source,
-    dtype: torch.dtype,
-    device: torch.device,
-    eos_ids: tuple[int, ...],
-    max_len: int,
-    progress: bool,
-    common: Callable[[], torch.Tensor] | None,
-) -> Any:
-    import torch
-
-    from quire.data.runner.model_runner import ModelRunner
-    from quire.data.weights import few
-    from quire.data.weights.dummy import fill_dummy
-    from quire.data.weights.fp8 import made
-    from quire.data.weights.gguf_loader import load_gguf
-    from quire.data.weights.loader import load
-
-    scheme = scheme_of(source.config, config.quantization)
-    dummy = config.dummy_weights or source.folder is None
-    if not dummy and source.file is None:
-        stored = scheme is not None and scheme.stored
-        least = SMALLEST if not stored else 1 if isinstance(scheme, FP8) else scheme.bits / 8
-        check_size(source.folder, source.spec.parameters, least)
-    if isinstance(scheme, Few):
-        model = few.made(source.config, dtype, device, scheme, source.file)
-    else:
-        model = made(source.config, dtype, device, scheme)
-    if dummy:
-        fill_dummy(model, config.seed, scheme)
-    elif source.file is not None:
-        load_gguf(model, source.file, progress, scheme)
-    else:
-        load(model, source.folder, progress, scheme)
-    model.prepare(max_len, config.deterministic)
-    memory().settle()
-    attention = _attention(config, source.spec, device, dtype)
-    return ModelRunner(
-        model, source.spec, dtype, device, attention, eos_ids,
-        graphs=config.cuda_graphs and attention in ("triton", "native", *VENDORS),
-        deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
-        common=common() if common is not None else None,
-        state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
-    )  # fmt: skip
-
-
-def _attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
-    """The name of the attention backend. StartupError for one that the device can't run."""
-    chosen, ours = config.attention, ("triton", *VENDORS)
-    if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
-        raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
-    heads = _heads(spec)
-    fits = all(group <= MOST_GROUP and dim % 2 == 0 and dim <= MOST_HEAD_DIM for group, dim in heads)
-    if chosen == "auto":
-        chosen = "contiguous" if config.memory == "virtual" else "sdpa"
-        if device.type == "cuda" and fits:
-            chosen = "triton"
-        elif device.type == "cpu" and _native(heads, dtype):
-            chosen = "native"
-    if chosen in ours and not fits:
-        raise StartupError(
-            f"--attention is {chosen}, and the model has heads that Triton's kernels don't take: (query heads a key "
-            "head, size) " + ", ".join(map(str, sorted(heads))),
-            f"They take {MOST_GROUP} query heads a key head and even sizes up to {MOST_HEAD_DIM}; use --attention sdpa",
-        )
-    if chosen in VENDORS and spec.vision is not None and spec.vision.both_ways:
-        raise StartupError(
-            f"--attention is {chosen}, whose kernels for prompts are causal, and tokens of this model's prompts attend "
-            "both ways",
-            "Use --attention triton",
-        )
-    if chosen in ours and device.type == "cpu":
-        raise StartupError(f"--attention is {chosen}, which needs a GPU", "Use --attention auto")
-    if config.deterministic and chosen != "triton" and device.type != "cpu":
-        raise StartupError(f"--deterministic is given, and the attention is {chosen}", "It needs --attention triton")
-    return chosen
-
-
 def _planned(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> EngineConfig:
     """`config` as memory is planned for it: kernels for CPUs gather no keys and values. StartupError where there are
     none, and they alone read what it asks for."""
     import torch
 
-    native = device == "cpu" and config.memory != "virtual" and _native(_heads(spec), getattr(torch, dtype))
-    if native and config.attention == "auto":
+    ours = device == "cpu" and config.memory != "virtual" and native(heads_of(spec), getattr(torch, dtype))
+    if ours and config.attention == "auto":
         config = replace(config, attention="native")
-    if config.kv_cache_dtype == "int8" and not (native and config.attention == "native"):
+    if config.kv_cache_dtype == "int8" and not (ours and config.attention == "native"):
         raise StartupError(
             f"--kv-cache-dtype is int8, which only quire's kernels for CPUs read, and {_not_native(config, device)}",
             "Leave it out",
@@ -274,18 +252,6 @@ def _not_native(config: EngineConfig, device: str) -> str:
     if config.memory == "virtual":
         return "--memory is virtual"
     return kernels.missing() if kernels.library() is None else "they don't take the model's heads, or its --dtype"
-
-
-def _heads(spec: ModelSpec) -> set[tuple[int, int]]:
-    """Of layers that attend: (query heads a key head, size)."""
-    return {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state}
-
-
-def _native(heads: set[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether there are kernels for CPUs, for heads like these: (query heads a key head, size)."""
-    from quire.data.kernels.cpu.backend import takes
-
-    return kernels.library() is not None and all(takes(dtype, shared, dim) for shared, dim in heads)
 
 
 def device_of(config: EngineConfig) -> str:

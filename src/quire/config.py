@@ -25,10 +25,12 @@ ASSOCIATIONS = ("paper", "bulk", "none")
 RETENTIONS = ("paper", "slack", "boundary")
 VISION_CACHES = ("pages", "inside", "off")
 AHEAD = ("inline", "thread", "off")
+EXECUTORS = ("auto", "inline", "process")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
 MAX_STATE_TOKENS = 65536
+MAX_RANKS = 63
 MAX_SEQS = 65535  # rows of a launch: what a grid takes
 MOST = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
@@ -71,6 +73,9 @@ class EngineConfig:
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps (a CPU
     too, as tapes), and `warm_up` makes it compile kernels and capture these graphs at start, not when they are first
     needed. `log_plans` names a file to write every plan and result to (quire.plan_log), for debugging.
+    `tp` ranks divide each layer of the model (quire.parallel); `kv_gib` and `swap_gib` are sums over them. There are no
+    stages yet: `pp` is 1. `executor` "process" gives a single rank a process of its own too, "inline" computes where
+    the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
     `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from that file in the folder that it
     names; those in `override_generation_config` win.
@@ -124,6 +129,10 @@ class EngineConfig:
     cuda_graphs: bool = True
     warm_up: bool = True
     log_plans: str | None = None
+    tp: int = 1
+    pp: int = 1
+    executor: str = "auto"
+    rank_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here
@@ -144,6 +153,7 @@ class EngineConfig:
             ("preemption", PREEMPTIONS),
             ("retention", RETENTIONS),
             ("vision_cache", VISION_CACHES),
+            ("executor", EXECUTORS),
         ):
             if getattr(self, name) not in allowed:
                 known = ", ".join(filter(None, allowed))
@@ -163,11 +173,22 @@ class EngineConfig:
             ("threads", 1, 4096),
             ("depth", 1, 64),
             ("prefix_tokens", 0, 2**40),
+            ("tp", 1, MAX_RANKS),
+            ("rank_timeout", 0.1, 86400),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise StartupError(f"{_flag(name)} is {value}", f"It must be between {low} and {high}")
         self._check_the_rest()
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if self.pp != 1:
+            raise StartupError(f"--pp is {self.pp}", "There are no stages yet: it must be 1; --tp divides layers")
+        if self.tp > 1 and self.executor == "inline":
+            raise StartupError(
+                f"--executor is inline, and --tp is {self.tp}: each rank is a process", "Use --executor process"
+            )
 
     def _check_the_rest(self) -> None:
         if self.kv_gib is not None and not 0 < self.kv_gib < 2**20:
@@ -220,6 +241,16 @@ class EngineConfig:
             virtual_page_kib=virtual[0] if self.virtual_page_kib is None else self.virtual_page_kib,
             virtual_layout=virtual[1] if self.virtual_layout is None else self.virtual_layout,
         )
+
+    def of_rank(self) -> EngineConfig:
+        """The same for one rank: its share of what is a sum over all."""
+        kv_gib = None if self.kv_gib is None else self.kv_gib / self.tp
+        return replace(self, kv_gib=kv_gib, swap_gib=self.swap_gib / self.tp)
+
+    @property
+    def remote(self) -> bool:
+        """The model is in processes of its own, which are ranks."""
+        return self.tp > 1 or self.executor == "process"
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -19,7 +19,9 @@ BITS = {"int8": 8.5, "int4": 4.75}
 def reserve(config: EngineConfig, source: Source) -> None:
     """Make about as much memory ready as packed weights will take, as far as can be said before torch is imported:
     beside that it costs no time. Half of what is free at most: whether the model fits is asked later. Nothing where a
-    GPU may compute, or no kernels of our own."""
+    GPU may compute, or ranks, or no kernels of our own."""
+    if config.remote:
+        return
     if config.device != "cpu" and any(map(os.path.exists, GPUS)):
         return
     if kernels.suited(os.environ.get("QUIRE_CPU_KERNELS", "")) is None:

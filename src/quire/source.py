@@ -15,7 +15,9 @@ from quire.data.weights.checkpoint import locate, read_config, read_generation_c
 from quire.data.weights.packaged import PACKAGED, packaged
 from quire.errors import InputError, StartupError
 from quire.files import AGAIN
+from quire.vocabulary.layout import Part
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.pictures import Tiling
 from quire.vocabulary.specs import ModelSpec
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ class Source(NamedTuple):
     defaults: dict[str, Any]
     file: GGUF | None = None
     notes: tuple[str, ...] = ()
+
+    def divided(self, part: Part) -> Source:
+        """The same with the spec of a rank's part. StartupError for a model that can't be divided so."""
+        return self._replace(spec=read_spec(self.config, part))
 
     def stored(self, config: EngineConfig, itemsize: int) -> Source:
         """The same where numbers have `itemsize` bytes, but for what `config` says of running states, keys and
@@ -192,6 +198,15 @@ def read_eyes(source: Source, tokenizer: Tokenizer | None) -> Eyes | None:
     how = read_preparation(said, vision.tiling, vision.normal.mean)
     ending = tokenizer.encode(placeholder.ending, add_special_tokens=False) if placeholder.ending else []
     return FamilyEyes(how, placeholder, tokenizer.piece, ending)
+
+
+def tiling_of(source: Source) -> Tiling | None:
+    """How the model's pictures are cut; None: it sees none."""
+    if source.spec.vision is None:
+        return None
+    from quire.data.models.vision import VisionSettings
+
+    return VisionSettings.read(source.config, source.config.get(PREPARATION) or {}).tiling
 
 
 def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from quire.config import (
     DEVICES,
     DTYPE_ALIASES,
     DTYPES,
+    EXECUTORS,
     KV_DTYPES,
     MEMORIES,
     PAGE_SIZES,
@@ -118,6 +119,13 @@ ENGINE = (
     Flag("deterministic", bool, "tokens don't depend on what else is in a batch; on a CPU, of dense models"),
     Flag("cuda_graphs", bool, "replay steps: up to 1,024 tokens as CUDA graphs; on a CPU one token a row, as tapes"),
     Flag("warm_up", bool, "on a GPU, compile kernels and capture graphs at start, not when they are first needed"),
+    Flag("tp", int, "ranks that divide each layer of the model, each a process", metavar="N",
+         aliases=("-tp", "--tensor-parallel-size")),
+    Flag("pp", int, "stages of layers: only 1 so far", metavar="N", aliases=("-pp", "--pipeline-parallel-size")),
+    Flag("executor", str, "where the model is: with the engine, or in a process for each rank; auto: with one rank "
+         "the former", EXECUTORS),
+    Flag("rank_timeout", float, "seconds that a rank may take for a step; five times as many to start",
+         metavar="S"),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )  # fmt: skip

@@ -30,16 +30,17 @@ NEEDLESS = {
 }
 # Flags of which one value asks for what is so anyway; of others there is a reason below.
 ONLY = {
-    "--tensor-parallel-size": ("1",), "--pipeline-parallel-size": ("1",), "--data-parallel-size": ("1",),
-    "--scheduling-policy": ("fcfs",),
+    "--data-parallel-size": ("1",), "--scheduling-policy": ("fcfs",),
     "--tokenizer-mode": ("auto", "hf"), "--config-format": ("auto", "hf"), "--runner": ("auto", "generate"),
 }  # fmt: skip
 # Beginnings of flags, and why quire has none that begin so.
 REASONS = (
-    ("tensor-parallel pipeline-parallel data-parallel expert-parallel enable-expert-parallel distributed- nnodes "
+    ("distributed-", "see --executor"),
+    ("tensor-parallel pipeline-parallel", "see --tp and --pp"),
+    ("data-parallel expert-parallel enable-expert-parallel nnodes "
      "node-rank master-addr master-port ray- worker- disable-custom-all-reduce decode-context-parallel "
      "prefill-context-parallel enable-eplb eplb- enable-dbo headless",
-     "one process drives one device; start several behind a load balancer"),
+     "--tp divides a model among ranks of one host; start several servers behind a load balancer"),
     ("enable-lora lora- max-lora max-cpu-lora fully-sharded-lora default-mm-lora", "merge adapters into the weights"),
     ("cpu-offload kv-offloading", "all is on the device; see --dtype, --quantization and --kv-cache-dtype"),
     ("calculate-kv-scales kv-cache-dtype-skip", "every head and token has a scale of its own, in all layers"),
@@ -73,7 +74,7 @@ REASONS = (
     ("h11-", "headers have fixed limits"),
     ("no-enable-chunked-prefill", "prompts are always computed in chunks"),
 )  # fmt: skip
-SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+SHORT = {"-dp": "--data-parallel-size",
          "-O": "--compilation-config", "-cc": "--compilation-config",
          "-sc": "--speculative-config"}  # fmt: skip
 

@@ -126,6 +126,8 @@ class ModelRunner:
                 "Use --attention auto",
             )
         self.store = self._store(geometry)
+        if getattr(self.model, "exchange", None) is not None:
+            self.store.applied = 0
         self.prompts = self.store.prompts
         self.seen = SeenTokens(geometry) if self.debug and self.store.states else None
         for cache in self.store.caches.values():
@@ -329,6 +331,11 @@ class ModelRunner:
                 sample = sample._replace(scores=tuple(top_of(token, numbers, most) for token, numbers in scored))
             samples.append(sample)
         return StepResult(tuple(samples), self._seconds(ticket), self.idle.collected(ticket.span))
+
+    @property
+    def applied(self) -> int:
+        """Of a rank: a number that others have too if they applied the same journals."""
+        return self.store.applied or 0
 
     @property
     def mapped(self) -> Mapped | None:

@@ -8,6 +8,7 @@ writes.
 from __future__ import annotations
 
 from itertools import chain
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from quire.data.runner.host_pool import HostPool
 from quire.data.runner.prompts import Prompts
 from quire.data.runner.staging import Staging
 from quire.data.runner.views import check_geometry, cross_caches, layer_caches, pages_by_size, state_caches
-from quire.vocabulary.plan import Copy, In, Journal, Out, Table
+from quire.vocabulary.plan import Copy, In, Journal, Out, Poison, Table
 from quire.vocabulary.specs import Geometry, ModelSpec
 
+CHANGES = (Copy, Out, In, Poison)
 ALIGNED = 16  # page ids: where a group's table begins
 
 
@@ -39,6 +41,7 @@ class Store:
     ) -> None:  # fmt: skip
         check_geometry(geometry, spec)
         self.geometry, self.device, self.common = geometry, device, common
+        self.applied: int | None = None  # of a rank: a checksum over all that journals changed, in order
         self.staging = Staging(device)
         self.buffer = self._pages(dtype)
         self.sizes = tuple(group.page_bytes for group in geometry.groups)
@@ -120,6 +123,9 @@ class Store:
             self.pool.back(moves, size)
         else:
             self._poison(moves, size)
+        if self.applied is not None:
+            said = np.array([(CHANGES.index(kind), size), *moves.items()])
+            self.applied = crc32(said.tobytes(), self.applied)
 
     def _copy(self, moves: Moves, size: int) -> None:
         pages = self.sized[size]
@@ -163,6 +169,8 @@ class Store:
             self._claim(entries)
             to, ids = self.staging.upload_all([flat, pages])
             self.entries.index_copy_(0, to, ids)
+        if self.applied is not None:
+            self.applied = crc32(tables[flat].tobytes(), crc32(flat.tobytes(), self.applied))
 
     def _claim(self, entries: list[Table]) -> None:
         """Rows may write the pages that these tables name."""

@@ -10,7 +10,7 @@ import torch
 from mllama_models import PROMPTS, Saved, engine_of, run, shown, tokens_of
 from test_unlike_logits import assert_said
 
-import quire.build
+import quire.shard
 from quire import SamplingParams
 from quire.control.engine import Engine
 from quire.data.kernels.reference import ReferenceBackend
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a CPU, where kernels are interpreted."""
-    monkeypatch.setattr(quire.build, "_attention", lambda *_: "triton")
+    monkeypatch.setattr(quire.shard, "attention_of", lambda *_: "triton")
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
