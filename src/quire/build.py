@@ -25,6 +25,7 @@ from quire.control.memory.virtual import capacity
 from quire.data.kernels.cpu import loading as kernels
 from quire.data.kernels.cpu.memory import memory
 from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
+from quire.data.models.shares import check_plain
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.link.collector import paused
@@ -105,9 +106,12 @@ def build_engine(
         raise StartupError("--tp and --executor process aren't for models that share a pool", "Leave them out")
     from quire.parallel.remote import RemoteRunner
 
+    part = Part(0, config.tp)
+    check_plain(part, source.config, config.quantization, source.file is not None)
+    source = source.divided(part)
     ranks = RemoteRunner(config.tp, config.rank_timeout)  # they load libraries while the model is looked at
     try:
-        return _assembled(config, source.divided(Part(0, config.tp)), named, progress, None, ranks)
+        return _assembled(config, source, named, progress, None, ranks)
     except BaseException:
         ranks.abandon()
         raise

@@ -37,8 +37,7 @@ class Wired(RemoteRunner):
         return self.echoes[0].groups
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_traces_over_the_wire(seed: int) -> None:
+def run(seed: int) -> None:
     rng = random.Random(seed)
     name, depth, ranks = rng.choice(sorted(LAYOUTS)), rng.choice((1, 2, 3)), rng.choice((1, 2, 4))
     budget = rng.choice((16, 64))
@@ -53,6 +52,17 @@ def test_random_traces_over_the_wire(seed: int) -> None:
         assert len({echo.applied for echo in runner.echoes}) == 1
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_traces_over_the_wire(seed: int) -> None:
+    run(seed)
+
+
+@pytest.mark.soak
+def test_many_random_traces_over_the_wire() -> None:
+    for seed in range(100, 600):
+        run(seed)
 
 
 @pytest.mark.parametrize(

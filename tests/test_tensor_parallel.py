@@ -1,0 +1,164 @@
+"""Several ranks say what one says: the same tokens over chunks, prefix hits, preemption both ways, branches, beams,
+penalties, windows and memories. Most ranks are on threads of this process, with a real exchange between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from echo_ranks import ThreadRank
+from test_equality import FAMILIES
+
+import quire.parallel.remote
+from quire import LLM
+from quire.build import build
+from quire.config import EngineConfig
+from quire.control.engine import Engine
+from quire.data.kernels.cpu.loading import library
+from quire.errors import EngineDead, StartupError
+from quire.shard import build_rank
+from quire.vocabulary.params import SamplingParams
+
+PROMPTS = [[(7 * i + j * j) % 97 for j in range(n)] for i, n in enumerate((1, 5, 16, 23, 37))]
+SETTINGS = {
+    "skip_tokenizer_init": True, "dtype": "float32", "kv_tokens": 4096, "max_num_batched_tokens": 64, "debug": True,
+    "max_num_seqs": 8, "threads": 1, "device": "cpu", "page_size": 4,
+}  # fmt: skip
+PARAMS = (
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=12, ignore_eos=True, top_p=0.9, top_k=40),
+    SamplingParams(seed=9, n=3, max_tokens=9, ignore_eos=True, frequency_penalty=0.5, repetition_penalty=1.2),
+    SamplingParams(beam_width=3, n=2, max_tokens=6, ignore_eos=True, temperature=0),
+    SamplingParams(seed=2, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1, min_p=0.01),
+)  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 7},
+    "recompute": {"kv_tokens": 192, "page_size": 16, "max_num_seqs": 16, "preemption": "recompute"},
+    "swap": {
+        "kv_tokens": 192,
+        "page_size": 16,
+        "max_num_seqs": 16,
+        "preemption": "swap",
+        "swap_gib": 0.01,
+    },
+    "depth": {"depth": 2, "enable_prefix_caching": False, "table_scope": "layer"},
+    "virtual": {"memory": "virtual", "kv_tokens": 2048},
+    "reserved": {"memory": "orca-max", "kv_tokens": 4096},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def saved(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = FAMILIES[family]()
+        config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.3)
+        model.save_pretrained(folder)
+        return folder
+
+    return cache(saved)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks are threads: without kernels of our own, of which a process runs one at a time."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    library.cache_clear()
+    remote = partial(quire.parallel.remote.RemoteRunner, start=partial(ThreadRank, build_rank))
+    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
+    yield
+    library.cache_clear()
+
+
+def engine_of(folder: Path, **settings: Any) -> Engine:
+    return build(EngineConfig(model=str(folder), **{**SETTINGS, **settings})).engine
+
+
+def answers(engine: Engine, rounds: int) -> Iterator[Any]:
+    """What comes of prompts with parameters of each kind; with two rounds prefixes are found."""
+    for again in range(rounds):
+        for i, prompt in enumerate(PROMPTS):
+            for j in (i, i + again + 1):
+                engine.add(f"{i} {j}", prompt, PARAMS[j % len(PARAMS)])
+        told: dict[tuple[str, int], list[int]] = {}
+        while engine.unfinished:
+            for output in engine.step():
+                told.setdefault((output.request, output.branch), []).extend(output.tokens)
+        yield told
+
+
+def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engine, Engine]:
+    one, several = (engine_of(folder, tp=ranks, **settings) for ranks in (1, tp))
+    try:
+        for wanted, got in zip(answers(one, rounds), answers(several, rounds), strict=True):
+            assert got == wanted
+    finally:
+        several.close()
+    return one, several
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_say_what_one_says(folders: Any, case: str) -> None:
+    one, several = both(folders("llama"), 2, **CASES[case])
+    for engine in (one, several):
+        assert (engine.scheduler.preemptions > 0) == (case in ("recompute", "swap"))
+        assert case != "chunks" or engine.scheduler.memory.account().sharing.hits > 0
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("family", ["mistral", "opt"])
+def test_four_ranks_say_what_one_says(folders: Any, family: str) -> None:
+    """Two heads of keys on four ranks, windows, biases, padded vocabularies."""
+    both(folders(family), 4, 1, max_num_batched_tokens=16)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_say_what_one_says(folders: Any, family: str, tp: int, case: str) -> None:
+    if case != "virtual" or family not in ("ministral", "gemma2", "gemma3"):
+        both(folders(family), tp, **CASES[case])
+
+
+def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:
+    llm = LLM(str(folders("llama")), tp=2, **SETTINGS)
+    alone = LLM(str(folders("llama")), **SETTINGS)
+    said = [[list(one.token_ids) for one in llm.generate(PROMPTS, PARAMS[0])[i].outputs] for i in range(2)]
+    runner = llm.engine.runner
+    assert said == [[list(one.token_ids) for one in alone.generate(PROMPTS, PARAMS[0])[i].outputs] for i in range(2)]
+    pids = [side.child.process.pid for side in runner.sides]  # type: ignore[attr-defined]
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"rank 1 was ended by signal 9 \(SIGKILL\)"):
+        llm.generate(PROMPTS, PARAMS[0])
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tp": 3}, "--tp is 3, which doesn't divide the model: it has 4 heads.*Use 1, 2 or 4"),
+        ({"tp": 2, "executor": "inline"}, "--executor is inline, and --tp is 2"),
+        ({"pp": 2}, "--pp is 2"),
+        ({"tp": 2, "quantization": "int8"}, "--tp is 2, and a quantised model can't be divided"),
+        ({"tp": 2, "attention": "triton"}, "--attention is triton, which needs a GPU"),
+    ],
+)
+@pytest.mark.usefixtures("threads")
+def test_what_cannot_be_divided_is_refused(folders: Any, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(StartupError, match=told):
+        engine_of(folders("llama"), **settings)
