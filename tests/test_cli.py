@@ -67,7 +67,7 @@ def test_flags_become_settings(command: str) -> None:
     texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "state_dtype": "float32", "device": "cpu",
              "table_scope": "layer", "page_sizes": "own", "association": "paper", "retention": "slack",
              "map_ahead": "off", "preemption": "swap", "quantization": "fp8", "kv_cache_dtype": "int8",
-             "vision_cache": "inside"}  # fmt: skip
+             "vision_cache": "inside", "executor": "process"}  # fmt: skip
     for field in fields(EngineConfig):
         if field.name in ("model", "kv_gib", "override_generation_config"):
             continue
@@ -79,7 +79,7 @@ def test_flags_become_settings(command: str) -> None:
             value = texts.get(field.name, "x")
             given = [flag, str(value)]
         else:
-            value = 0.5 if "float" in str(field.type) else 7
+            value = 0.5 if "float" in str(field.type) else 1 if field.name == "pp" else 7
             given = [flag, str(value)]
         assert getattr(config_from(parse([command, *given])), field.name) == value, flag
     assert config_from(parse([command, "--block-size", "8"])).page_size == 8

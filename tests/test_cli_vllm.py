@@ -107,7 +107,7 @@ def test_contradictions_and_refusals(capsys: pytest.CaptureFixture[str], given: 
 
 # Flags of vLLM that aren't ours, each with what is said of it: a hint, or the beginning of a reason.
 FOREIGN = {
-    "--tensor-parallel-sizes": "see --tp",
+    "--data-parallel-sizes": "--tp divides a model among ranks",
     "--enable-expert-parallel": "--tp divides a model among ranks",
     "--distributed-executor-backend": "see --executor",
     "-dp": "--tp divides a model among ranks",

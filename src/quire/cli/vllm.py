@@ -36,7 +36,6 @@ ONLY = {
 # Beginnings of flags, and why quire has none that begin so.
 REASONS = (
     ("distributed-", "see --executor"),
-    ("tensor-parallel pipeline-parallel", "see --tp and --pp"),
     ("data-parallel expert-parallel enable-expert-parallel nnodes "
      "node-rank master-addr master-port ray- worker- disable-custom-all-reduce decode-context-parallel "
      "prefill-context-parallel enable-eplb eplb- enable-dbo headless",
