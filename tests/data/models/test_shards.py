@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from dense_context import DenseContext
 from safetensors.torch import load_file, save_file
-from test_against_transformers import CASES, LLAMA, built, reference, run
+from test_against_transformers import CASES, LLAMA, built, reference
 from thread_ranks import Meeting, ThreadExchange
 
 from quire.data.layers.prepare import join
@@ -78,10 +78,17 @@ def shard(folder: Path, part: Part) -> Any:
     return model
 
 
-def together(folder: Path, ranks: int) -> list[torch.Tensor]:
-    """The logits of TOKENS, as each rank has them."""
+class Said(NamedTuple):
+    """Of TOKENS."""
 
-    def work(exchange: ThreadExchange) -> torch.Tensor:
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+def together(folder: Path, ranks: int) -> list[Said]:
+    """What each rank says."""
+
+    def work(exchange: ThreadExchange) -> Said:
         model = shard(folder, exchange.part)
         model.prepare()
         join(model, exchange)
@@ -90,22 +97,26 @@ def together(folder: Path, ranks: int) -> list[torch.Tensor]:
     return Meeting(ranks).run(work)
 
 
-def said(model: Any, spec: ModelSpec) -> torch.Tensor:
-    """The logits of TOKENS, computed in two steps."""
-    context = DenseContext(spec)
-    return torch.cat([run(model, context, TOKENS[:17]), run(model, context, TOKENS[17:], 17)])
+def said(model: Any, spec: ModelSpec) -> Said:
+    """Computed in two steps."""
+    context, parts = DenseContext(spec), []
+    for tokens, start in ((TOKENS[:17], 0), (TOKENS[17:], 17)):
+        positions = torch.arange(start, start + len(tokens))
+        parts.append(model.forward(tokens, context.step(positions, torch.zeros_like(positions))))
+    hidden = torch.cat(parts)
+    return Said(hidden, model.logits(hidden))
 
 
-def check(got: list[torch.Tensor], expected: torch.Tensor) -> None:
-    for logits in got:
-        assert torch.equal(logits, got[0]), "ranks have different bits"
-    torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=0)
+def check(got: list[Said], expected: torch.Tensor) -> None:
+    for each in got:
+        assert all(map(torch.equal, each, got[0])), "ranks have different bits"
+    torch.testing.assert_close(got[0].logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", DIVIDED)
 def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) -> None:
     expected, config = published(case, tmp_path), read_config(tmp_path)
-    undivided = said(built(tmp_path), read_spec(config))
+    undivided = said(built(tmp_path), read_spec(config)).logits
     torch.testing.assert_close(undivided, expected, atol=1e-4, rtol=0)
     assert expected.std() > 0.1
     for ranks in (2, 4):
@@ -123,7 +134,7 @@ def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) ->
 def test_one_rank_is_the_whole_model(tmp_path: Path) -> None:
     published("llama, two heads a copied kv head", tmp_path)
     spec = read_spec(read_config(tmp_path))
-    assert torch.equal(together(tmp_path, 1)[0], said(built(tmp_path), spec))
+    assert all(map(torch.equal, together(tmp_path, 1)[0], said(built(tmp_path), spec)))
     assert read_spec(read_config(tmp_path), WHOLE) == spec
 
 
@@ -133,20 +144,28 @@ def wrong_heads(part: Part, queries: int, keys: int) -> Any:
     return found if keys % part.ranks == 0 else found._replace(keys=range(part.rank % keys, part.rank % keys + 1))
 
 
+def backwards(exchange: ThreadExchange, x: torch.Tensor) -> torch.Tensor:
+    """The last rank sums in another order."""
+    each = exchange.gather(x)
+    return x.copy_(sum(each.flip(0) if exchange.part.rank == exchange.part.ranks - 1 else each))
+
+
 right_heads = Part.heads
-PLANTED: dict[str, tuple[str, Any, str]] = {
-    "a bias on every rank": ("first", property(lambda part: True), "llama, biases"),
-    "a wrong map of copied heads": ("heads", wrong_heads, "llama, two heads a copied kv head"),
+BIASES, COPIED = "llama, biases", "llama, two heads a copied kv head"
+PLANTED: dict[str, tuple[type, str, Any, str, str]] = {
+    "a bias on every rank": (Part, "first", property(lambda part: True), BIASES, "not close"),
+    "a wrong map of copied heads": (Part, "heads", wrong_heads, COPIED, "not close"),
+    "one rank sums in another order": (ThreadExchange, "add", backwards, COPIED, "ranks have different bits"),
 }
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_show(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, wrong, case = PLANTED[bug]
+    kind, name, wrong, case, words = PLANTED[bug]
     expected = published(case, tmp_path)
     check(together(tmp_path, 4), expected)
-    monkeypatch.setattr(Part, name, wrong)
-    with pytest.raises(AssertionError, match="not close"):
+    monkeypatch.setattr(kind, name, wrong)
+    with pytest.raises(AssertionError, match=words):
         check(together(tmp_path, 4), expected)
 
 

@@ -100,14 +100,16 @@ def _lay(flat: Tensor, noise: Tensor, at: int) -> int:
 
 def _lay_some(parameter: Tensor, cuts: Cuts, noise: Tensor, at: int) -> int:
     """The same for what a rank has of a parameter: the numbers that are at these rows and columns of the whole one."""
-    width = 1 if parameter.dim() == 1 else parameter.shape[1] if cuts.columns is None else cuts.columns.whole
-    own = slice(None) if cuts.columns is None else slice(cuts.columns.own.start, cuts.columns.own.stop)
-    filled, step = 0, max(BLOCK // width, 1)
+    columns, filled = cuts.columns, 0
+    width = 1 if parameter.dim() == 1 else parameter.shape[1] if columns is None else columns.whole
     for cut in cuts.rows:
-        for row in range(cut.own.start, cut.own.stop, step):
-            numbers = torch.empty((min(step, cut.own.stop - row), width), dtype=noise.dtype, device=noise.device)
-            _lay(numbers.view(-1), noise, (at + row * width) % len(noise))
-            to = parameter[filled + row - cut.own.start :][: len(numbers)]
-            to.copy_(numbers[:, own].view_as(to))
+        rows, start = parameter[filled : filled + len(cut.own)], (at + cut.own.start * width) % len(noise)
+        if columns is None:
+            _lay(rows.view(-1), noise, start)
+        else:
+            for some in rows.split(max(BLOCK // width, 1)):
+                numbers = torch.empty((len(some), width), dtype=noise.dtype, device=noise.device)
+                start = _lay(numbers.view(-1), noise, start)
+                some.copy_(numbers[:, columns.own.start : columns.own.stop])
         filled, at = filled + cut.room, (at + cut.whole * width) % len(noise)
     return at
