@@ -14,6 +14,7 @@ from thread_ranks import Meeting, ThreadExchange
 
 from quire import SamplingParams, build
 from quire.control.engine import Engine
+from quire.data.kernels.cpu.loading import library
 from quire.data.layers.prepare import join
 from quire.data.models import read_spec
 from quire.data.runner.model_runner import ModelRunner
@@ -22,6 +23,8 @@ from quire.data.weights.loader import load
 from quire.source import Source
 from quire.vocabulary.layout import Part
 from quire.vocabulary.plan import StepPlan, StepResult
+
+CPU = torch.device("cpu")
 
 
 class Ranks:
@@ -55,14 +58,15 @@ class Ranks:
 
 
 def shared_out(saved: Saved, ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
-    def runner_of(config: Any, source: Source, dtype: torch.dtype, device: torch.device, ends: Any, *_: Any) -> Ranks:
+    def runner_of(config: Any, source: Source, dtype: Any, device: Any, ends: tuple[int, ...], *_: Any) -> Ranks:
+        attention = "sdpa" if library() is None else "native"
+
         def make(exchange: ThreadExchange) -> ModelRunner:
-            model = made(source.config, dtype, device, None, exchange.part)
+            model = made(source.config, torch.float32, CPU, None, exchange.part)
             load(model, saved.folder)
             model.prepare()
             join(model, exchange)
-            backend = build._attention(config, source.spec, device, dtype)
-            return ModelRunner(model, source.spec, dtype, device, backend, ends, graphs=True, debug=True)
+            return ModelRunner(model, source.spec, torch.float32, CPU, attention, ends, graphs=True, debug=True)
 
         return Ranks(ranks, make)
 
