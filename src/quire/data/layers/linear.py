@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.data.kernels.shapes import bound_programs, rounded
+from quire.data.layers.cut import Cut, cut_of
 
 if TYPE_CHECKING:
     from quire.data.kernels.cpu.quantised import Numbers
@@ -32,6 +33,9 @@ class Linear(nn.Module):
 
     `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `parts`. A `weight` given
     is shared (a head tied to the embedding), not allocated.
+
+    Where ranks share out a layer, it has a Cut of each projection's rows, or of the columns: then what it gives is one
+    rank's part of a sum, and only the first rank adds the bias (from `prepare` on).
     """
 
     FP8: ClassVar[dict[str, str]] = {"weight": "scale"}
@@ -40,19 +44,21 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int | tuple[int, ...],
+        in_features: int | Cut,
+        out_features: int | Cut | tuple[int | Cut, ...],
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.parts = (out_features,) if isinstance(out_features, int) else out_features
-        rows = sum(self.parts)
+        self.columns = cut_of(in_features)
+        self.rows = tuple(map(cut_of, out_features if isinstance(out_features, tuple) else (out_features,)))
+        self.parts = tuple(cut.room for cut in self.rows)
+        rows, columns = sum(self.parts), self.columns.room
         if weight is None:
-            weight = nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device), requires_grad=False)
-        assert weight.shape == (rows, in_features), f"weight {tuple(weight.shape)} is not {(rows, in_features)}"
+            weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
+        assert weight.shape == (rows, columns), f"weight {tuple(weight.shape)} is not {(rows, columns)}"
         self.weight: Tensor | None = weight
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.data.kernels.triton.linear
@@ -82,6 +88,8 @@ class Linear(nn.Module):
         any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
         FP8 one row is multiplied as it is, and more are in FP8 too, unless `deterministic`."""
         self.fill()
+        if not self.columns.part.first:
+            self.bias = None
         if self.weight is None:
             return
         if self.bits is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire.data.kernels.cpu import activation as cpu
 from quire.data.kernels.cpu import rows
+from quire.data.layers.cut import Cut
 from quire.data.layers.linear import Linear
 from quire.errors import StartupError, shown
 
@@ -38,7 +39,7 @@ class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)); gate and up are one product."""
 
     def __init__(
-        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
+        self, hidden: int, intermediate: int | Cut, act: str, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.act, self.name, self.dtype, self.device = activation(act), act, dtype, device
@@ -79,7 +80,7 @@ class MLP(nn.Module):
     """down(act(up(x)))."""
 
     def __init__(
-        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device
+        self, hidden: int, intermediate: int | Cut, act: str, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
         self.act, self.name, self.dtype, self.device = activation(act), act, dtype, device

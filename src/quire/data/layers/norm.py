@@ -1,4 +1,6 @@
-"""Normalisation over the last dimension, computed in fp32 whatever the dtype; and, before it, the residual sum."""
+"""Normalisation over the last dimension, computed in fp32 whatever the dtype; and, before it, the residual sum. Where
+ranks share out a layer, what it adds is their parts' sum: here they are exchanged, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.data.kernels.cpu import norm, rows
+from quire.data.layers.exchange import Exchange
 
 
 class RMSNorm(nn.Module):
@@ -24,11 +27,14 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.eps, self.dtype, self.offset = (size,), eps, dtype, offset
+        self.exchange: Exchange | None = None
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
     def forward(self, x: Tensor, delta: Tensor | None = None, behind: RMSNorm | None = None) -> Tensor:
+        if self.exchange is not None and delta is not None:
+            delta = self.exchange.add(delta)
         if self.kernel is not None:
             added = None if behind is None else behind.weight
             return self.kernel(x, self.weight, self.eps, delta=delta, behind=added, pdl=self.pdl)
@@ -58,12 +64,15 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.shape, self.eps = (size,), eps
+        self.exchange: Exchange | None = None
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        if self.exchange is not None and delta is not None:
+            delta = self.exchange.add(delta)
         if self.kernel is not None:
             return self.kernel(x, self.weight, self.bias, self.eps, delta=delta, pdl=self.pdl)
         if delta is not None:

@@ -1,10 +1,13 @@
-"""What is done once to a model's layers when its weights are there: kernels are chosen, weights are packed."""
+"""What is done once to a model's layers: when its weights are there, kernels are chosen and weights are packed; and
+a shard is told where it meets the others.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange
 from quire.data.layers.linear import Linear
 from quire.data.layers.mamba import Mamba
 from quire.data.layers.mlp import MLP, GatedMLP
@@ -32,3 +35,12 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
             module.prepare(deterministic)
         elif isinstance(module, RMSNorm | LayerNorm | Softcap | Embedding):
             module.prepare()
+
+
+def join(model: nn.Module, exchange: Exchange) -> None:
+    """Let a shard meet those of the other ranks in every step: at the norms before which something is added, at its
+    embedding, and at its logits, which `model.exchange` is for. Before or after `prepare`."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, Embedding) and module.cut.divided):
+            module.exchange = exchange
+    model.__dict__["exchange"] = exchange

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.cut import columns, vocabulary
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
@@ -25,6 +27,7 @@ from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.llama import NAMES as LLAMA_NAMES
 from quire.data.models.llama import Attention
 from quire.data.models.names import Stored, expand
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 NAMES: dict[str, str | tuple[str, ...]] = {
@@ -39,14 +42,16 @@ class Block(nn.Module):
     """x += behind(attention(norm(x))), then the same with the MLP, all of it in place. Each sum, and the norm that it
     goes through, is left to the norm that follows: that reads all of x anyway."""
 
-    def __init__(self, settings: GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part
+    ) -> None:
         super().__init__()
         s = settings
         norm = partial(RMSNorm, s.hidden, s.norm_eps, dtype, device, offset=True)
         self.attention_norm, self.behind_attention = norm(), norm()
-        self.attention = Attention(s, layer, dtype, device)
+        self.attention = Attention(s, layer, dtype, device, part=part)
         self.mlp_norm, self.behind_mlp = norm(), norm()
-        self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, False, dtype, device)
+        self.mlp = GatedMLP(s.hidden, columns(part, s.intermediate), s.activation, False, dtype, device)
 
     def attend(
         self, x: Tensor, delta: Tensor | None, behind: RMSNorm | None, rotary: Rotary, ctx: Attending,
@@ -75,14 +80,17 @@ class Gemma(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return GemmaSettings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
         s = GemmaSettings.read(config)
+        s.of(part)  # refuses what can't be
         self.tied = s.tied
-        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device, scale=s.hidden**0.5)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.windows)))
+        self.exchange: Exchange | None = None
+        self.vocabulary = rows = vocabulary(part, s.vocab_size)
+        self.embed = Embedding(rows, s.hidden, dtype, device, scale=s.hidden**0.5)
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(len(s.windows)))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device, offset=True)
-        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
         self.softcap = None if s.final_softcap is None else Softcap(s.final_softcap, dtype, device)
         ropes = list(dict.fromkeys(s.ropes))
         self.rotary = nn.ModuleList(Rotary(rope, s.head_dim, s.max_len) for rope in ropes)
@@ -115,7 +123,9 @@ class Gemma(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
         logits = self.head(hidden)
-        return logits if self.softcap is None else self.softcap(logits)
+        if self.softcap is not None:
+            logits = self.softcap(logits)
+        return gathered(logits, self.vocabulary, self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -17,6 +17,7 @@ from quire.data.models.settings import (
     windows_of,
 )
 from quire.errors import StartupError, shown
+from quire.vocabulary.layout import WHOLE, Part, check_division
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 FULL, LOCAL = LAYER_TYPES
@@ -54,6 +55,7 @@ class GemmaSettings:
     windows: tuple[int | None, ...]
     max_len: int
     eos_ids: tuple[int, ...]
+    part: Part = WHOLE
     norm_offset: ClassVar[bool] = True
 
     @classmethod
@@ -93,6 +95,17 @@ class GemmaSettings:
             eos_ids=fields.ids("eos_token_id"),
         )
 
+    def of(self, part: Part) -> Self:
+        """One rank's shard. StartupError if there can't be so many ranks."""
+        check_division(part.ranks, self.heads, self.kv_heads, intermediate_size=self.intermediate)
+        return replace(
+            self,
+            heads=self.heads // part.ranks,
+            kv_heads=max(self.kv_heads // part.ranks, 1),
+            intermediate=self.intermediate // part.ranks,
+            part=part,
+        )
+
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
@@ -101,7 +114,8 @@ class GemmaSettings:
         attention += self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.hidden
         attention += self.qk_norm * 2 * self.head_dim
         layer = attention + 3 * self.hidden * self.intermediate + 4 * self.hidden
-        return len(self.windows) * layer + self.hidden + (1 if self.tied else 2) * self.vocab_size * self.hidden
+        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * self.hidden
+        return len(self.windows) * layer + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
         layer = LayerSpec(self.kv_heads, self.head_dim, scale=self.scale, softcap=self.softcap)

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.cut import columns, heads, vocabulary
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import MLP
 from quire.data.layers.norm import LayerNorm
@@ -18,6 +20,7 @@ from quire.data.layers.prepare import prepare_layers
 from quire.data.models.attending import Attending
 from quire.data.models.names import Stored, expand
 from quire.data.models.settings import GPT2Settings
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 
@@ -47,11 +50,15 @@ TRANSPOSED = r"\.(attention|mlp)\."
 class Attention(nn.Module):
     """Queries, keys and values from one product; attention through the context; the output projection."""
 
-    def __init__(self, hidden: int, heads: int, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device, part: Part
+    ) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, hidden // heads
-        self.qkv = Linear(hidden, 3 * hidden, True, dtype, device)
-        self.out = Linear(hidden, hidden, True, dtype, device)
+        s = settings
+        self.layer, self.head_dim = layer, s.head_dim
+        queries, keys = heads(part, s.heads, s.heads, s.head_dim)
+        self.qkv = Linear(s.hidden, (queries, keys, keys), True, dtype, device)
+        self.out = Linear(queries, s.hidden, True, dtype, device)
 
     def forward(self, x: Tensor, ctx: Attending, last: bool = False) -> Tensor:
         """What the heads of each token find; `out` comes next."""
@@ -62,13 +69,15 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x))."""
 
-    def __init__(self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device, part: Part
+    ) -> None:
         super().__init__()
         s = settings
         self.attention_norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
-        self.attention = Attention(s.hidden, s.heads, layer, dtype, device)
+        self.attention = Attention(s, layer, dtype, device, part)
         self.mlp_norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
-        self.mlp = MLP(s.hidden, s.intermediate, s.activation, True, dtype, device)
+        self.mlp = MLP(s.hidden, columns(part, s.intermediate), s.activation, True, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor]:
         return self.rest(x, self.attention.out(self.attend(x, delta, ctx)))
@@ -92,15 +101,18 @@ class GPT2(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return GPT2Settings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
         s = GPT2Settings.read(config)
+        s.of(part)  # refuses what can't be
         self.tied = s.tied
-        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
+        self.exchange: Exchange | None = None
+        self.vocabulary = rows = vocabulary(part, s.vocab_size)
+        self.embed = Embedding(rows, s.hidden, dtype, device)
         self.positions = Embedding(s.max_len, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(s.layers))
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
@@ -123,7 +135,7 @@ class GPT2(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return self.head(hidden)
+        return gathered(self.head(hidden), self.vocabulary, self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -22,6 +22,7 @@ from quire.data.models.llama import Attention
 from quire.data.models.mamba import mixer_of
 from quire.data.models.mamba_settings import JambaSettings
 from quire.data.models.names import Stored, expand, expert_names, mixer_names
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 NAMES: dict[str, str | tuple[str, ...]] = {
@@ -85,9 +86,9 @@ class Jamba(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return JambaSettings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
-        s = JambaSettings.read(config)
+        s = JambaSettings.read(config).of(part)
         self.tied, self.count = s.tied, s.experts
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.attends)))

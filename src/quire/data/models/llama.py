@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.cut import columns, heads, vocabulary
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
@@ -23,6 +25,7 @@ from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.mamba_settings import JambaSettings
 from quire.data.models.names import INTERNLM2, PHI3, Stored, expand
 from quire.data.models.settings import LlamaSettings
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 NAMES: dict[str, str | tuple[str, ...]] = {
@@ -53,16 +56,16 @@ class Attention(nn.Module):
 
     def __init__(
         self, settings: LlamaSettings | GemmaSettings | JambaSettings, layer: int, dtype: torch.dtype,
-        device: torch.device, shares: bool = False,
+        device: torch.device, shares: bool = False, part: Part = WHOLE,
     ) -> None:  # fmt: skip
         super().__init__()
-        heads, kv_heads, head_dim = settings.heads, settings.kv_heads, settings.head_dim
-        self.layer, self.head_dim = layer, head_dim
-        rows = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.layer, self.head_dim = layer, settings.head_dim
+        queries, keys = heads(part, settings.heads, settings.kv_heads, settings.head_dim)
+        rows = (queries, keys, keys)
         self.qkv = None if shares else Linear(settings.hidden, rows, settings.qkv_bias, dtype, device)
         self.q = Linear(settings.hidden, rows[:1], settings.qkv_bias, dtype, device) if shares else None
-        self.out = Linear(heads * head_dim, settings.hidden, settings.out_bias, dtype, device)
-        norm = partial(RMSNorm, head_dim, settings.norm_eps, dtype, device, offset=settings.norm_offset)
+        self.out = Linear(queries, settings.hidden, settings.out_bias, dtype, device)
+        norm = partial(RMSNorm, settings.head_dim, settings.norm_eps, dtype, device, offset=settings.norm_offset)
         self.q_norm = norm() if settings.qk_norm else None
         self.k_norm = norm() if settings.qk_norm else None
 
@@ -79,13 +82,15 @@ class Block(nn.Module):
     """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x)). Each sum is left to the norm
     that follows, which reads all of x anyway."""
 
-    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+    ) -> None:
         super().__init__()
         s = settings
         self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.attention = Attention(s, layer, dtype, device, s.kinds[layer].shares is not None)
+        self.attention = Attention(s, layer, dtype, device, s.kinds[layer].shares is not None, part)
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
+        self.mlp = GatedMLP(s.hidden, columns(part, s.intermediate), s.activation, s.mlp_bias, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, rotary: Rotary, ctx: Attending) -> tuple[Tensor, Tensor]:
         return self.rest(x, self.attention.out(self.attend(x, delta, rotary, ctx)))
@@ -109,14 +114,17 @@ class Llama(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return LlamaSettings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
         self.settings = s = LlamaSettings.read(config)
+        s.of(part)  # refuses what can't be
+        self.exchange: Exchange | None = None
+        self.vocabulary = rows = vocabulary(part, s.vocab_size)
         self.tied, self.sharers = s.tied, [i for i, kind in enumerate(s.kinds) if kind.shares is not None]
-        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.kinds)))
+        self.embed = Embedding(rows, s.hidden, dtype, device)
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(len(s.kinds)))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
@@ -143,7 +151,7 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return self.head(hidden)
+        return gathered(self.head(hidden), self.vocabulary, self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

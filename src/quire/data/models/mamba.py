@@ -20,6 +20,7 @@ from quire.data.layers.prepare import prepare_layers
 from quire.data.models.attending import Attending
 from quire.data.models.mamba_settings import MambaSettings, MixerSettings
 from quire.data.models.names import Stored, expand, mixer_names
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 NAMES: dict[str, str | tuple[str, ...]] = {
@@ -64,9 +65,9 @@ class Mamba(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return MambaSettings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
-        s = MambaSettings.read(config)
+        s = MambaSettings.read(config).of(part)
         self.ignored = (r"lm_head\.weight",) if s.tied else ()  # a checkpoint may hold it, and it isn't needed
         self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
         self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Self
 
 from quire.data.models.fields import Fields
 from quire.data.models.settings import MAX_LAYERS, refuse_quantised
+from quire.data.models.shares import undivided
 from quire.errors import StartupError
+from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import LayerSpec, ModelSpec, StatePart
 
 MOST_STATE = 256
@@ -104,6 +106,11 @@ class MambaSettings:
             itemsize=_itemsize(config),
         )  # fmt: skip
 
+    def of(self, part: Part) -> Self:
+        """All of it: StartupError for a part."""
+        undivided(part, "a Mamba")
+        return self
+
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
@@ -185,6 +192,11 @@ class JambaSettings:
             eos_ids=fields.ids("eos_token_id"),
             itemsize=_itemsize(config),
         )  # fmt: skip
+
+    def of(self, part: Part) -> Self:
+        """All of it: StartupError for a part."""
+        undivided(part, "a Jamba")
+        return self
 
     @property
     def parameters(self) -> int:

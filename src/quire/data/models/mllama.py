@@ -23,6 +23,7 @@ from quire.data.models.mllama_settings import MORE_TOKENS, MllamaSettings
 from quire.data.models.names import Stored, expand
 from quire.data.models.settings import LlamaSettings
 from quire.data.models.vision import build_encoder
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 NAMES: dict[str, str | tuple[str, ...]] = {
@@ -101,9 +102,9 @@ class Mllama(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return MllamaSettings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
-        settings = MllamaSettings.read(config)
+        settings = MllamaSettings.read(config).of(part)
         s, cross = settings.text, settings.cross
         self.embed = Embedding(s.vocab_size + MORE_TOKENS, s.hidden, dtype, device)
         self.layers = nn.ModuleList(

@@ -11,8 +11,10 @@ from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import Kind
 from quire.data.models.seeing_settings import PREPARATION
 from quire.data.models.settings import LlamaSettings
+from quire.data.models.shares import undivided
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError, shown
+from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 MORE_TOKENS = 8
@@ -61,6 +63,11 @@ class MllamaSettings:
                 f"image_token_index must be below {text.vocab_size + MORE_TOKENS}",
             )
         return cls(text, vision, _cross(section.get("cross_attention_layers"), len(text.kinds)))
+
+    def of(self, part: Part) -> Self:
+        """All of it: StartupError for a part."""
+        undivided(part, "a Llama 3.2 Vision")
+        return self
 
     @property
     def parameters(self) -> int:

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.cut import columns, heads, vocabulary
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import MLP
 from quire.data.layers.norm import LayerNorm
@@ -19,6 +21,7 @@ from quire.data.layers.prepare import prepare_layers
 from quire.data.models.attending import Attending
 from quire.data.models.names import Stored, expand
 from quire.data.models.settings import OPTSettings
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 NORM_EPS = 1e-5
@@ -52,13 +55,13 @@ NAMES = _names()
 class Attention(nn.Module):
     """Queries, keys and values from one product; attention through the context; the output projection."""
 
-    def __init__(
-        self, hidden: int, heads: int, layer: int, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, settings: OPTSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, hidden // heads
-        self.qkv = Linear(hidden, (hidden, hidden, hidden), bias, dtype, device)
-        self.out = Linear(hidden, hidden, bias, dtype, device)
+        s = settings
+        self.layer, self.head_dim = layer, s.head_dim
+        queries, keys = heads(part, s.heads, s.heads, s.head_dim)
+        self.qkv = Linear(s.hidden, (queries, keys, keys), s.bias, dtype, device)
+        self.out = Linear(queries, s.hidden, s.bias, dtype, device)
 
     def forward(self, x: Tensor, ctx: Attending, last: bool = False) -> Tensor:
         """What the heads of each token find; `out` comes next."""
@@ -70,14 +73,14 @@ class Block(nn.Module):
     """Attention, then the feed-forward block, each added to x, with the norm before or after. Returns x, and what is
     to be added to it by the norm that follows."""
 
-    def __init__(self, settings: OPTSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, settings: OPTSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part) -> None:
         super().__init__()
         s = settings
         self.norm_before = s.norm_before
         self.attention_norm = LayerNorm(s.hidden, NORM_EPS, dtype, device)
-        self.attention = Attention(s.hidden, s.heads, layer, s.bias, dtype, device)
+        self.attention = Attention(s, layer, dtype, device, part)
         self.mlp_norm = LayerNorm(s.hidden, NORM_EPS, dtype, device)
-        self.mlp = MLP(s.hidden, s.intermediate, s.activation, s.bias, dtype, device)
+        self.mlp = MLP(s.hidden, columns(part, s.intermediate), s.activation, s.bias, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor | None]:
         return self.rest(x, self.attention.out(self.attend(x, delta, ctx)))
@@ -104,18 +107,21 @@ class OPT(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return OPTSettings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
         s = OPTSettings.read(config)
+        s.of(part)  # refuses what can't be
         self.tied = s.tied
-        self.embed = Embedding(s.vocab_size, s.embed_dim, dtype, device)
+        self.exchange: Exchange | None = None
+        self.vocabulary = rows = vocabulary(part, s.vocab_size)
+        self.embed = Embedding(rows, s.embed_dim, dtype, device)
         self.positions = Embedding(s.max_len + POSITION_OFFSET, s.hidden, dtype, device)
         projected = s.embed_dim != s.hidden
         self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(s.layers))
         self.norm = LayerNorm(s.hidden, NORM_EPS, dtype, device) if s.final_norm else None
         self.project_out = Linear(s.hidden, s.embed_dim, False, dtype, device) if projected else None
-        self.head = Linear(s.embed_dim, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+        self.head = Linear(s.embed_dim, rows, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm if any."""
@@ -139,11 +145,14 @@ class OPT(nn.Module):
         x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
         if self.norm is not None:
             return self.norm(x, delta)
+        if self.exchange is not None and delta is not None:
+            delta = self.exchange.add(delta)
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return self.head(hidden if self.project_out is None else self.project_out(hidden))
+        logits = self.head(hidden if self.project_out is None else self.project_out(hidden))
+        return gathered(logits, self.vocabulary, self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -16,6 +16,7 @@ from quire.data.models.llama import Llama
 from quire.data.models.names import Stored
 from quire.data.models.seeing_settings import SeeingSettings
 from quire.data.models.vision import build_encoder
+from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
 
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
@@ -30,9 +31,9 @@ class Seeing(nn.Module):
         """What a memory needs to know. StartupError for a config that isn't supported."""
         return SeeingSettings.read(config).spec()
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
-        s = SeeingSettings.read(config)
+        s = SeeingSettings.read(config).of(part)
         self.text = (Gemma if isinstance(s.text, GemmaSettings) else Llama)(s.config, dtype, device)
         self.eyes = build_encoder(s.vision, dtype, device)
         self.prefixes = (*TEXT_PREFIXES, *self.eyes.prefixes, *self.text.prefixes)

@@ -10,8 +10,10 @@ from typing import Any, Self
 from quire.data.models.fields import Fields
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.settings import LlamaSettings
+from quire.data.models.shares import undivided
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError, shown
+from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import ModelSpec
 
 PREPARATION = "preprocessor_config"
@@ -55,6 +57,11 @@ class SeeingSettings:
                 f"image_token_index must be below {vocab}",
             )
         return settings
+
+    def of(self, part: Part) -> Self:
+        """All of it: StartupError for a part."""
+        undivided(part, "a model that sees pictures")
+        return self
 
     def spec(self) -> ModelSpec:
         """`parameters` are the text's: those of the eyes are in `vision`."""

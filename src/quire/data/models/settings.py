@@ -5,7 +5,7 @@ No torch: memory plans and simulations read a model's spec without building it. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from quire.data.layers.rope import Rope
@@ -15,6 +15,7 @@ from quire.data.models.pyramid import read_budgets
 from quire.data.models.quantization import REMEDY, read_stored
 from quire.data.models.rope_settings import read_rope
 from quire.errors import StartupError
+from quire.vocabulary.layout import WHOLE, Part, check_division
 from quire.vocabulary.specs import LayerSpec, ModelSpec, Selection
 
 MAX_LAYERS = 4096
@@ -24,7 +25,8 @@ STORED = {"InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
     """LLaMA and its relatives. `kinds` has one entry a layer; `max_len` counts what a rope scaling adds. `stored` names
-    how checkpoints call and stack the weights, where that isn't as LLaMA's do."""
+    how checkpoints call and stack the weights, where that isn't as LLaMA's do. Of a shard, here and below, heads and
+    `intermediate` are its own, and so are `parameters`."""
 
     vocab_size: int
     hidden: int
@@ -46,6 +48,7 @@ class LlamaSettings:
     max_len: int
     eos_ids: tuple[int, ...]
     stored: str = ""
+    part: Part = WHOLE
     norm_offset: ClassVar[bool] = False
 
     @classmethod
@@ -94,6 +97,22 @@ class LlamaSettings:
             stored=stored,
         )
 
+    def of(self, part: Part) -> Self:
+        """One rank's shard. StartupError if there can't be so many ranks."""
+        check_division(part.ranks, self.heads, self.kv_heads, intermediate_size=self.intermediate)
+        if any(self.budgets) and part.ranks > self.kv_heads:  # each key head chooses what its query heads look at
+            raise StartupError(
+                f"--tp is {part.ranks}, and pyramid_kv of config.json needs whole key heads: there are {self.kv_heads}",
+                f"Use a --tp of at most {self.kv_heads}",
+            )
+        return replace(
+            self,
+            heads=self.heads // part.ranks,
+            kv_heads=max(self.kv_heads // part.ranks, 1),
+            intermediate=self.intermediate // part.ranks,
+            part=part,
+        )
+
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
@@ -103,7 +122,7 @@ class LlamaSettings:
         owned = sum(kind.shares is None for kind in self.kinds) * 2 * keys * (self.hidden + self.qkv_bias)
         mlp = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
         layer = attention + mlp + 2 * self.hidden
-        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden
+        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * self.hidden
         return len(self.kinds) * layer + owned + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
@@ -141,6 +160,7 @@ class OPTSettings:
     tied: bool
     max_len: int
     eos_ids: tuple[int, ...]
+    part: Part = WHOLE
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
@@ -165,19 +185,30 @@ class OPTSettings:
             eos_ids=fields.ids("eos_token_id"),
         )
 
+    def of(self, part: Part) -> Self:
+        """One rank's shard. StartupError if there can't be so many ranks."""
+        check_division(part.ranks, self.heads, self.heads, ffn_dim=self.intermediate)
+        heads, intermediate = self.heads // part.ranks, self.intermediate // part.ranks
+        return replace(self, heads=heads, intermediate=intermediate, part=part)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // (self.heads * self.part.ranks)
+
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
-        h, ffn = self.hidden, self.intermediate
-        layer = 4 * h * h + 2 * h * ffn + self.bias * (5 * h + ffn) + 4 * h
-        embeddings = (1 if self.tied else 2) * self.vocab_size * self.embed_dim + (self.max_len + 2) * h
+        h, ffn, queries = self.hidden, self.intermediate, self.heads * self.head_dim
+        layer = 4 * h * queries + 2 * h * ffn + self.bias * (3 * queries + 2 * h + ffn) + 4 * h
+        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * self.embed_dim
+        embeddings += (self.max_len + 2) * h
         projections = 2 * h * self.embed_dim if self.embed_dim != h else 0
         return self.layers * layer + embeddings + projections + self.final_norm * 2 * h
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
             family="opt",
-            layers=(LayerSpec(self.heads, self.hidden // self.heads),) * self.layers,
+            layers=(LayerSpec(self.heads, self.head_dim),) * self.layers,
             vocab_size=self.vocab_size,
             max_len=self.max_len,
             hidden=self.hidden,
@@ -202,6 +233,7 @@ class GPT2Settings:
     tied: bool
     max_len: int
     eos_ids: tuple[int, ...]
+    part: Part = WHOLE
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
@@ -226,18 +258,28 @@ class GPT2Settings:
             eos_ids=fields.ids("eos_token_id"),
         )
 
+    def of(self, part: Part) -> Self:
+        """One rank's shard. StartupError if there can't be so many ranks."""
+        check_division(part.ranks, self.heads, self.heads, n_inner=self.intermediate)
+        heads, intermediate = self.heads // part.ranks, self.intermediate // part.ranks
+        return replace(self, heads=heads, intermediate=intermediate, part=part)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // (self.heads * self.part.ranks)
+
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
-        h, ffn = self.hidden, self.intermediate
-        layer = 4 * h * h + 4 * h + 2 * h * ffn + ffn + h + 4 * h
-        embeddings = (1 if self.tied else 2) * self.vocab_size * h + self.max_len * h
+        h, ffn, queries = self.hidden, self.intermediate, self.heads * self.head_dim
+        layer = 4 * h * queries + 3 * queries + h + 2 * h * ffn + ffn + h + 4 * h
+        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * h + self.max_len * h
         return self.layers * layer + embeddings + 2 * h
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
             family="gpt2",
-            layers=(LayerSpec(self.heads, self.hidden // self.heads),) * self.layers,
+            layers=(LayerSpec(self.heads, self.head_dim),) * self.layers,
             vocab_size=self.vocab_size,
             max_len=self.max_len,
             hidden=self.hidden,

@@ -166,7 +166,8 @@ class ModelRunner:
             from quire.data.runner.tapes import DecodeTapes
 
             found = library()
-            if found is not None and not self.store.cross:
+            alone = getattr(self.model, "exchange", None) is None  # a tape waits for nobody
+            if found is not None and not self.store.cross and alone:
                 tails = self.sampler.tails(self.last, largest)
                 self.graphs = DecodeTapes(self.model, self.store, self.backend, self.last, largest, tails, found)
             return

@@ -16,6 +16,7 @@ from quire.data.models.quantization import FP8, Few
 from quire.data.weights import few
 from quire.data.weights.few import forms_of
 from quire.data.weights.fp8 import E4M3, LARGEST, covered, scale_of
+from quire.data.weights.slices import Cuts, blank, cuts_of
 
 if TYPE_CHECKING:
     from quire.data.kernels.cpu.quantised import Form
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
 STD = 0.02
 LEAST_STEP, MOST_STEP = 1e-3, 0.1
 """Of an untrained Mamba's states, where the token says nothing (arXiv:2312.00752, §3.6)."""
+BLOCK = 1 << 24  # numbers that are laid at once where a shard has some of their columns
 NOISE = 4_194_301  # numbers drawn once and laid into every weight; a prime, so that no two rows line up
 
 
 @torch.no_grad()
 def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None:
     """Normal weights of standard deviation 0.02; norms are the identity, and states decay as an untrained Mamba's. A
-    function of seed, dtype and device. What `scheme` has in FP8 is drawn in FP8, all with one scale, or holds the same
-    values in the model's dtype."""
+    function of seed, dtype and device; a shard has what the undivided model has in its place. What `scheme` has in FP8
+    is drawn in FP8, all with one scale, or holds the same values in the model's dtype."""
     first = next(parameter for parameter in model.parameters() if not parameter.is_meta)
     generator = torch.Generator(first.device).manual_seed(seed)
     noise = torch.empty(NOISE, dtype=torch.float32, device=first.device).normal_(0, STD, generator=generator)
@@ -41,6 +43,7 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None
     fp8 = covered(model, scheme) if isinstance(scheme, FP8) else {}
     forms = forms_of(model, scheme) if isinstance(scheme, Few) else {}
     at = 0
+    blank(model)
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, RMSNorm | LayerNorm):
@@ -53,6 +56,8 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None
                 at = _lay(parameter.view(-1), numbers, at)
             elif f"{path}.{name}" in forms:
                 at = _round(model, f"{path}.{name}", forms[f"{path}.{name}"], noise, at)
+            elif (cuts := cuts_of(module, name)) is not None:
+                at = _lay_some(parameter, cuts, noise, at)
             else:
                 rounded = all(fp8.get(f"{path}.{name}", (False,)))
                 at = _lay(parameter.view(-1), products if rounded else noise, at)
@@ -90,4 +95,19 @@ def _lay(flat: Tensor, noise: Tensor, at: int) -> int:
         piece = noise[at : at + len(flat) - filled]
         flat[filled : filled + len(piece)] = piece
         filled, at = filled + len(piece), (at + len(piece)) % len(noise)
+    return at
+
+
+def _lay_some(parameter: Tensor, cuts: Cuts, noise: Tensor, at: int) -> int:
+    """The same for what a rank has of a parameter: the numbers that are at these rows and columns of the whole one."""
+    width = 1 if parameter.dim() == 1 else parameter.shape[1] if cuts.columns is None else cuts.columns.whole
+    own = slice(None) if cuts.columns is None else slice(cuts.columns.own.start, cuts.columns.own.stop)
+    filled, step = 0, max(BLOCK // width, 1)
+    for cut in cuts.rows:
+        for row in range(cut.own.start, cut.own.stop, step):
+            numbers = torch.empty((min(step, cut.own.stop - row), width), dtype=noise.dtype, device=noise.device)
+            _lay(numbers.view(-1), noise, (at + row * width) % len(noise))
+            to = parameter[filled + row - cut.own.start :][: len(numbers)]
+            to.copy_(numbers[:, own].view_as(to))
+        filled, at = filled + cut.room, (at + cut.whole * width) % len(noise)
     return at

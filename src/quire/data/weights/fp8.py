@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from quire.data.models import resolve
 from quire.data.models.quantization import BLOCK, FP8
+from quire.data.models.shares import undivided
+from quire.vocabulary.layout import WHOLE, Part
 
 if TYPE_CHECKING:
     from quire.data.models import Model
@@ -71,11 +73,15 @@ def weights(model: Model, scheme: FP8) -> Iterator[tuple[nn.Module, str, Tensor]
                 yield model.get_submodule(path), kind, weight
 
 
-def made(config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8 | None) -> Model:
-    """The model of a config.json, its weights uninitialised. With a `scheme`, where that is `native`, its layers are in
-    FP8 at once: in `dtype` they might not fit."""
+def made(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8 | None, part: Part = WHOLE
+) -> Model:
+    """The model of a config.json, or a shard of it, its weights uninitialised. With a `scheme`, where that is `native`,
+    its layers are in FP8 at once: in `dtype` they might not fit. StartupError for a shard with a `scheme`."""
+    if scheme is not None:
+        undivided(part, "a quantised model")
     if scheme is None or not native(dtype, device):
-        return resolve(config)(config, dtype, device)
+        return resolve(config)(config, dtype, device, part)
     return in_fp8(config, dtype, device, scheme)
 
 

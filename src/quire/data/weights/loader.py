@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ from quire.data.weights.few import forms_of, layers_of, put
 from quire.data.weights.fp8 import E4M3, by_rows, covered, places, rounded, scale_of, scaled
 from quire.data.weights.grouped import KINDS, Stored
 from quire.data.weights.mapped import WORTH, Mapped, copy
+from quire.data.weights.slices import Slice, blank, slices_of
 from quire.errors import StartupError, shown
 from quire.files import AGAIN
 
@@ -45,7 +46,7 @@ class Target(NamedTuple):
     `fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
     the model's dtype and are to hold the products. `grouped`: see quire.data.models.names. `form`: it is in few
     bits, or is rounded to them, and is this part of the weight of `layer`, if it is one's. `whole`: the parameter that
-    these rows are all of."""
+    these rows are all of. `slice`: what of the tensor they are; None: all of it."""
 
     rows: Tensor
     transpose: bool
@@ -56,12 +57,14 @@ class Target(NamedTuple):
     layer: Linear | None = None
     part: int = 0
     whole: Parameter | None = None
+    slice: Slice | None = None
 
 
 def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few | None = None) -> None:
     """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
-    what is in FP8 or in few bits there, or becomes so. On a CPU large weights that need no change aren't copied, and
-    `model.mapped` are the files' mappings that they lie in: nobody may write there.
+    what is in FP8 or in few bits there, or becomes so. Of a shard's tensors no more is read than it has, and
+    `model.read_bytes` is how much was. On a CPU large weights that need no change aren't copied, and `model.mapped` are
+    the files' mappings that they lie in: nobody may write there.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
     kind, for scales that aren't finite and above 0, and for damaged files.
@@ -77,7 +80,8 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
     ignored = (*model.ignored, UNREAD) if fp8 is not None else model.ignored
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
-    model.mapped = []
+    model.mapped, model.read_bytes = [], 0
+    blank(model)
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
@@ -90,7 +94,8 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
                         if not known and _ignorable(name, ignored):
                             continue
                         _check_new(name, key, path, known, filled)
-                        tensor = file.get_tensor(key)
+                        tensor = _read(file, wanted.get(name), key, path)
+                        model.read_bytes += tensor.nbytes
                         if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
                             model.mapped.append(mapped)
                         if name in wanted:
@@ -148,12 +153,32 @@ def targets_of(model: Model, scheme: FP8 | Few | None, file: GGUF | None = None)
             scales = scale.split(source.rows, 1)
         made = forms.get(name, (None,) * len(parts))
         whole = parameters[name] if len(parts) == 1 else None
-        for part, (tensor, rows) in enumerate(zip(source.tensors, parts)):
+        for part, (tensor, rows, cut) in enumerate(zip(source.tensors, parts, slices_of(model, name, source))):
             yes = fp8[name][part] if name in fp8 else False
-            targets[tensor] = Target(
+            target = Target(
                 rows, source.transpose, yes, scales[part], source.grouped, made[part], layers.get(name), part, whole
             )
+            if cut is not None:  # its rows come in our order, and padding may be behind them
+                full = whole if cut.count == len(rows) else None
+                target = target._replace(rows=rows[: cut.count], grouped=(), whole=full, slice=cut)
+            targets[tensor] = target
     return targets
+
+
+def _read(file: Any, target: Target | None, key: str, path: Path) -> Tensor:
+    """A tensor, or what one rank has of it."""
+    if target is None or target.slice is None:
+        whole: Tensor = file.get_tensor(key)
+        return whole
+    _check_shape(tuple(file.get_slice(key).get_shape()), target.slice.shape, target.transpose, key, path)
+    return target.slice.read(file, key, target.transpose) if target.slice.count else target.rows
+
+
+def _check_shape(found: tuple[int, ...], ours: tuple[int, ...], transpose: bool, key: str, path: Path) -> None:
+    expected = ours[::-1] if transpose else ours
+    if found != expected:
+        cause = f"{shown(key)} in {path} has shape {shown(list(found))}, but config.json makes it {list(expected)}"
+        raise StartupError(cause, FIT)
 
 
 def _plain(key: str, prefixes: tuple[str, ...]) -> str:
@@ -187,12 +212,7 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
         else:
             wanted = "Such weights are not supported where quantization_config in config.json doesn't say so"
         raise StartupError(f"{shown(key)} in {path} has dtype {kind}", wanted)
-    expected = target.rows.shape[::-1] if target.transpose else target.rows.shape
-    if tensor.shape != expected:
-        cause = (
-            f"{shown(key)} in {path} has shape {shown(list(tensor.shape))}, but config.json makes it {list(expected)}"
-        )
-        raise StartupError(cause, FIT)
+    _check_shape(tuple(tensor.shape), tuple(target.rows.shape), target.transpose, key, path)
     if target.grouped:
         tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor

@@ -1,0 +1,39 @@
+"""What the ranks that share out a model's layers tell each other in a step: sums, and rows of the vocabulary. How they
+do it is not known here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.data.layers.cut import Cut
+from quire.vocabulary.layout import Part
+
+
+class Exchange(Protocol):
+    """One rank's end of it. All ranks call the same in the same order, with tensors of the same shape and dtype."""
+
+    @property
+    def part(self) -> Part: ...
+
+    def add(self, x: Tensor) -> Tensor:
+        """x, in place and returned: the sum of all ranks', taken in fp32 and in rank order, then rounded. All ranks
+        have the same bits."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: everybody's, in rank order."""
+        ...
+
+
+def gathered(logits: Tensor, vocabulary: Cut, exchange: Exchange | None) -> Tensor:
+    """The logits [R, vocab_size] of which these are one rank's [R, its rows of the vocabulary], without padding; the
+    same tensor where nobody has others."""
+    if exchange is None:
+        return logits
+    ranks = vocabulary.part.ranks
+    own = [len(Part(rank, ranks).vocabulary(vocabulary.whole)) for rank in range(ranks)]
+    return torch.cat([rows[:, :count] for rows, count in zip(exchange.gather(logits), own, strict=True)], dim=1)

@@ -1,0 +1,204 @@
+"""Models that ranks share out, as threads with a list between them: logits are those of transformers and of the whole
+model; a rank's shard is what its spec says; and what can't be divided is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_context import DenseContext
+from safetensors.torch import load_file, save_file
+from test_against_transformers import CASES, LLAMA, built, reference, run
+from thread_ranks import Meeting, ThreadExchange
+
+from quire.data.layers.prepare import join
+from quire.data.models import read_spec, resolve
+from quire.data.models.configs import named_config
+from quire.data.models.shares import check_plain
+from quire.data.weights.checkpoint import read_config
+from quire.data.weights.loader import load
+from quire.errors import StartupError
+from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.specs import ModelSpec
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(1))
+WIDE = {**LLAMA, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 256}
+DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: CASES[name] for name in (
+        "llama, one kv head a query head", "llama, tied", "llama, biases", "mistral", "qwen2", "qwen3", "phi3",
+        "gemma2", "gemma2, untied, biased", "gemma3", "opt", "opt, norm after, projected", "opt, no final norm", "gpt2",
+        "gpt2, n_inner",
+    )},
+    "llama, two heads a copied kv head": ("Llama", WIDE),
+    "phi3, two heads a copied kv head": ("Phi3", {**WIDE, "pad_token_id": None}),
+    "internlm2": ("Llama", {**WIDE, "num_key_value_heads": 4}),
+    "internlm2, copied kv heads": ("Llama", WIDE),
+}  # fmt: skip
+INTERNLM2 = {
+    "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "lm_head": "output",
+}  # fmt: skip
+
+
+def as_internlm2(folder: Path) -> None:
+    """A Llama's folder as an InternLM2's: other names, and queries, keys and values in groups."""
+    path, said = folder / "model.safetensors", read_config(folder)
+    tensors, heads = load_file(path), (said["num_key_value_heads"], -1, 8)
+    for name in [name for name in tensors if "q_proj" in name]:
+        parts = [tensors.pop(name.replace("q_proj", f"{x}_proj")).unflatten(0, heads) for x in "qkv"]
+        tensors[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(parts, 1).flatten(0, 2)
+    for old, new in INTERNLM2.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
+    (folder / "config.json").write_text(json.dumps({**said, "architectures": ["InternLM2ForCausalLM"], "bias": False}))
+
+
+def published(case: str, folder: Path) -> torch.Tensor:
+    """transformers' logits of TOKENS; its checkpoint is in the folder."""
+    theirs = reference(*DIVIDED[case], folder)
+    if case.startswith("internlm2"):
+        as_internlm2(folder)
+    with torch.no_grad():
+        return theirs(TOKENS[None]).logits[0]
+
+
+def shard(folder: Path, part: Part) -> Any:
+    """One rank's, loaded, not prepared. Its parameters begin as NaN, so that one that isn't filled shows."""
+    config = read_config(folder)
+    model = resolve(config)(config, torch.float32, CPU, part)
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    load(model, folder)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    return model
+
+
+def together(folder: Path, ranks: int) -> list[torch.Tensor]:
+    """The logits of TOKENS, as each rank has them."""
+
+    def work(exchange: ThreadExchange) -> torch.Tensor:
+        model = shard(folder, exchange.part)
+        model.prepare()
+        join(model, exchange)
+        return said(model, read_spec(read_config(folder), exchange.part))
+
+    return Meeting(ranks).run(work)
+
+
+def said(model: Any, spec: ModelSpec) -> torch.Tensor:
+    """The logits of TOKENS, computed in two steps."""
+    context = DenseContext(spec)
+    return torch.cat([run(model, context, TOKENS[:17]), run(model, context, TOKENS[17:], 17)])
+
+
+def check(got: list[torch.Tensor], expected: torch.Tensor) -> None:
+    for logits in got:
+        assert torch.equal(logits, got[0]), "ranks have different bits"
+    torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) -> None:
+    expected, config = published(case, tmp_path), read_config(tmp_path)
+    undivided = said(built(tmp_path), read_spec(config))
+    torch.testing.assert_close(undivided, expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1
+    for ranks in (2, 4):
+        got = together(tmp_path, ranks)
+        check(got, expected)
+        check(got, undivided)
+        for rank in range(ranks):
+            part, spec = Part(rank, ranks), read_spec(config, Part(rank, ranks))
+            model = resolve(config)(config, torch.float32, torch.device("meta"), part)
+            assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+            assert spec.heads == read_spec(config).heads // ranks
+            assert (spec.vocab_size, spec.hidden) == (read_spec(config).vocab_size, read_spec(config).hidden)
+
+
+def test_one_rank_is_the_whole_model(tmp_path: Path) -> None:
+    published("llama, two heads a copied kv head", tmp_path)
+    spec = read_spec(read_config(tmp_path))
+    assert torch.equal(together(tmp_path, 1)[0], said(built(tmp_path), spec))
+    assert read_spec(read_config(tmp_path), WHOLE) == spec
+
+
+def wrong_heads(part: Part, queries: int, keys: int) -> Any:
+    """Copied heads in turn, where neighbours must have the same one."""
+    found = right_heads(part, queries, keys)
+    return found if keys % part.ranks == 0 else found._replace(keys=range(part.rank % keys, part.rank % keys + 1))
+
+
+right_heads = Part.heads
+PLANTED: dict[str, tuple[str, Any, str]] = {
+    "a bias on every rank": ("first", property(lambda part: True), "llama, biases"),
+    "a wrong map of copied heads": ("heads", wrong_heads, "llama, two heads a copied kv head"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong, case = PLANTED[bug]
+    expected = published(case, tmp_path)
+    check(together(tmp_path, 4), expected)
+    monkeypatch.setattr(Part, name, wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        check(together(tmp_path, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("opt-13b", 3, "it has 40 heads, 40 heads of keys, ffn_dim 20480"),
+        ("gpt2-xl", 2, "it has 25 heads"),
+        ("llama-125m", 8, "it has 12 heads, 4 heads of keys, intermediate_size 2048"),
+    ],
+)
+def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> None:
+    with pytest.raises(StartupError, match=words) as failure:
+        read_spec(named_config(name), Part(0, ranks))
+    assert "Use " in failure.value.remedy
+    with pytest.raises(StartupError, match=words):
+        resolve(named_config(name))(named_config(name), torch.float32, torch.device("meta"), Part(0, ranks))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("jamba-52b", "a Jamba"),
+        ("mamba-2.8b", "a Mamba"),
+        ("llama3.2-vision-11b", "a Llama 3.2 Vision"),
+        ("internvl2-8b", "a model that sees pictures"),
+    ],
+)
+def test_families_that_are_not_divided_yet_are_named(name: str, what: str) -> None:
+    config, words = named_config(name), f"--tp is 2, and {what} can't be divided among ranks yet"
+    with pytest.raises(StartupError, match=words):
+        read_spec(config, Part(1, 2))
+    with pytest.raises(StartupError, match=words):
+        resolve(config)(config, torch.float32, torch.device("meta"), Part(1, 2))
+    assert read_spec(config, WHOLE) == read_spec(config)
+
+
+def test_quantised_models_are_not_divided_yet() -> None:
+    config = named_config("llama3-8b")
+    quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    with pytest.raises(StartupError, match="--tp is 4, and a quantised model can't be divided"):
+        read_spec(quantised, Part(0, 4))
+    with pytest.raises(StartupError, match="a quantised model can't be divided"):
+        check_plain(Part(0, 4), config, "int8")
+    with pytest.raises(StartupError, match="the model of a GGUF file can't be divided"):
+        check_plain(Part(0, 4), config, gguf=True)
+    check_plain(WHOLE, quantised, gguf=True)
+    check_plain(Part(0, 4), config)
+
+
+def test_what_key_heads_keep_of_a_prompt_needs_all_of_their_query_heads() -> None:
+    config = named_config("pyramidkv-8b")
+    assert read_spec(config, Part(0, 8)).layers[0].kv_heads == 1
+    with pytest.raises(StartupError, match=r"pyramid_kv of config\.json needs whole key heads: there are 8"):
+        read_spec(config, Part(0, 16))

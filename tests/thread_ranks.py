@@ -1,0 +1,65 @@
+"""Ranks for tests: threads of one process, whose exchange is a list that each writes in its place. Slow, and obviously
+right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.vocabulary.layout import Part
+
+T = TypeVar("T")
+PATIENCE = 30.0  # seconds
+
+
+class Meeting:
+    """Where so many ranks meet."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = Barrier(ranks, timeout=PATIENCE)
+        self.given: list[Tensor] = [torch.empty(0)] * ranks
+
+    def run(self, work: Callable[[ThreadExchange], T]) -> list[T]:
+        """What each rank makes of its exchange, all at a time; the first one's error, not its echoes."""
+        ranks = len(self.given)
+
+        def one(rank: int) -> T:
+            try:
+                return work(ThreadExchange(self, Part(rank, ranks)))
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(ranks) as threads:
+            done = [threads.submit(one, rank) for rank in range(ranks)]
+        errors = [error for future in done if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+            raise error
+        return [future.result() for future in done]
+
+
+class ThreadExchange:
+    """One rank's end (see quire.data.layers.exchange)."""
+
+    def __init__(self, meeting: Meeting, part: Part) -> None:
+        self.meeting, self.part = meeting, part
+
+    def gather(self, x: Tensor) -> Tensor:
+        self.meeting.given[self.part.rank] = x
+        self.meeting.barrier.wait()
+        shapes = {(each.shape, each.dtype) for each in self.meeting.given}
+        assert len(shapes) == 1, f"ranks exchange unlike tensors: {shapes}"
+        found = torch.stack(self.meeting.given)
+        self.meeting.barrier.wait()  # nobody writes his own before all have read it
+        return found
+
+    def add(self, x: Tensor) -> Tensor:
+        total, *others = self.gather(x).float()
+        for other in others:
+            total = total + other
+        return x.copy_(total)
