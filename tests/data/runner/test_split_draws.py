@@ -3,14 +3,14 @@ how many bytes a rank sends for them."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
 import torch
+from thread_ranks import Meeting, ThreadExchange
 from torch import Tensor
 
 from quire.data.runner.draws import draw, token_weights
@@ -27,47 +27,24 @@ PLAIN, CUT = 64, 4096  # bytes that a rank may send of a row with one draw, with
 T = TypeVar("T")
 
 
-class Threads:
-    """What threads, a rank each, have given to be gathered."""
+class Counting(ThreadExchange):
+    """One that counts its gathers and the bytes that it sends."""
 
-    def __init__(self, ranks: int) -> None:
-        self.barrier, self.given = threading.Barrier(ranks, timeout=60), [torch.empty(0)] * ranks
-
-
-class Counting:
-    """One rank's exchange, which counts its gathers and the bytes that it sends."""
-
-    def __init__(self, part: Part, threads: Threads) -> None:
-        self.part, self.threads, self.rounds, self.bytes = part, threads, 0, 0
+    rounds = bytes = 0
 
     def gather(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous(), "as collectives want it"
         self.rounds, self.bytes = self.rounds + 1, self.bytes + x.nbytes
-        self.threads.given[self.part.rank] = x
-        self.threads.barrier.wait()
-        every = torch.stack(self.threads.given)
-        self.threads.barrier.wait()
-        return every
+        return super().gather(x)
 
 
 def on_ranks(ranks: int, run: Callable[[Counting], T]) -> list[tuple[T, Counting]]:
     """What `run` returns on each rank, and what the rank's exchange has counted."""
-    threads = Threads(ranks)
-    exchanges = [Counting(Part(rank, ranks), threads) for rank in range(ranks)]
 
-    def safely(exchange: Counting) -> T:
-        try:
-            return run(exchange)
-        except BaseException:
-            threads.barrier.abort()
-            raise
+    def counted(exchange: ThreadExchange) -> tuple[T, Counting]:
+        counting = Counting(exchange.meeting, exchange.part)
+        return run(counting), counting
 
-    with ThreadPoolExecutor(ranks) as pool:
-        answers = [pool.submit(safely, exchange) for exchange in exchanges]
-        errors = [error for answer in answers if (error := answer.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
-        return [(answer.result(), exchange) for answer, exchange in zip(answers, exchanges)]
+    return Meeting(ranks).run(counted)
 
 
 def part_of(logits: Tensor, part: Part) -> Tensor:
@@ -234,7 +211,7 @@ def test_faults_are_told_on_every_rank_and_change_no_other_row() -> None:
 
 
 def padding_is_drawn(draws: SplitDraws) -> None:
-    draws.own = range(draws.own.start, draws.own.start + draws.width)
+    draws.cut = replace(draws.cut, own=range(draws.cut.own.start, draws.cut.own.start + draws.cut.room))
 
 
 def each_rank_has_its_own_peak(draws: SplitDraws) -> None:

@@ -9,27 +9,18 @@ weights are integers, so that sums of sums are exact.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.data.layers.cut import vocabulary
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.runner.draws import SCALE, Summed, border_among, goals, likeliest, mass, token_weights
-from quire.vocabulary.layout import Part
 
 MOST_SENT = 512  # likelihoods that a rank sends of a row, before its tokens are counted
 LEAST, ONE = 0x2F800000, 0x3F800000
 """The bits of 2**-32, the least likelihood that weighs anything, and of 1: as integers they rise with the float."""
 MARKS = 16  # a search asks for sums from so many places up, in each round
-
-
-class Exchange(Protocol):
-    """What draws need of the ranks' exchange."""
-
-    part: Part
-
-    def gather(self, x: Tensor) -> Tensor: ...
 
 
 class SplitDraws:
@@ -41,20 +32,18 @@ class SplitDraws:
 
     def __init__(self, exchange: Exchange, vocab_size: int) -> None:
         self.exchange, self.vocab_size = exchange, vocab_size
-        self.own = exchange.part.vocabulary(vocab_size)
-        self.width = exchange.part.padded(vocab_size)
+        self.cut = vocabulary(exchange.part, vocab_size)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """The logits [R, vocab_size] of which this rank has [R, width]: they are gathered."""
-        every = self.exchange.gather(logits)
-        return every.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]
+        """The logits [R, vocab_size] of which these are this rank's [R, room]: they are gathered."""
+        return gathered(logits, self.cut, self.exchange)
 
     def draw(self, logits: Tensor, shape: np.ndarray, owner: np.ndarray, chance: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Tokens [D] and faults [R] from this rank's logits [R, width], whose last may be padding, and of all rows
+        """Tokens [D] and faults [R] from this rank's logits [R, room], whose last may be padding, and of all rows
         shape [R, 4], owner and chance [D]: as FusedSampling.draw of whole logits."""
-        assert logits.shape == (len(shape), self.width), f"{tuple(logits.shape)} logits for {len(shape)} rows"
-        own = logits[:, : len(self.own)].float()
-        if not len(self.own):  # a token that no draw can meet
+        assert logits.shape == (len(shape), self.cut.room), f"{tuple(logits.shape)} logits for {len(shape)} rows"
+        own = logits[:, : len(self.cut.own)].float()
+        if not len(self.cut.own):  # a token that no draw can meet
             own = torch.full((len(logits), 1), -torch.inf)
         best, tokens = self._peaks(own)
         faults = (~best.isfinite()).long()
@@ -73,7 +62,9 @@ class SplitDraws:
     def _peaks(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """The greatest logits of all ranks [R], and the lowest ids that have them [R]. A NaN is greater than all."""
         best, place = own.max(-1)
-        told = self.exchange.gather(torch.stack((best, (place + self.own.start).float()), -1))  # ids are below 2**24
+        told = self.exchange.gather(
+            torch.stack((best, (place + self.cut.own.start).float()), -1)
+        )  # ids are below 2**24
         best, rank = told[..., 0].max(0)
         return best, told[..., 1].gather(0, rank[None])[0].long()
 
@@ -85,14 +76,14 @@ class SplitDraws:
         goal = goals(sums[-1, index], chance)
         rank = (sums[:, index] <= goal).sum(0, keepdim=True)
         before = (sums - parts)[:, index].gather(0, rank)[0]
-        found = summed.reach(index, goal - before) + self.own.start  # is right on that rank
+        found = summed.reach(index, goal - before) + self.cut.own.start  # is right on that rank
         return self.exchange.gather(found).gather(0, rank)[0]
 
     def _border(self, likelihood: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
         """The quire.data.runner.draws.Border of all ranks' likelihoods. Most rows are settled by the likeliest tokens
         of each rank; the tokens of the others are counted."""
         unbounded = ((top_k == 0) & (top_p < 1)).any()
-        width = min(MOST_SENT if unbounded else int(top_k.max()), MOST_SENT, self.width)
+        width = min(MOST_SENT if unbounded else int(top_k.max()), MOST_SENT, self.cut.room)
         values, known, everything = self._likeliest(likelihood, width)
         border, settled = border_among(values, top_k, top_p, everything)
         rows = (~(settled & (torch.from_numpy(top_k) <= known))).nonzero()[:, 0]

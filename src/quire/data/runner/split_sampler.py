@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.data.layers.exchange import Exchange
 from quire.data.runner.drawn import Asked, Drawn
 from quire.data.runner.sampler import Sampler
-from quire.data.runner.split_draws import Exchange, SplitDraws
+from quire.data.runner.split_draws import SplitDraws
 
 
 class SplitSampler(Sampler):
-    """A Sampler whose `sample` is given this rank's part [R, width] of the logits, the last ranks' padded. All ranks
+    """A Sampler whose `sample` is given this rank's part [R, room] of the logits, the last ranks' padded. All ranks
     are given the same births and rows, in the same order, and draw the same tokens.
 
     Rows that ask for no more than a draw exchange what SplitDraws says. The logits of the others are gathered: those
