@@ -148,11 +148,7 @@ class Summed:
         self.blocks = weights.view(len(weights), -1, BLOCK)
         self.parts = self.blocks.sum(-1, dtype=torch.float64)
         self.sums = self.parts.cumsum(-1)
-
-    @property
-    def total(self) -> Tensor:
-        """[R]."""
-        return self.sums[:, -1]
+        self.total = self.parts.sum(-1)
 
     def reach(self, owner: Tensor, goal: Tensor) -> Tensor:
         """The first token [D], by id, at which the sum of its row's weights exceeds `goal` [D]; `owner` [D] is its row.

@@ -71,7 +71,7 @@ class SplitDraws:
     def _drawn(self, weights: Tensor, owner: np.ndarray, chance: np.ndarray) -> Tensor:
         """As quire.data.runner.draws.draw: the sum over ranks finds whose token it is, and that rank the token."""
         summed, index = Summed(weights), torch.from_numpy(owner)
-        parts = self.exchange.gather(summed.total.contiguous())
+        parts = self.exchange.gather(summed.total)
         sums = parts.cumsum(0)
         goal = goals(sums[-1, index], chance)
         rank = (sums[:, index] <= goal).sum(0, keepdim=True)
