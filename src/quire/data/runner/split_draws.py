@@ -62,9 +62,8 @@ class SplitDraws:
     def _peaks(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """The greatest logits of all ranks [R], and the lowest ids that have them [R]. A NaN is greater than all."""
         best, place = own.max(-1)
-        told = self.exchange.gather(
-            torch.stack((best, (place + self.cut.own.start).float()), -1)
-        )  # ids are below 2**24
+        ids = (place + self.cut.own.start).float()  # below 2**24
+        told = self.exchange.gather(torch.stack((best, ids), -1))
         best, rank = told[..., 0].max(0)
         return best, told[..., 1].gather(0, rank[None])[0].long()
 
