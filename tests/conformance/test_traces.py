@@ -43,7 +43,7 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
 @pytest.mark.parametrize("name", EVERY)
 def test_random_traces(name: str, depth: int) -> None:
     told = [drawn_trace(name, seed, depth) for seed in range(4)]
-    assert sum(t.finished for t in told) > 20
+    assert sum(t.finished for t in told) > 16
     assert sum(t.aborted for t in told) > 0
 
 
