@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,14 +128,14 @@ class Sampler:
         positions = np.fromiter((row.start + len(row.tokens) for row in rows), np.int64, len(rows))
         self._fused.fill(self._shape[slots], noise(self._seeds[slots], positions))
 
-    def from_graph(self, tokens: Tensor, faults: Tensor, rows: Sequence[Row]) -> Drawn:
+    def from_graph(self, tokens: Tensor | np.ndarray, faults: Any, rows: Sequence[Row]) -> Drawn:
         """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the
         host when this returns, so the tensors may be written again by later work."""
         count = len(rows)
         one, none = self._one[:count], self._none[:count]
-        if self.device.type == "cpu":  # by NumPy, whose views and copies cost a tenth of torch's
-            copied = np.concatenate((tokens.numpy()[:count], faults.numpy()[:count]))
-            return Drawn(tokens if count == len(tokens) else tokens[:count], copied, None, None, one, none, None)
+        if isinstance(tokens, np.ndarray):  # of a CPU: NumPy's views and copies cost a tenth of torch's
+            copied = np.concatenate((tokens[:count], faults[:count]))
+            return Drawn(copied[:count], copied, None, None, one, none, None)
         host, ready = self._to_host(tokens[:count], faults[:count])
         return Drawn(tokens[:count], host, None, ready, one, none, None)
 

@@ -209,7 +209,8 @@ class DecodeTapes:
         model, logits = self.models[size]
         end, result = Tape(), logits
         if tail:
-            end, result, _ = recorded(self.library, lambda: self.tails[tail](logits, self.inputs[1, :size]))
+            end, drawn, _ = recorded(self.library, lambda: self.tails[tail](logits, self.inputs[1, :size]))
+            result = tuple(x.numpy() for x in drawn)
         program = Tape()
         program.operations, program.kept = model.operations + end.operations, model.kept + end.kept
         self.programs[size, tail] = program, result
