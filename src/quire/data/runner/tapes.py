@@ -99,7 +99,7 @@ class Arena:
 
         uses: dict[int, list[int]] = {}
         pointers: list[tuple[Any, int, int]] = []  # arguments, which of them, and the tensor
-        for number, (_, packed, _) in enumerate(tape.operations):
+        for number, (_, packed, *_) in enumerate(tape.operations):
             args = (ctypes.c_int64 * (len(packed) // 8)).from_buffer(packed)
             for place, arg in enumerate(args):
                 if (at := found(arg)) is not None:
