@@ -147,6 +147,9 @@ def run(build: Build, connection: socket.socket, reader: RingReader, end: Callab
         hello = _hello(connection)
     except (EOFError, OSError):
         return 1
+    except (WireError, StartupError) as error:
+        send(FAILED, write_failed(_failure(error)))
+        return 1
     threading.Thread(target=_end_without, args=(connection, end), name="quire-parent", daemon=True).start()
     logging.getLogger().setLevel(hello.log_level)
     try:
