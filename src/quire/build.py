@@ -65,9 +65,9 @@ class Built(NamedTuple):
 
 def plan(config: EngineConfig) -> list[str]:
     """The memory plan of `config` as one screen, without loading the model."""
-    source = read_source(config, weights=False)
+    source = read_source(config, weights=False).divided(Part(0, config.tp))
     device = device_of(config)
-    config = config.sized(device)
+    config = config.sized(device).of_rank()
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
     saved = saved_by_fp8(config, source, dtype, device)
