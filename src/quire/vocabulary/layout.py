@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.config import MAX_RANKS
 from quire.errors import StartupError
 
-MOST_RANKS = 64
+MOST_RANKS = MAX_RANKS
 ROWS = 64
 """Rows of the vocabulary that ranks share out at once: a product's rows stay aligned, and the last rank may be padded."""
 
@@ -37,7 +38,9 @@ class Part(NamedTuple):
         own = self.share(queries)
         if keys % self.ranks == 0:
             return Heads(own, self.share(keys))
-        assert self.ranks % keys == 0, f"{keys} heads of keys are neither a multiple nor a divisor of {self.ranks} ranks"
+        assert self.ranks % keys == 0, (
+            f"{keys} heads of keys are neither a multiple nor a divisor of {self.ranks} ranks"
+        )
         copied = self.rank * keys // self.ranks
         return Heads(own, range(copied, copied + 1))
 
