@@ -11,13 +11,19 @@ import pytest
 import torch
 from test_unlike_logits import NEW, Saved, assert_said, engine_of, preempting, run
 from thread_ranks import Meeting, ThreadExchange
+from torch import Tensor
 
 from quire import SamplingParams, build
 from quire.control.engine import Engine
 from quire.data.kernels.cpu.loading import library
 from quire.data.layers.prepare import join
 from quire.data.models import read_spec
+from quire.data.runner import model_runner
+from quire.data.runner.drawn import Drawn
 from quire.data.runner.model_runner import ModelRunner
+from quire.data.runner.sampler import Sampler
+from quire.data.runner.split_draws import SplitDraws
+from quire.data.runner.split_sampler import SplitSampler
 from quire.data.weights.fp8 import made
 from quire.data.weights.loader import load
 from quire.source import Source
@@ -105,3 +111,30 @@ def test_ranks_draw_what_transformers_says(
             assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1])
     assert engine.scheduler.preempted[preemption] > 0
     assert engine.scheduler.memory.account().sharing.hits > 0
+
+
+class GatheringSampler(SplitSampler):
+    """One that draws from whole logits."""
+
+    def sample(self, logits: Tensor, rows: Any, last: Tensor | None = None) -> Drawn:
+        return Sampler.sample(self, self.split.whole(logits), rows, last)
+
+
+def test_ranks_draw_without_gathering_what_they_draw_from_gathered_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, settings = Saved("mistral, layer_types", tmp_path), {"page_size": 4, "depth": 1}
+    asked = [
+        SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=NEW, ignore_eos=True),
+        SamplingParams(temperature=1.5, seed=4, top_k=30, top_p=0.9, max_tokens=NEW, ignore_eos=True),
+    ]
+    monkeypatch.setattr("quire.data.runner.sampler.take", lambda device, dtype: False)  # the definition
+    with monkeypatch.context() as patched:
+        patched.setattr(SplitDraws, "whole", None)
+        engine = shared_out(model, 2, patched, **settings)
+        split = [[tokens for _, tokens, _ in run(engine, params)] for params in asked]
+    with monkeypatch.context() as patched:
+        patched.setattr(model_runner, "SplitSampler", GatheringSampler)
+        engine = shared_out(model, 2, patched, **settings)
+        assert split == [[tokens for _, tokens, _ in run(engine, params)] for params in asked]

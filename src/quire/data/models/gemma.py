@@ -120,12 +120,12 @@ class Gemma(nn.Module):
         last = self.layers[-1]
         return self.norm(x, last.rest(x, attended), last.behind_mlp)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
+    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
         logits = self.head(hidden)
         if self.softcap is not None:
             logits = self.softcap(logits)
-        return gathered(logits, self.vocabulary, self.exchange)
+        return gathered(logits, self.vocabulary, None if own else self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -133,9 +133,9 @@ class GPT2(nn.Module):
         x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return gathered(self.head(hidden), self.vocabulary, self.exchange)
+    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
+        return gathered(self.head(hidden), self.vocabulary, None if own else self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -149,10 +149,10 @@ class OPT(nn.Module):
             delta = self.exchange.add(delta)
         return x if delta is None else x.add_(delta)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
+    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
         logits = self.head(hidden if self.project_out is None else self.project_out(hidden))
-        return gathered(logits, self.vocabulary, self.exchange)
+        return gathered(logits, self.vocabulary, None if own else self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -41,6 +41,26 @@ class Drawn(NamedTuple):
     tops: np.ndarray  # of each row: how many alternatives it returns; -1: no log-probabilities at all
     widths: tuple[Width | None, ...] | None  # of each row; None if nobody asked for log-probabilities
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[np.ndarray, Drawn]]) -> Drawn:
+        """The samples of all rows on a CPU, given those of some and which they are, in rising order. At most one part
+        has details."""
+        count = sum(len(rows) for rows, _ in parts)
+        draws, tops = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        widths: list[Width | None] = [None] * count
+        details = next((part.details for _, part in parts if part.details is not None), None)
+        for rows, part in parts:
+            draws[rows], tops[rows] = part.draws, part.tops
+            for row, width in zip(rows, part.widths or ()):
+                widths[row] = width
+        owner = np.repeat(np.arange(count), draws)
+        tokens, faults = torch.empty(len(owner), dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+        for rows, part in parts:
+            tokens[torch.from_numpy(np.isin(owner, rows))] = part.tokens
+            faults[torch.from_numpy(rows)] = part.host[len(part.tokens) :]
+        host = torch.cat((tokens, faults))
+        return cls(tokens, host, details, None, draws, tops, None if details is None else tuple(widths))
+
     def details_by_width(self) -> dict[Width, Iterator[list[float]]]:
         """The rows of `details`, by their width."""
         if self.details is None or self.widths is None:

@@ -7,6 +7,8 @@ differ in their last bits: between devices a draw can differ, where its noise fa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ MAX_VOCAB = 2**20
 BLOCK = 128  # tokens whose weights are summed before the search for the drawn one
 CANDIDATES = 1024  # tokens that top_p looks at before it sorts a whole row (on the CPU)
 
+Border = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]
+"""From likelihoods [R, V], top_k [R] (0: off) and top_p [R]: the least likelihood [R] that both keep."""
+
 
 def noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Uniform float64 numbers in [0, 1), one for each (seed, position), by SplitMix64, twice."""
@@ -30,11 +35,12 @@ def noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
-def token_weights(logits: Tensor, best: Tensor, shape: np.ndarray) -> Tensor:
+def token_weights(logits: Tensor, best: Tensor, shape: np.ndarray, border: Border | None = None) -> Tensor:
     """Integers [R, V], in float32, in proportion to the tokens' probabilities; tokens that are cut have zero.
 
     `best` [R] is the greatest logit; shape [R, 4] temperature, min_p, top_k (0: off), top_p. The best token weighs
-    2**32. Sums of the weights in float64 are exact, so no order of summation can change what is drawn.
+    2**32. Sums of the weights in float64 are exact, so no order of summation can change what is drawn. `border` finds
+    what top_k and top_p keep, where these logits are not all that there are.
     """
     likelihood = logits - best[:, None]  # of each token beside the best one's: 1 or less, once exp is taken
     if (shape[:, 0] != 1).any():
@@ -42,46 +48,55 @@ def token_weights(logits: Tensor, best: Tensor, shape: np.ndarray) -> Tensor:
     likelihood.exp_()
     cut = np.flatnonzero((shape[:, 1:] != (0, 0, 1)).any(1))
     if len(cut) == len(shape):
-        truncate(likelihood, shape)
+        truncate(likelihood, shape, border)
     elif len(cut):
         index = to_device(cut, logits.device)
-        part = truncate(likelihood.index_select(0, index), shape[cut])
+        part = truncate(likelihood.index_select(0, index), shape[cut], border)
         likelihood.index_copy_(0, index, part)
     return likelihood.mul_(SCALE).floor_()
 
 
-def truncate(likelihood: Tensor, shape: np.ndarray) -> Tensor:
+def truncate(likelihood: Tensor, shape: np.ndarray, border: Border | None = None) -> Tensor:
     """Zero, in place, what min_p, then top_k, then top_p cut from likelihoods [R, V]."""
-    vocab, on_cpu = likelihood.shape[1], likelihood.device.type == "cpu"
     min_p, top_k, top_p = shape[:, 1], shape[:, 2].astype(np.int64), shape[:, 3]
     if (min_p > 0).any():
         likelihood.mul_(likelihood >= _column(min_p, likelihood))
+    if (top_k > 0).any() or (top_p < 1).any():
+        likelihood.mul_(likelihood >= (border or least_kept)(likelihood, top_k, top_p)[:, None])
+    return likelihood
+
+
+def least_kept(likelihood: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
+    """The Border of a whole vocabulary."""
+    vocab, on_cpu = likelihood.shape[1], likelihood.device.type == "cpu"
     unbounded = ((top_k == 0) & (top_p < 1)).any()
-    width = max(top_k.max(), (CANDIDATES if on_cpu else vocab) if unbounded else 0)
-    if width == 0:
-        return likelihood
-    border, settled = _border(likelihood, top_k, top_p, min(int(width), vocab))
+    width = min(int(max(top_k.max(), (CANDIDATES if on_cpu else vocab) if unbounded else 0)), vocab)
+    everything = mass(likelihood) if unbounded else None
+    border, settled = border_among(likeliest(likelihood, width), top_k, top_p, everything)
     if on_cpu and not settled.all():  # elsewhere to ask would be to wait, and all the tokens have been sorted
         rows = (~settled).nonzero()[:, 0]
-        border[rows] = _border(likelihood[rows], top_k[rows.numpy()], top_p[rows.numpy()], vocab)[0]
-    return likelihood.mul_(likelihood >= border[:, None])
+        total = None if everything is None else everything[rows]
+        values = likeliest(likelihood[rows], vocab)
+        border[rows] = border_among(values, top_k[rows.numpy()], top_p[rows.numpy()], total)[0]
+    return border
 
 
-def _border(likelihood: Tensor, top_k: np.ndarray, top_p: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-    """The least likelihood [R] that top_k and then top_p keep, and whether the `width` best tokens told it [R].
+def border_among(
+    values: Tensor, top_k: np.ndarray, top_p: np.ndarray, everything: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The least likelihood [R] that top_k and then top_p keep, and whether the best tokens told it [R].
 
-    It is that of the first token, in falling order and among the first k, with which the sum reaches top_p of the sum
-    of the first k. The values of the best tokens don't depend on `width`, so neither does the answer, once settled.
+    `values` [R, width] are those tokens' likelihoods, in falling order; `everything` [R] is what all tokens weigh, and
+    is needed where a row has top_p alone. The border is that of the first token, in falling order and among the first
+    k, with which the sum reaches top_p of the sum of the first k. The values of the best tokens don't depend on their
+    number, so neither does the answer, once settled.
     """
-    device = likelihood.device
-    values = _likeliest(likelihood, width)
+    device, width = values.device, values.shape[1]
     among = torch.arange(width, device=device) < to_device(np.where(top_k > 0, top_k, width), device)[:, None]
     sums = ((values * SCALE).floor_() * among).cumsum(-1, dtype=torch.float64)
     total = sums[:, -1]
-    unbounded = (top_k == 0) & (top_p < 1)
-    if unbounded.any():
-        everything = (likelihood * SCALE).floor_().sum(-1, dtype=torch.float64)
-        total = torch.where(to_device(unbounded, device), everything, total)
+    if everything is not None:
+        total = torch.where(to_device((top_k == 0) & (top_p < 1), device), everything, total)
     goal = total * to_device(top_p.copy(), device)
     place = (sums < goal[:, None]).sum(-1, keepdim=True).clamp_(max=width - 1)
     border = values.gather(1, place)[:, 0]
@@ -91,7 +106,12 @@ def _border(likelihood: Tensor, top_k: np.ndarray, top_p: np.ndarray, width: int
     return border, sums[:, -1] >= goal
 
 
-def _likeliest(likelihood: Tensor, width: int) -> Tensor:
+def mass(likelihood: Tensor) -> Tensor:
+    """What the tokens of likelihoods [R, V] weigh together [R]."""
+    return (likelihood * SCALE).floor_().sum(-1, dtype=torch.float64)
+
+
+def likeliest(likelihood: Tensor, width: int) -> Tensor:
     """The `width` greatest numbers of each row, in falling order."""
     vocab = likelihood.shape[1]
     if likelihood.device.type != "cpu":
@@ -105,25 +125,42 @@ def _likeliest(likelihood: Tensor, width: int) -> Tensor:
 def draw(weights: Tensor, owner: np.ndarray, chance: np.ndarray) -> Tensor:
     """One token for each draw [D]: the first, by id, at which the sum of its row's weights exceeds chance x total.
 
-    weights [R, V] are integers in float32; owner [D] is the row of each draw, chance [D] in [0, 1). The sum over blocks
-    finds the block, the sum within it the token. A token of zero weight can't be drawn, whatever the chance.
+    weights [R, V] are integers in float32; owner [D] is the row of each draw, chance [D] in [0, 1). A token of zero
+    weight can't be drawn, whatever the chance.
     """
-    rows, vocab = weights.shape
-    if vocab % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, -vocab % BLOCK))
-    blocks = weights.view(rows, -1, BLOCK)
-    parts = blocks.sum(-1, dtype=torch.float64)
-    sums = parts.cumsum(-1)
+    summed = Summed(weights)
     index = to_device(owner, weights.device)
-    if len(owner) > rows:
-        parts, sums = parts.index_select(0, index), sums.index_select(0, index)
+    return summed.reach(index, goals(summed.total[index], chance))
+
+
+def goals(total: Tensor, chance: np.ndarray) -> Tensor:
+    """Integers [D], in float64, that the sums of the drawn tokens must exceed, given the sums of their rows [D]."""
     # chance <= 1 - 2**-53, so that the rounded product is below the total; floor keeps it an integer
-    goal = (sums[:, -1:] * to_device(chance, weights.device)[:, None]).floor_()
-    block = torch.searchsorted(sums, goal, right=True).clamp_(max=sums.shape[1] - 1)
-    goal -= sums.gather(1, block) - parts.gather(1, block)
-    inside = blocks[index, block[:, 0]].cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(inside, goal, right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + place)[:, 0]
+    return (total * to_device(chance, total.device)).floor_()
+
+
+class Summed:
+    """Weights [R, V] by blocks: the sum over blocks finds the block, the sum within it the token."""
+
+    def __init__(self, weights: Tensor) -> None:
+        if weights.shape[1] % BLOCK:
+            weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK))
+        self.blocks = weights.view(len(weights), -1, BLOCK)
+        self.parts = self.blocks.sum(-1, dtype=torch.float64)
+        self.sums = self.parts.cumsum(-1)
+        self.total = self.parts.sum(-1)
+
+    def reach(self, owner: Tensor, goal: Tensor) -> Tensor:
+        """The first token [D], by id, at which the sum of its row's weights exceeds `goal` [D]; `owner` [D] is its row.
+        For a goal that no sum exceeds, or one below 0, any token of the row, or of its padding."""
+        parts, sums, goal = self.parts, self.sums, goal[:, None]
+        if len(owner) > len(parts):
+            parts, sums = parts.index_select(0, owner), sums.index_select(0, owner)
+        block = torch.searchsorted(sums, goal, right=True).clamp_(max=sums.shape[1] - 1)
+        goal = goal - (sums.gather(1, block) - parts.gather(1, block))
+        inside = self.blocks[owner, block[:, 0]].cumsum(-1, dtype=torch.float64)
+        place = torch.searchsorted(inside, goal, right=True).clamp_(max=BLOCK - 1)
+        return (block * BLOCK + place)[:, 0]
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:

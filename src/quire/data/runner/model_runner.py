@@ -33,6 +33,7 @@ from quire.data.runner.prompts import Prompts
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.seen import SeenTokens
+from quire.data.runner.split_sampler import SplitSampler
 from quire.data.runner.step import Step
 from quire.data.runner.store import Store
 from quire.errors import StartupError
@@ -45,7 +46,8 @@ BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": Co
 
 
 class Model(Protocol):
-    """What the runner needs of a model (see quire.data.models). One that sees has `eyes` too, an Encoder."""
+    """What the runner needs of a model (see quire.data.models). One that sees has `eyes` too, an Encoder. A shard that
+    was joined to others has their `exchange`, and its `logits` can be asked for its own alone."""
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
     def begin(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
@@ -140,10 +142,17 @@ class ModelRunner:
                 self.backend.check(cache)
         if geometry.both_ways:
             self.whole = np.zeros(geometry.slots, dtype=np.int64)
-        self.sampler = Sampler(geometry.slots, self.spec.vocab_size, self.device, self.eos_ids)
+        self.sampler = self._sampler(geometry.slots)
         self.last = torch.zeros(geometry.slots, dtype=torch.int64, device=self.device)
         if self.replays:
             self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
+
+    def _sampler(self, slots: int) -> Sampler:
+        exchange = getattr(self.model, "exchange", None)
+        if exchange is not None and exchange.part.ranks > 1:
+            assert self.device.type == "cpu", "ranks sample on a CPU"
+            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, exchange)
+        return Sampler(slots, self.spec.vocab_size, self.device, self.eos_ids)
 
     def _store(self, geometry: Geometry) -> Store:
         if geometry.layout is not Layout.CONTIGUOUS:
@@ -283,7 +292,9 @@ class ModelRunner:
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
         if not len(batch.asked):
             return None, scores
-        logits = self.model.logits(hidden if narrow else hidden.index_select(0, batch.ends))
+        ends = hidden if narrow else hidden.index_select(0, batch.ends)
+        split = isinstance(self.sampler, SplitSampler)
+        logits = self.model.logits(ends, own=True) if split else self.model.logits(ends)
         return self._draw([row for row in rows if row.sample], logits), scores
 
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
