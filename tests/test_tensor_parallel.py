@@ -135,7 +135,7 @@ def test_ranks_say_what_one_says(folders: Any, family: str, tp: int, case: str) 
 
 
 def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:
-    llm = LLM(str(folders("llama")), tp=2, **SETTINGS)
+    llm = LLM(str(folders("llama")), tp=2, rank_timeout=60, **SETTINGS)
     alone = LLM(str(folders("llama")), **SETTINGS)
     said = [[list(one.token_ids) for one in llm.generate(PROMPTS, PARAMS[0])[i].outputs] for i in range(2)]
     runner = llm.engine.runner

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 from quire.errors import PeerLost, StartupError
@@ -76,8 +77,9 @@ def digest_of(step: int, frame: memoryview, result: StepResult, applied: int) ->
     and drew the same tokens."""
     said = hashlib.blake2b(struct.pack("<QQ", step, applied & (2**64 - 1)), digest_size=8)
     said.update(frame)
-    for sample in result.samples:
-        said.update(array("q", (len(sample.tokens), *sample.tokens)))
+    drawn = [sample.tokens for sample in result.samples]
+    said.update(array("q", map(len, drawn)))
+    said.update(array("q", chain.from_iterable(drawn)))
     return int.from_bytes(said.digest(), "little")
 
 
@@ -144,6 +146,9 @@ def run(build: Build, connection: socket.socket, reader: RingReader, end: Callab
     try:
         hello = _hello(connection)
     except (EOFError, OSError):
+        return 1
+    except (WireError, StartupError) as error:
+        send(FAILED, write_failed(_failure(error)))
         return 1
     threading.Thread(target=_end_without, args=(connection, end), name="quire-parent", daemon=True).start()
     logging.getLogger().setLevel(hello.log_level)

@@ -61,7 +61,7 @@ class RemoteRunner:
 
     def __init__(self, ranks: int, seconds: float, start: Start = start_program) -> None:
         """Start the ranks, which are told by `hello` what to build. StartupError where the system has none."""
-        self.seconds, self._dead = seconds, ""
+        self.seconds, self._dead = float(seconds), ""
         self.depth, self.attention, self.device, self.notices = 1, "", "", tuple[str, ...]()
         self.submitted = self.collected = 0
         self._virtual = False
