@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from quire import budget
 from quire.budget import CPU_KV_MOST, GIB, MemoryPlan, exchange_bytes, plan_memory
 from quire.build import plan
 from quire.cli import main, parse
+from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
+from quire.control.memory.buffers import Worker, workers_of
 from quire.control.memory.virtual import Cut, buffers_for
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
@@ -104,6 +107,15 @@ def test_sizes_of_a_worker() -> None:
     assert (len(layers), buffers.parts, buffers.stride) == (60, 120, 4 * 128 * 2)
     assert buffers.slot_bytes(200 * KIB) == 200 * MIB
     assert buffers.buffer_bytes(500, 200 * KIB) == 500 * 200 * MIB
+
+
+def test_workers_are_ranks() -> None:
+    """What the cut of virtual memory takes a worker to have is what a rank's model has."""
+    for name in ("yi-6b", "llama3-8b", "yi-34b"):
+        for ranks in (1, 2, 4, 8):
+            layers, heads = len(spec_of(name).layers), spec_of(name).layers[0].kv_heads
+            rank = spec_of(name, ranks)
+            assert workers_of(layers, heads, ranks) == [Worker(len(rank.layers), rank.layers[0].kv_heads)] * ranks
 
 
 @pytest.mark.parametrize("layout", ["layer", "sliced"])
@@ -201,6 +213,16 @@ def test_what_a_plan_of_mapped_pages_says() -> None:
     assert two["KV cache"].startswith("4.00 GiB = 130,944 tokens of 32,768 bytes"), "a page of scratch is among them"
     sliced = said("yi-34b", 80, memory="virtual", virtual_layout="sliced", virtual_page_kib=2048, kv_gib=4, tp=2)
     assert "4,194,304 bytes for 34.13 tokens, 2,097,152 in each of 2 buffers" in sliced["pages"]
+
+
+def test_plans_in_the_documents() -> None:
+    """Each is what comes out."""
+    text = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    found = re.findall(r"^    \$ quire (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    assert len(found) >= 4
+    for command, shown in found:
+        args = parse(command.split())
+        assert "".join(f"    {line}\n" for line in plan(config_from(args), args.device_gib)) == shown
 
 
 @pytest.mark.parametrize(("name", "settings", "cause", "remedy"), [

@@ -128,7 +128,8 @@ def plan_memory(
             f"out of memory: {_size(weights)} of weights, {_size(activations)} of activations and "
             f"{_size(max(kv.bytes, config.page_size * kv.token_bytes))} of KV cache don't fit into "
             f"{_size(max(usable, 0))} on {device}" + (f", each of {config.tp} ranks" if config.tp > 1 else ""),
-            "Use a smaller --kv-gib, --max-num-batched-tokens or model",
+            "Use a smaller --kv-gib, --max-num-batched-tokens or model"
+            + (", or a larger --gpu-memory-utilization" if device != "cpu" else ""),
         )
     max_len, clipped = longest(config, spec, Size(kv.tokens, wanted_len, itemsize, kv.bytes)), ""
     if max_len < wanted_len:
