@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from quire.config import EngineConfig
 from quire.control.memory import Size, build_memory
 from quire.control.memory.buffers import Worker, workers_of
 from quire.control.memory.virtual import Cut, buffers_for
-from quire.data.models import read_spec
+from quire.data.models import read_spec, resolve
 from quire.data.models.configs import named_config
 from quire.errors import StartupError
 from quire.vocabulary.layout import WHOLE, Part
@@ -33,9 +34,9 @@ def spec_of(name: str, ranks: int = 1) -> ModelSpec:
     return read_spec(named_config(name), Part(ranks - 1, ranks))
 
 
-def planned(name: str, device_gib: float | None = None, **settings: object) -> MemoryPlan:
+def planned(name: str, device_gib: float | None = None, **settings: Any) -> MemoryPlan:
     """As a rank plans, in numbers of two bytes."""
-    config = EngineConfig(model_config=name, **settings)  # type: ignore[arg-type]
+    config = EngineConfig(model_config=name, **settings)
     bytes_ = None if device_gib is None else int(device_gib * GIB)
     return plan_memory(config.of_rank(), spec_of(name, config.tp), name, "float16", 2, "cuda", 0, bytes_)
 
@@ -63,6 +64,18 @@ def test_table_1_on_its_devices(name: str, ranks: int, device: int, parameters: 
     assert ranks * plan.parameters == whole.parameters + (ranks - 1) * copied + rows * whole.hidden
 
 
+@pytest.mark.parametrize(("name", "ranks"), [
+    ("opt-66b", 4), ("gpt2-xl", 5), ("gpt2", 4), ("qwen2-7b", 4), ("qwen3-8b", 8), ("gemma-2-9b", 2),
+    ("characterai-8b", 8), ("yi-6b", 8), ("llama3.2-1b", 16),
+])  # fmt: skip
+def test_planned_weights_are_those_of_a_ranks_model(name: str, ranks: int) -> None:
+    config, meta = named_config(name), torch.device("meta")
+    made: Any = resolve(config)
+    for rank in (0, ranks - 1):
+        shard = made(config, torch.bfloat16, meta, part=Part(rank, ranks))
+        assert sum(one.numel() for one in shard.parameters()) == spec_of(name, ranks).parameters
+
+
 # Table 8: tokens of a page of 64 KB, 128 KB, 256 KB and 2 MB on one, two and (by the same rule) four workers, and the
 # MB that a request wastes on all of them.
 TABLE_8 = {
@@ -80,9 +93,15 @@ TABLE_8 = {
 
 def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[MemoryPlan, Geometry]:
     """Memory that is mapped, as a rank has it: of several, 64 GiB together."""
-    settings = {"memory": "virtual", "virtual_layout": layout, "virtual_page_kib": kib, "max_num_seqs": 8, "tp": ranks}
+    settings: dict[str, Any] = {
+        "memory": "virtual",
+        "virtual_layout": layout,
+        "virtual_page_kib": kib,
+        "max_num_seqs": 8,
+        "tp": ranks,
+    }
     plan = planned(name, 80, kv_gib=64 if ranks > 1 else 4, max_num_batched_tokens=512, **settings)
-    config = EngineConfig(**settings, swap_gib=0).sized("cuda").of_rank()  # type: ignore[arg-type]
+    config = EngineConfig(**settings, swap_gib=0).sized("cuda").of_rank()
     size = Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
     return plan, build_memory(config, spec_of(name, ranks), size).geometry
 
@@ -183,9 +202,9 @@ def test_what_is_exchanged_takes_room(device: str) -> None:
     assert more - exchange_bytes(config, spec, 2, device) == rows
 
 
-def said(name: str, device_gib: float | None, **settings: object) -> dict[str, str]:
+def said(name: str, device_gib: float | None, **settings: Any) -> dict[str, str]:
     """The lines of a plan, by what they begin with."""
-    lines = plan(EngineConfig(model_config=name, **settings), device_gib)  # type: ignore[arg-type]
+    lines = plan(EngineConfig(model_config=name, **settings), device_gib)
     return {line[:12].strip(): line[13:] for line in lines}
 
 
