@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,12 @@ from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.data.kernels.cpu.loading import library
 from quire.errors import EngineDead, StartupError
+from quire.parallel.frames import Hello
+from quire.parallel.remote import RemoteRunner
 from quire.shard import build_rank
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Copy
+from quire.vocabulary.specs import Geometry
 
 PROMPTS = [[(7 * i + j * j) % 97 for j in range(n)] for i, n in enumerate((1, 5, 16, 23, 37))]
 SETTINGS = {
@@ -75,7 +79,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks are threads: without kernels of our own, of which a process runs one at a time."""
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     library.cache_clear()
-    remote = partial(quire.parallel.remote.RemoteRunner, start=partial(ThreadRank, build_rank))
+    remote = partial(RemoteRunner, start=partial(ThreadRank, build_rank))
     monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
     yield
     library.cache_clear()
@@ -99,7 +103,8 @@ def answers(engine: Engine, rounds: int) -> Iterator[Any]:
 
 
 def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engine, Engine]:
-    one, several = (engine_of(folder, tp=ranks, **settings) for ranks in (1, tp))
+    executor = settings.pop("executor", "auto")
+    one, several = engine_of(folder, **settings), engine_of(folder, tp=tp, executor=executor, **settings)
     try:
         for wanted, got in zip(answers(one, rounds), answers(several, rounds), strict=True):
             assert got == wanted
@@ -132,6 +137,34 @@ def test_four_ranks_say_what_one_says(folders: Any, family: str) -> None:
 def test_ranks_say_what_one_says(folders: Any, family: str, tp: int, case: str) -> None:
     if case != "virtual" or family not in ("ministral", "gemma2", "gemma3"):
         both(folders(family), tp, **CASES[case])
+
+
+def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all draw the same tokens, of what they have in common."""
+
+    def built(hello: Hello) -> Any:
+        runner = build_rank(hello)
+        if not hello.part.first:
+            monkeypatch.setattr(runner, "bind", partial(_bound_without_copies, runner, runner.bind))
+        return runner
+
+    remote = partial(RemoteRunner, start=partial(ThreadRank, built))
+    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
+    engine = engine_of(folders("llama"), tp=2, attention="sdpa")
+    with pytest.raises(EngineDead, match=r"rank 1 applied or drew something else than rank 0 in step \d"):
+        list(answers(engine, 1))
+    engine.close()
+
+
+def _bound_without_copies(runner: Any, bind: Callable[[Geometry], None], geometry: Geometry) -> None:
+    bind(geometry)
+    replay = runner.store.replay
+    runner.store.replay = lambda journal: replay(tuple(entry for entry in journal if type(entry) is not Copy))
+
+
+@pytest.mark.usefixtures("threads")
+def test_one_rank_in_a_process_says_the_same(folders: Any) -> None:
+    both(folders("llama"), 1, 1, executor="process")
 
 
 def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -245,10 +245,10 @@ class LLM:
         found = {job.id: Assembly(job.id, job.prompt.text, job.prompt.ids, job.params, decode) for job in jobs}
         requests = {job.id: self.engine.requests[job.id] for job in jobs}
         try:
-            with _progress(len(jobs), use_tqdm) as bar:
+            with _progress(len(jobs), use_tqdm) as bar, _Interrupts() as interrupts:
                 left = len(jobs)
                 while left:
-                    for output in self._step():
+                    for output in self._step(interrupts):
                         found[output.request].push(output)
                         if output.done:
                             found[output.request].finish(requests[output.request], self.engine.clock())
@@ -296,10 +296,10 @@ class LLM:
         if self.engine.unfinished:
             raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
 
-    def _step(self) -> list[Output]:
-        """One whole step; Ctrl-C in it is raised after it."""
+    def _step(self, interrupts: _Interrupts | None = None) -> list[Output]:
+        """One whole step; Ctrl-C in it is raised after it. `interrupts`: those that the caller has held up already."""
         try:
-            with _Interrupts() as interrupts:
+            with _Interrupts() if interrupts is None else nullcontext(interrupts) as interrupts:
                 outputs = self.engine.step()
         except Overloaded:  # others that share the memory hold it: nothing was begun
             raise

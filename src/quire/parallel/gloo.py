@@ -4,6 +4,7 @@ them up itself, in rank order and in fp32, so that all have the same bits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,8 +30,16 @@ class GlooExchange:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=seconds + MARGIN)
         options._devices = [dist.ProcessGroupGloo.create_device(interface=LOOPBACK)]
-        self._store = dist.FileStore(f"/proc/self/fd/{store}", part.ranks)  # type: ignore[attr-defined]
-        self._group: Any = self._meeting(lambda: dist.ProcessGroupGloo(self._store, part.rank, part.ranks, options))
+        self._group: Any = None
+        self._file = os.dup(store)
+        self._store: Any = dist.FileStore(f"/proc/self/fd/{self._file}", part.ranks)  # type: ignore[attr-defined]
+        self._group = self._meeting(lambda: dist.ProcessGroupGloo(self._store, part.rank, part.ranks, options))
+
+    def __del__(self) -> None:
+        """The store opens the file once more at its end, which comes with the group's."""
+        self._group = self._store = None
+        if hasattr(self, "_file"):
+            os.close(self._file)
 
     def gather(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]: everybody's, in rank order."""

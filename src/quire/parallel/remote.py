@@ -130,6 +130,7 @@ class RemoteRunner:
         self.collected += 1
         assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
         answers = [read_answer(frame.body) for frame in self._all(ANSWER, self.seconds, f"in step {ticket}")]
+        assert answers[0][0] == ticket, f"rank 0 answers step {answers[0][0]}, and {ticket} is due"
         for rank, (step, digest, _) in enumerate(answers):
             if (step, digest) != answers[0][:2]:
                 self._die(f"rank {rank} applied or drew something else than rank 0 in step {ticket}")

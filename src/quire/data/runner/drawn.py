@@ -33,8 +33,8 @@ class Asked(NamedTuple):
 class Drawn(NamedTuple):
     """A step's samples. `tokens` [sum of draws] int64, on the device, row by row; the rest is for `Sampler.finish`."""
 
-    tokens: Tensor
-    host: Tensor  # int64: the tokens, and a fault for each row
+    tokens: Tensor | np.ndarray
+    host: Tensor | np.ndarray  # int64: the tokens, and a fault for each row
     details: Tensor | None  # float64: the details of each width in rising order, draw by draw
     ready: torch.cuda.Event | None  # after which `host` and `details` are there
     draws: np.ndarray  # of each row

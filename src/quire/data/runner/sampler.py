@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from quire.data.kernels.batch import to_device
 from quire.data.kernels.cpu.rows import take
 from quire.data.runner.drawn import Asked, Drawn
 from quire.data.runner.draws import MAX_VOCAB, draw, noise, token_weights
-from quire.data.runner.fused import FusedSampling, Tail, cuts
+from quire.data.runner.fused import FusedSampling, Tail
 from quire.data.runner.logprobs import Width, details_of, top_of, total_of
 from quire.data.runner.native import NativeSampling
 from quire.data.runner.penalties import TokenStatistics
@@ -26,6 +27,7 @@ from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Birth, Row, Sampled, Sampling, Top
 from quire.vocabulary.seeds import branch_seed
 
+TAILS = ("greedy", "random", "cut")
 FAULTS = ("", "the model's logits are not finite (NaN or infinite)", "the request's masks leave no token to sample")
 
 
@@ -55,7 +57,9 @@ class Sampler:
         self._penalties = np.zeros((slots, 3))  # repetition, frequency, presence
         self._ruled = np.zeros(slots, dtype=np.bool_)  # logits change before they are drawn from, or a method chooses
         self._until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
-        self._simple = np.zeros(slots, dtype=np.bool_)  # once past `_until`, a draw from the logits is all there is
+        self._tails = [-1] * slots  # of TAILS; -1: a draw from the logits isn't all there is
+        self._waiting: set[int] = set()  # slots that have an `_until`
+        self._one, self._none = np.ones(slots, dtype=np.int64), np.full(slots, -1, dtype=np.int64)  # of a graph's rows
 
     def rehearsals(self, dtypes: Iterable[torch.dtype], most: int) -> Iterator[Callable[[], None]]:
         """On a GPU: what to call, from any threads, so that kernels for up to `most` rows of logits of `dtypes` are
@@ -92,7 +96,10 @@ class Sampler:
         self._penalties[slot] = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         self._ruled[slot] = rules.changes or sampling.chosen
         self._until[slot] = birth.prompt_len + sampling.min_tokens if len(rules.ends) else 0
-        self._simple[slot] = birth.top < 0 and not self._ruled[slot]
+        (self._waiting.add if self._until[slot] else self._waiting.discard)(slot)
+        self._tails[slot] = -1
+        if birth.top < 0 and not self._ruled[slot]:
+            self._tails[slot] = 0 if temperature == 0 else 2 if top_k > 0 or sampling.top_p < 1 else 1
 
     def tails(self, last: Tensor, largest: int) -> dict[str, Tail]:
         """By kernels: what may follow the logits in a graph or on a tape of up to `largest` rows, by the names of
@@ -103,14 +110,15 @@ class Sampler:
     def tail_of(self, rows: Sequence[Row]) -> str:
         """The tail that samples `rows`: "greedy", "random" or "cut"; or "" where that takes `sample`: for rows with
         several draws, log-probabilities, masks, biases, penalties, a method."""
-        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
-        if not self._simple[slots].all() or any(row.sample != 1 for row in rows):
+        all_of_them = self._tails
+        tails = [all_of_them[row.slot] for row in rows]
+        if min(tails, default=0) < 0 or any(row.sample != 1 for row in rows):
             return ""
-        until = self._until[slots].tolist()
-        if any(until) and any(row.start + len(row.tokens) < least for row, least in zip(rows, until)):
+        if self._waiting and any(
+            row.slot in self._waiting and row.start + len(row.tokens) < self._until[row.slot] for row in rows
+        ):
             return ""
-        shape = self._shape[slots]
-        return "cut" if cuts(shape).any() else "random" if (shape[:, 0] > 0).any() else "greedy"
+        return TAILS[max(tails, default=0)]
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Before the replay of a graph or tape whose tail is "random" or "cut": give it what `rows` ask for, and their
@@ -120,13 +128,16 @@ class Sampler:
         positions = np.fromiter((row.start + len(row.tokens) for row in rows), np.int64, len(rows))
         self._fused.fill(self._shape[slots], noise(self._seeds[slots], positions))
 
-    def from_graph(self, tokens: Tensor, faults: Tensor, rows: Sequence[Row]) -> Drawn:
+    def from_graph(self, tokens: Tensor | np.ndarray, faults: Any, rows: Sequence[Row]) -> Drawn:
         """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the
         host when this returns, so the tensors may be written again by later work."""
         count = len(rows)
+        one, none = self._one[:count], self._none[:count]
+        if isinstance(tokens, np.ndarray):  # of a CPU: NumPy's views and copies cost a tenth of torch's
+            copied = np.concatenate((tokens[:count], faults[:count]))
+            return Drawn(copied[:count], copied, None, None, one, none, None)
         host, ready = self._to_host(tokens[:count], faults[:count])
-        ones = np.ones(count, dtype=np.int64)
-        return Drawn(tokens[:count], host, None, ready, ones, -ones, None)
+        return Drawn(tokens[:count], host, None, ready, one, none, None)
 
     def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
         """Draw from logits [R, V]. A row is (slot, position, draws): `draws` >= 1 tokens for the index `position`.

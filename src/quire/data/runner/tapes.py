@@ -99,7 +99,7 @@ class Arena:
 
         uses: dict[int, list[int]] = {}
         pointers: list[tuple[Any, int, int]] = []  # arguments, which of them, and the tensor
-        for number, (_, packed, _) in enumerate(tape.operations):
+        for number, (_, packed, *_) in enumerate(tape.operations):
             args = (ctypes.c_int64 * (len(packed) // 8)).from_buffer(packed)
             for place, arg in enumerate(args):
                 if (at := found(arg)) is not None:
@@ -209,7 +209,8 @@ class DecodeTapes:
         model, logits = self.models[size]
         end, result = Tape(), logits
         if tail:
-            end, result, _ = recorded(self.library, lambda: self.tails[tail](logits, self.inputs[1, :size]))
+            end, drawn, _ = recorded(self.library, lambda: self.tails[tail](logits, self.inputs[1, :size]))
+            result = tuple(x.numpy() for x in drawn)
         program = Tape()
         program.operations, program.kept = model.operations + end.operations, model.kept + end.kept
         self.programs[size, tail] = program, result

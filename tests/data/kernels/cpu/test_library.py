@@ -149,6 +149,23 @@ def test_several_threads_use_it(built: Path) -> None:
     library.close()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_read_next_is_brought_to_the_cache_and_changes_nothing(built: Path, threads: int) -> None:
+    """Whatever is said to be read: more than there are chunks, less than a line, or nothing."""
+    library, counts = Library(built, threads), torch.zeros(64, dtype=torch.int64)
+    library.tape = tape = Tape()
+    weights = [torch.ones(size) for size in (1, 100, 1 << 18)]
+    for chunks, weight in ((1, None), (16, weights[0]), (64, weights[2]), (1, weights[1]), (2, weights[2]), (3, None)):
+        library.call("count", chunks, counts, reads=weight)
+    library.tape = None
+    assert [op.bytes for op in tape.operations] == [0, 4, 2**20, 400, 2**20, 0]
+    for _ in range(200):
+        library.run(tape)
+    assert counts.tolist() == [200 * times for times in (6, 4, 3, *(2,) * 13, *(1,) * 48)]
+    assert all(weight.eq(1).all() for weight in weights)
+    library.close()
+
+
 def test_two_threads_record_at_a_time(built: Path) -> None:
     """Two models of a process may: each tape has its own operations, all of them, and none of them runs."""
     library, both, counts = Library(built, 1), Barrier(2), torch.zeros(1, dtype=torch.int64)
@@ -246,7 +263,7 @@ def test_errors_are_named(built: Path) -> None:
     tape = recorded(library, [("count", 1, counts)])
     library.run(tape)
     with pytest.raises(AssertionError, match="grows no more"):
-        tape.add(0, tape.operations[0][1], 1, ())
+        tape.add(tape.operations[0], ())
     library.close()
     library.close()
     with pytest.raises(AssertionError, match="closed"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from struct import error as NotANumber
 from struct import pack
 from threading import Lock, local
+from typing import NamedTuple
 from weakref import finalize
 
 from torch import Tensor
@@ -21,27 +22,42 @@ Argument = Tensor | int | float | None
 
 
 class Operation(ctypes.Structure):
-    """A kernel, its arguments, and in how many chunks it is cut (native/quire.h)."""
+    """A kernel, its arguments, in how many chunks it is cut, and what these read one after another, if it is much
+    (native/quire.h)."""
 
-    _fields_ = (("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p), ("chunks", ctypes.c_int64))
+    _fields_ = (
+        ("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p), ("chunks", ctypes.c_int64),
+        ("reads", ctypes.c_void_p), ("bytes", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class Recorded(NamedTuple):
+    """An operation on a tape: `kernel` is its address, `reads` that of `bytes` bytes, or 0."""
+
+    kernel: int
+    args: ctypes.Array[ctypes.c_char]
+    chunks: int
+    reads: int = 0
+    bytes: int = 0
 
 
 class Tape:
     """Operations in order, which run as one program; and the tensors that they use, kept alive."""
 
     def __init__(self) -> None:
-        self.operations: list[tuple[int, ctypes.Array[ctypes.c_char], int]] = []
+        self.operations: list[Recorded] = []
         self.kept: list[Tensor] = []
         self.program: ctypes.Array[Operation] | None = None
 
-    def add(self, kernel: int, args: ctypes.Array[ctypes.c_char], chunks: int, tensors: Sequence[Tensor]) -> None:
+    def add(self, operation: Recorded, tensors: Sequence[Tensor]) -> None:
         assert self.program is None, "a program that has run grows no more"
-        self.operations.append((kernel, args, chunks))
+        self.operations.append(operation)
         self.kept += tensors
 
     def ready(self) -> ctypes.Array[Operation]:
         if self.program is None:
-            entries = [Operation(kernel, ctypes.addressof(args), chunks) for kernel, args, chunks in self.operations]
+            entries = [Operation(op.kernel, ctypes.addressof(op.args), op.chunks, op.reads or None, op.bytes)
+                       for op in self.operations]  # fmt: skip
             self.program = (Operation * len(entries))(*entries)
         return self.program
 
@@ -102,16 +118,19 @@ class Library:
             self.addresses[kernel] = found
         return self.addresses[kernel]
 
-    def call(self, kernel: str, chunks: int, *args: Argument) -> None:
+    def call(self, kernel: str, chunks: int, *args: Argument, reads: Tensor | None = None) -> None:
         """Run a kernel; or, while this thread records a tape, put it there. Tensors are passed as where their numbers
-        begin."""
+        begin. `reads` is one that the chunks read one part after another, as much each: on a tape it is brought to the
+        cache by threads that have nothing to do before."""
         assert 1 <= chunks <= MOST_CHUNKS, f"{kernel} in {chunks} chunks"
         packed = packed_for(kernel, args)
         address = self.addresses.get(kernel) or self.address(kernel)
         tape = self.recording.tape
         if tape is not None:
             kept = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
-            tape.add(address, kept, chunks, [arg for arg in args if isinstance(arg, Tensor)])
+            begin, size = (0, 0) if reads is None else (reads.data_ptr(), reads.nbytes)
+            operation = Recorded(address, kept, chunks, begin, size)
+            tape.add(operation, [arg for arg in args if isinstance(arg, Tensor)])
             return
         with self.lock:
             assert self.threads, "it isn't closed"

@@ -29,6 +29,7 @@ TILED_ROWS = 384  # likewise, where tiles multiply them; of long rows as many as
 TILED_BYTES = 1 << 19  # hold, but 64 at least
 CHUNKS = 8  # of a thread, at least, where there are as many panels, and other threads
 LITTLE = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
+READING_ROWS = 64  # of a product whose time is that of reading its weight
 ROWS_CHUNK = 16  # rows of an embedding
 
 
@@ -99,7 +100,7 @@ def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
     own.call(
         f"linear_{DTYPES[x.dtype]}", -(-rows // span) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
         width, x.stride(0), out.stride(0), span, groups, packed.panels, packed.activation, int(packed.gated),
-        int(packed.deterministic), int(pairs()),
+        int(packed.deterministic), int(pairs()), reads=packed.data if rows <= READING_ROWS else None,
     )  # fmt: skip
     return out
 

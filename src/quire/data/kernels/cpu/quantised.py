@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.data.kernels.cpu.library import SCRATCH, Library
-from quire.data.kernels.cpu.linear import ACTIVATIONS, CHUNKS, DTYPES, PANEL, ROWS_CHUNK
+from quire.data.kernels.cpu.linear import ACTIVATIONS, CHUNKS, DTYPES, PANEL, READING_ROWS, ROWS_CHUNK
 from quire.data.kernels.cpu.loading import library
 from quire.data.kernels.cpu.memory import memory
 
@@ -184,6 +184,7 @@ def linear(x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
         f"quantised_{DTYPES[x.dtype]}", -(-rows // span) * groups, x, packed.data, packed.bias, out, rows,
         packed.columns, width, x.stride(0), out.stride(0), span, groups, packed.panels, packed.activation,
         int(packed.gated), int(packed.deterministic), staged, *packed.form.said, int(tiled),
+        reads=packed.data if rows <= READING_ROWS else None,
     )  # fmt: skip
     return out
 

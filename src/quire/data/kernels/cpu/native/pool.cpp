@@ -24,6 +24,7 @@ namespace {
 constexpr int LOW_BITS = 24; /* of chunks */
 constexpr uint64_t LOW = (uint64_t(1) << LOW_BITS) - 1;
 constexpr int64_t LOOK = 50'000;   /* ns that a thread looks for work before it sleeps */
+constexpr int64_t SOON = 1 << 17;  /* bytes of a chunk that are brought to the cache before it is there */
 constexpr int64_t MISSED = 20'000; /* ns that a caller waits before it asks whether those who hold chunks run */
 
 int64_t now_ns() {
@@ -31,7 +32,13 @@ int64_t now_ns() {
         .count();
 }
 
+struct Brought {
+    const char *from = nullptr;
+    int64_t bytes = 0;
+};
+
 struct alignas(64) Worker {
+    int64_t number = 0;
     void *scratch = nullptr;
     Place place;
     std::thread thread;
@@ -47,6 +54,9 @@ struct Pool {
     alignas(64) std::atomic<uint64_t> next{0};  /* operation << LOW_BITS | chunks to be taken */
     alignas(64) std::atomic<int64_t> done{0};   /* chunks of the operation */
     alignas(64) std::atomic<bool> ended{true};  /* the program */
+    /* What the next operation that reads much reads: memory is idle while one thread does what has one chunk. */
+    std::atomic<const char *> reads{nullptr};
+    std::atomic<int64_t> part{0}; /* bytes of each of its chunks */
 
     bool idle() const { return (next.load(std::memory_order_seq_cst) & LOW) == 0; }
 
@@ -58,9 +68,32 @@ struct Pool {
             return;
         }
         done.store(0, std::memory_order_relaxed);
+        announce();
         const uint64_t which = (next.load(std::memory_order_relaxed) >> LOW_BITS) + 1;
         next.store(which << LOW_BITS | uint64_t(current->chunks), std::memory_order_seq_cst);
         sleepers.wake();
+    }
+
+    /* Say what is read behind the operation that begins. */
+    void announce() {
+        const Operation *next = current + 1;
+        while (next != end && !next->reads) ++next;
+        reads.store(nullptr, std::memory_order_relaxed);
+        if (next == end) return;
+        part.store(next->bytes / next->chunks, std::memory_order_relaxed);
+        reads.store(next->reads, std::memory_order_release);
+    }
+
+    /* With nothing to do: bring what was announced to the cache, the beginning of the chunk that is this thread's if all
+       come in time. `brought`: of which operation, and how much. */
+    void prepare(const Worker &own, Brought &brought) {
+        const char *from = reads.load(std::memory_order_acquire);
+        if (!from) return relax();
+        if (from != brought.from) brought = Brought{from, 0};
+        const int64_t size = part.load(std::memory_order_relaxed), most = size < SOON ? size : SOON;
+        if (brought.bytes >= most) return relax();
+        for (int64_t i = 0; i < 1024; i += 64) __builtin_prefetch(from + own.number * size + brought.bytes + i, 0, 2);
+        brought.bytes += 1024;
     }
 
     /* Take a chunk and compute it; false where there is none. */
@@ -93,9 +126,10 @@ struct Pool {
         pthread_sigmask(SIG_SETMASK, &all, nullptr);
         own.place.begin();
         int64_t since = now_ns();
+        Brought brought;
         while (!ending.load(std::memory_order_relaxed)) {
             if (take(own)) since = now_ns();
-            else if (now_ns() - since < LOOK) relax();
+            else if (now_ns() - since < LOOK) prepare(own, brought);
             else {
                 if (!ended.load(std::memory_order_acquire)) bring(own);
                 sleepers.sleep([&] { return idle() && !ending.load(); });
@@ -114,9 +148,10 @@ struct Pool {
         go_on(own.scratch);
         own.place.let_go();
         int64_t since = now_ns();
+        Brought brought;
         while (!ended.load(std::memory_order_acquire)) {
             if (take(own)) since = now_ns();
-            else if (now_ns() - since < MISSED) relax();
+            else if (now_ns() - since < MISSED) prepare(own, brought);
             else {
                 bring(own);
                 std::this_thread::yield();
@@ -148,6 +183,7 @@ QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t byte
     if (pool) try {
         for (int64_t i = 0; i < threads; ++i) {
             pool->workers.emplace_back();
+            pool->workers.back().number = i;
             if (posix_memalign(&pool->workers.back().scratch, 64, size_t(bytes < 64 ? 64 : bytes)))
                 throw std::bad_alloc();
         }
@@ -170,6 +206,6 @@ QUIRE_EXPORT void quire_run(void *pool, const Operation *operations, int64_t cou
 
 /* One operation, likewise. */
 QUIRE_EXPORT void quire_call(void *pool, Kernel kernel, const Arg *args, int64_t chunks) {
-    const Operation operation{kernel, args, chunks};
+    const Operation operation{kernel, args, chunks, nullptr, 0};
     static_cast<Pool *>(pool)->run(&operation, 1);
 }

@@ -28,5 +28,7 @@ typedef void (*Kernel)(const Arg *args, int64_t chunk, void *scratch);
 struct Operation {
     Kernel kernel;
     const Arg *args;
-    int64_t chunks; /* >= 1, < 2^24 */
+    int64_t chunks;    /* >= 1, < 2^24 */
+    const char *reads; /* memory that the chunks read one part after another, as many bytes each; or null */
+    int64_t bytes;
 };
