@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def go(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         stand_in = types.ModuleType("quire.build")
         stand_in.build = lambda config, progress=False: echo_service.built()  # type: ignore[attr-defined]
-        stand_in.plan = lambda config: [f"plan of {config.model or 'tiny'}"]  # type: ignore[attr-defined]
+        stand_in.plan = lambda config, device_gib: [f"plan of {config.model or 'tiny'}"]  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "quire.build", stand_in)
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/serving.md that say what the code says: flags, limits, and lists of fields.
+"""Makes the tables of docs/ that say what the code says: flags, limits, lists of fields, and what models take.
 
 python tools/doc_tables.py           # rewrites them
 python tools/doc_tables.py --check   # says whether they are stale
@@ -14,19 +14,30 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire.budget import GIB, plan_memory
 from quire.cli import parsers
 from quire.config import EngineConfig
+from quire.data.models import read_spec
+from quire.data.models.configs import named_config
+from quire.errors import StartupError
 from quire.files import LIMITS
 from quire.link import held_pixels
 from quire.server import connections, descriptors, guards, run, sampling, size
 from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
 from quire.text import image_headers, images, library, messages, prompts, sight
 from quire.vocabulary import columns, params
+from quire.vocabulary.layout import Part
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "serving.md"
+DOCUMENTS = [Path(__file__).parents[1] / "docs" / name for name in ("serving.md", "parallel.md")]
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
          "model.safetensors.index.json", "chat template", "keys", "prefixes", "calibration")  # fmt: skip
+
+LAYOUTS = (
+    ("llama3-8b", 23.6, (1, 2)), ("yi-34b", 79, (1, 2)), ("llama3-70b", 79, (2, 4, 8)),
+    ("llama3-70b", 139.8, (1, 2, 4)), ("opt-66b", 79, (2, 4)), ("opt-175b", 79, (8,)), ("opt-175b", 139.8, (4, 8)),
+)  # fmt: skip
+"""Model, GiB of a GPU, and how many of them."""
 
 
 def bytes_of(number: int) -> str:
@@ -124,7 +135,23 @@ def fields(names: frozenset[str]) -> Iterator[str]:
     yield line.rstrip(", ") + ".\n"
 
 
-TABLES = {"flags": flags, "limits": limits, "ignored": lambda: fields(IGNORED), "refused": lambda: fields(REFUSED)}
+def layouts() -> Iterator[str]:
+    """What models take on so many GPUs, in 16 bits, planned with the settings that are the default."""
+    yield "| model | GPUs | weights of a rank | KV of a rank | tokens in memory |\n|---|---|---|---|---|\n"
+    for name, gib, counts in LAYOUTS:
+        for ranks in counts:
+            config, spec = EngineConfig(tp=ranks), read_spec(named_config(name), Part(0, ranks))
+            row = (name, f"{ranks} of {gib:g} GiB", f"{spec.weight_bytes(2) / GIB:.1f} GiB")
+            try:
+                plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda", device_bytes=int(gib * GIB))
+            except StartupError:
+                yield f"| {' | '.join(row)} | - | doesn't fit |\n"
+                continue
+            yield f"| {' | '.join(row)} | {plan.kv_bytes / GIB:.1f} GiB | {plan.kv_tokens:,} |\n"
+
+
+TABLES = {"flags": flags, "limits": limits, "ignored": lambda: fields(IGNORED), "refused": lambda: fields(REFUSED),
+          "layouts": layouts}  # fmt: skip
 
 
 def written(text: str) -> str:
@@ -137,18 +164,19 @@ def written(text: str) -> str:
 
 
 def main() -> int:
-    """0, or with --check 1 if the document is stale."""
-    parser = argparse.ArgumentParser(description="make the tables of docs/serving.md")
+    """0, or with --check 1 if a document is stale."""
+    parser = argparse.ArgumentParser(description="make the tables of docs/")
     parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    text = DOCUMENT.read_text(encoding="utf-8")
-    fresh = written(text)
-    if not check:
-        DOCUMENT.write_text(fresh, encoding="utf-8")
-    elif fresh != text:
-        print("docs/serving.md is stale: run tools/doc_tables.py", file=sys.stderr)
-        return 1
-    return 0
+    check, stale = parser.parse_args().check, 0
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        fresh = written(text)
+        if not check:
+            document.write_text(fresh, encoding="utf-8")
+        elif fresh != text:
+            print(f"docs/{document.name} is stale: run tools/doc_tables.py", file=sys.stderr)
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import psutil
 
-from quire.config import IN_PAGES, EngineConfig
+from quire.config import RESERVED, EngineConfig
 from quire.control.memory import Size, build_memory, longest
 from quire.control.memory.layout import Sheet, Sheets, check_large, layer_sets, page_layout, state_run, states_of
 from quire.data.kernels.cpu.memory import memory
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, MOST_PARTS, SCORED_AT_ONCE
 from quire.errors import StartupError
+from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import ModelSpec
 
 GIB = 2**30
@@ -45,6 +46,7 @@ class MemoryPlan(NamedTuple):
     state_bytes: int = 0  # of a sequence, whatever its length
     state_tokens: int = 0  # after each of which it can be found again; 0: it can't
     saved: int = 0  # of the weights, by FP8 or few bits: so many bytes less than in `dtype`
+    ranks: int = 1  # of which this is one's, as are all bytes, and the parameters; the others' are the same
 
     def lines(self) -> list[str]:
         """One screen."""
@@ -52,8 +54,8 @@ class MemoryPlan(NamedTuple):
         at_full = self.kv_tokens / self.max_len
         rows = [
             ("model", f"{self.model}: {self.parameters:,} parameters in {self.dtype}"
-                      + (" and fewer bits" if self.saved else "")),
-            ("device", f"{self.device}: {_size(self.free_bytes)} free of {_size(self.device_bytes)}"),
+                      + (" and fewer bits" if self.saved else "") + self._rank()),
+            ("device", f"{self._where()}: {_size(self.free_bytes)} free of {_size(self.device_bytes)}"),
             ("weights", _size(self.weights)),
             ("activations", f"{_size(self.activations)} at most"),
             ("KV cache", f"{_size(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
@@ -63,8 +65,25 @@ class MemoryPlan(NamedTuple):
             ("longest", f"{self.max_len:,} tokens a sequence{self.clipped}"),
             ("at once", ("" if self.state_bytes else f"{at_full:,.1f} sequences of that length, ")
                         + f"{self.max_seqs:,} sequences at most"),
+            *self._together(),
         ]  # fmt: skip
         return [f"{name:<12} {text}" for name, text in rows]
+
+    def _where(self) -> str:
+        return f"{self.device}, shared out" if self.ranks > 1 and self.device == "cpu" else self.device
+
+    def _rank(self) -> str:
+        return f", on each of {self.ranks} ranks" if self.ranks > 1 else ""
+
+    def _together(self) -> list[tuple[str, str]]:
+        """What all ranks have."""
+        if self.ranks == 1:
+            return []
+        weights, kv = _size(self.ranks * self.weights), _size(self.ranks * self.kv_bytes)
+        token = self.ranks * self.token_bytes
+        return [
+            ("all ranks", f"{weights} of weights, {kv} of KV = the same {self.kv_tokens:,} tokens, of {token:,} bytes")
+        ]
 
     def _state(self) -> list[tuple[str, str]]:
         if not self.state_bytes:
@@ -74,20 +93,26 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    config: EngineConfig, spec: ModelSpec, name: str, dtype: str, itemsize: int, device: str, saved: int = 0
+    config: EngineConfig,
+    spec: ModelSpec,
+    name: str,
+    dtype: str,
+    itemsize: int,
+    device: str,
+    saved: int = 0,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
-    """How to divide the device. `saved`: bytes that the weights take less than `itemsize` each. StartupError if the
-    model or one token of KV doesn't fit, naming the numbers."""
+    """How to divide the device; of several ranks, each one's: `config` and `spec` are a rank's. `saved`: bytes that the
+    weights take less than `itemsize` each. `device_bytes`: those of a device that isn't asked, and of which all are
+    free. StartupError if the model or one token of KV doesn't fit, naming the numbers."""
     config = config.sized(device)
     assert config.max_num_seqs is not None
-    total, free = device_memory(device)
-    if device == "cpu":  # all ranks' memory is the same
-        total, free = total // config.tp, free // config.tp
+    total, free = rank_memory(config, device) if device_bytes is None else (device_bytes, device_bytes)
     weights = spec.weight_bytes(itemsize) - saved
-    activations = activation_bytes(config, spec, itemsize)
+    activations = activation_bytes(config, spec, itemsize) + exchange_bytes(config, spec, itemsize, device)
     if device != "cpu":
         activations += replay_bytes(config, spec, itemsize)
-    usable = free if device == "cpu" else int(total * config.gpu_memory_utilization) - (total - free)
+    usable = usable_bytes(config, device, total, free)
     room = usable - weights - activations
     wanted_len = config.max_model_len or spec.max_len
     if config.max_model_len is not None and config.max_model_len > spec.max_len:
@@ -95,15 +120,16 @@ def plan_memory(
             f"--max-model-len is {config.max_model_len}, but the model was made for {spec.max_len} tokens",
             f"Use at most {spec.max_len}",
         )
-    share = min(int(free * CPU_KV_SHARE), CPU_KV_MOST, room) if device == "cpu" else room
+    share = min(int(free * CPU_KV_SHARE), CPU_KV_MOST // config.tp, room) if device == "cpu" else room
     kv = _kv_size(config, spec, itemsize, share, config.max_num_seqs * wanted_len)
     fixed = config.kv_tokens is not None or config.kv_gib is not None
     if kv.tokens < 2 or (fixed and kv.bytes > room):
         raise StartupError(
             f"out of memory: {_size(weights)} of weights, {_size(activations)} of activations and "
             f"{_size(max(kv.bytes, config.page_size * kv.token_bytes))} of KV cache don't fit into "
-            f"{_size(max(usable, 0))} on {device}",
-            "Use a smaller --kv-gib, --max-num-batched-tokens or model",
+            f"{_size(max(usable, 0))} on {device}" + (f", each of {config.tp} ranks" if config.tp > 1 else ""),
+            "Use a smaller --kv-gib, --max-num-batched-tokens or model"
+            + (", or a larger --gpu-memory-utilization" if device != "cpu" else ""),
         )
     max_len, clipped = longest(config, spec, Size(kv.tokens, wanted_len, itemsize, kv.bytes)), ""
     if max_len < wanted_len:
@@ -117,7 +143,7 @@ def plan_memory(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
         spec.state_bytes, config.state_tokens if state_run(config, spec) == config.state_tokens else 0,
-        saved,
+        saved, config.tp,
     )  # fmt: skip
 
 
@@ -153,8 +179,9 @@ def _kv_size(config: EngineConfig, spec: ModelSpec, itemsize: int, share: int, m
 
 def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: MemoryPlan) -> list[str]:
     """The page plan: what each group of layers keeps, in pages of how many bytes, and the large pages that these are
-    parts of; and how many requests of some lengths fit at once. Nothing for memories that aren't in pages."""
-    if config.memory not in IN_PAGES:
+    parts of; or of virtual memory, in how many buffers a page lies; and how many requests of some lengths fit at once.
+    Nothing for the baselines, which have no pages."""
+    if config.memory in RESERVED:
         return []
     memory = build_memory(config, spec, Size(plan.kv_tokens, plan.max_len, itemsize, plan.kv_bytes))
     large, rows = memory.geometry.large_bytes, []
@@ -166,7 +193,13 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
             holds = "a sequence's state" if group.table_width == 1 else f"the state after {holds}"
         if group.kind in ("cross", "vision"):
             holds = f"{group.run_tokens} rows of a picture"
+        if group.run_pages > 1:
+            holds = f"{group.run_tokens / group.run_pages:.2f} tokens"
         parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {holds}"]
+        if group.parts > 1:
+            parts.append(f"{group.page_bytes // group.parts:,} in each of {group.parts} buffers")
+        if config.tp > 1:
+            parts.append(f"{config.tp * group.page_bytes:,} on all ranks")
         if padding := group.page_bytes - group.full_bytes:
             parts.append(f"{padding / group.page_bytes:.1%} padding")
         if large:
@@ -241,6 +274,40 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     return rows * spec.vocab_size * (2 * itemsize + 4 + 6) + step * itemsize + tables
 
 
+def exchange_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, device: str) -> int:
+    """What a rank holds beside to add up a step's rows and to put logits together: on a CPU everybody's, and the sum in
+    float32; on GPUs one more of each."""
+    if config.tp == 1:
+        return 0
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    assert config.max_num_seqs is not None, "a sized config"
+    tokens, vocabulary = config.max_num_batched_tokens, config.tp * Part(0, config.tp).padded(spec.vocab_size)
+    logits = min(max(config.max_num_seqs, SCORED_AT_ONCE), tokens) * vocabulary * 2 * itemsize
+    return logits + tokens * spec.hidden * (config.tp * itemsize + 4 if device == "cpu" else itemsize)
+
+
+def usable_bytes(config: EngineConfig, device: str, total: int, free: int) -> int:
+    """What may be used of `device`, which has so many bytes: on a GPU a share of all, what others have included."""
+    return free if device == "cpu" else int(total * config.gpu_memory_utilization) - (total - free)
+
+
+def rank_memory(config: EngineConfig, device: str) -> tuple[int, int]:
+    """Bytes of a rank's device in all, and free now. Ranks on a CPU share it out; of GPUs, of which each has one, that
+    with the least room decides, since a page has the same id everywhere. StartupError for more ranks than GPUs."""
+    if device == "cpu" or config.tp == 1:
+        total, free = device_memory(device)
+        return total // config.tp, free // config.tp
+    import torch
+
+    if config.tp > (count := torch.cuda.device_count()):
+        raise StartupError(
+            f"--tp is {config.tp}, and torch finds {count} GPU{'s' * (count > 1)}",
+            "Use a smaller --tp; `quire plan --device-gib` plans for GPUs that aren't here",
+        )
+    there = [device_memory(f"{device}:{i}") for i in range(config.tp)]
+    return min(there, key=lambda one: usable_bytes(config, device, *one))
+
+
 def device_memory(device: str) -> tuple[int, int]:
     """Bytes of `device` in all, and free now, what is ready for weights included."""
     if device == "cpu":
@@ -248,7 +315,7 @@ def device_memory(device: str) -> tuple[int, int]:
         return found.total, found.available + memory().ready
     import torch
 
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(device)
     return total, free
 
 

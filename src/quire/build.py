@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.budget import MemoryPlan, page_lines, plan_memory
+from quire.budget import GIB, MemoryPlan, page_lines, plan_memory
 from quire.config import EngineConfig
 from quire.control.assembly import assemble
 from quire.control.costs import DEFAULT, Costs
@@ -63,17 +63,35 @@ class Built(NamedTuple):
     sight: Sight | None = None
 
 
-def plan(config: EngineConfig) -> list[str]:
-    """The memory plan of `config` as one screen, without loading the model."""
-    source = read_source(config, weights=False).divided(Part(0, config.tp))
-    device = device_of(config)
+def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
+    """The memory plan of `config` as one screen, without loading the model; with `device_gib`, for GPUs of so many GiB
+    each, which need not be there (or, where the config says CPU, for such a machine)."""
+    if device_gib is not None and not 0 < device_gib < 2**20:
+        raise StartupError(f"--device-gib is {device_gib}", "It must be above 0")
+    source = _divided(config, read_source(config, weights=False))
+    absent = device_gib is not None
+    device = ("cpu" if config.device == "cpu" else "cuda") if absent else device_of(config)
     config = config.sized(device).of_rank()
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
-    saved = saved_by_fp8(config, source, dtype, device)
+    saved = saved_by_fp8(config, source, dtype, device, absent)
     config = _planned(config, source.spec, device, dtype)
-    made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
-    return made.lines() + page_lines(config, source.spec, ITEMSIZE[dtype], made)
+    there = None if device_gib is None else int(device_gib * GIB) // (config.tp if device == "cpu" else 1)
+    made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, there)
+    pages = page_lines(config, source.spec, ITEMSIZE[dtype], made)
+    if config.memory == "virtual":  # pages and buffers aren't always filled
+        size = Size(made.kv_tokens, made.max_len, ITEMSIZE[dtype], made.kv_bytes)
+        made = made._replace(kv_tokens=capacity(build_memory(config, source.spec, size).geometry))
+    if absent:
+        made = made._replace(device=f"{device} (--device-gib)")
+    return made.lines() + pages
+
+
+def _divided(config: EngineConfig, source: Source) -> Source:
+    """The same with the spec of a rank's part. StartupError for a model that so many can't share."""
+    part = Part(0, config.tp)
+    check_plain(part, source.config, config.quantization, source.file is not None)
+    return source.divided(part)
 
 
 @paused()
@@ -106,9 +124,7 @@ def build_engine(
         raise StartupError("--tp and --executor process aren't for models that share a pool", "Leave them out")
     from quire.parallel.remote import RemoteRunner
 
-    part = Part(0, config.tp)
-    check_plain(part, source.config, config.quantization, source.file is not None)
-    source = source.divided(part)
+    source = _divided(config, source)
     ranks = RemoteRunner(config.tp, config.rank_timeout)  # they load libraries while the model is looked at
     try:
         return _assembled(config, source, named, progress, None, ranks)
@@ -288,9 +304,9 @@ def dtype_of(config: EngineConfig, model: dict[str, Any], device: str) -> str:
     return str(said)
 
 
-def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) -> int:
+def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str, absent: bool = False) -> int:
     """Bytes that the model's weights take less than in `dtype`, where they are in FP8 or in few bits and `device`
-    computes with them."""
+    computes with them; a GPU that is `absent` does with FP8."""
     scheme = scheme_of(source.config, config.quantization)
     if scheme is None or (isinstance(scheme, FP8) and device == "cpu"):
         return 0
@@ -301,7 +317,7 @@ def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str) 
     kind = getattr(torch, dtype)
     if isinstance(scheme, Few):
         return few.saved_bytes(source.config, scheme, kind, source.file) if device == "cpu" else 0
-    here = fp8.native(kind, torch.device(device))
+    here = dtype != "float32" if absent else fp8.native(kind, torch.device(device))
     return fp8.saved_bytes(source.config, scheme, ITEMSIZE[dtype]) if here else 0
 
 

@@ -54,6 +54,9 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
             command.add_argument("--json", action="store_true", help="print one JSON object a prompt")
         if name == "chat":
             command.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+        if name == "plan":
+            command.add_argument("--device-gib", type=float, metavar="GIB", help="plan for GPUs of so many GiB each, "
+                                 "which need not be there; with --device cpu, for such a machine")  # fmt: skip
         if name == "replay":
             command.add_argument("file", metavar="FILE", help="a log that --log-plans wrote")
             command.add_argument("--against", metavar="FILE2", help="another one: name the first difference")

@@ -12,5 +12,5 @@ def plan(args: argparse.Namespace) -> int:
     config = config_from(args)
     from quire.build import plan as lines
 
-    print("\n".join(lines(config)))
+    print("\n".join(lines(config, args.device_gib)))
     return 0

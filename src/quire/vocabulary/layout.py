@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quire.config import MAX_RANKS
 from quire.errors import StartupError
 
-MOST_RANKS = 64
+MOST_RANKS = MAX_RANKS
 ROWS = 64
 """Rows of the vocabulary that ranks share out at once, so that rows of a product stay aligned; the last rank pads."""
 

@@ -1,0 +1,281 @@
+"""The memory plan of one rank and of all together, to the byte: PagedAttention's Table 1, vAttention's sizes (§5.1.1)
+and Table 8, devices that aren't there, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import budget
+from quire.budget import CPU_KV_MOST, GIB, MemoryPlan, exchange_bytes, plan_memory
+from quire.build import plan
+from quire.cli import main, parse
+from quire.cli.flags import config_from
+from quire.config import EngineConfig
+from quire.control.memory import Size, build_memory
+from quire.control.memory.buffers import Worker, workers_of
+from quire.control.memory.virtual import Cut, buffers_for
+from quire.data.models import read_spec, resolve
+from quire.data.models.configs import named_config
+from quire.errors import StartupError
+from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.specs import Geometry, ModelSpec
+
+KIB, MIB = 2**10, 2**20
+
+
+def spec_of(name: str, ranks: int = 1) -> ModelSpec:
+    """Of the last rank."""
+    return read_spec(named_config(name), Part(ranks - 1, ranks))
+
+
+def planned(name: str, device_gib: float | None = None, **settings: Any) -> MemoryPlan:
+    """As a rank plans, in numbers of two bytes."""
+    config = EngineConfig(model_config=name, **settings)
+    bytes_ = None if device_gib is None else int(device_gib * GIB)
+    return plan_memory(config.of_rank(), spec_of(name, config.tp), name, "float16", 2, "cuda", 0, bytes_)
+
+
+# name, ranks, GiB of a device; Table 1's GB of parameters, GB for KV, thousands of slots
+TABLE_1 = [("opt-66b", 4, 40, 132, 21, 9.7), ("opt-175b", 8, 80, 346, 264, 60.1)]
+
+
+@pytest.mark.parametrize(("name", "ranks", "device", "parameters", "cache", "slots"), TABLE_1)
+def test_table_1_on_its_devices(name: str, ranks: int, device: int, parameters: int, cache: int, slots: float) -> None:
+    """What the table says, as it rounds, holds on ranks of such devices: what steps need beside fits as well."""
+    kv_gib = {21: 21.3, 264: 264.2}[cache]  # both are the table's GB in whole ones: 21.0 GiB are 9.6K slots
+    plan = planned(name, device, tp=ranks, kv_gib=kv_gib, max_num_seqs=256, max_num_batched_tokens=2048,
+                   gpu_memory_utilization=0.99)  # fmt: skip
+    assert round(kv_gib) == cache
+    assert plan.kv_tokens == kv_gib * GIB // (ranks * plan.token_bytes) // 16 * 16
+    assert round(plan.kv_tokens / 1000, 1) == slots
+    assert ranks * plan.weights / 1e9 == pytest.approx(parameters, rel=0.012)
+    whole = spec_of(name)
+    assert ranks * plan.token_bytes == whole.token_bytes(2)
+    assert plan.kv_bytes == plan.kv_tokens * plan.token_bytes
+    # Norms, positions and biases behind sums are everywhere; the last rank's rows of the vocabulary are padded.
+    copied = whole.hidden * (2050 + len(whole.layers) * 6 + 2)
+    rows = ranks * Part(0, ranks).padded(50272) - 50272
+    assert ranks * plan.parameters == whole.parameters + (ranks - 1) * copied + rows * whole.hidden
+
+
+@pytest.mark.parametrize(("name", "ranks"), [
+    ("opt-66b", 4), ("gpt2-xl", 5), ("gpt2", 4), ("qwen2-7b", 4), ("qwen3-8b", 8), ("gemma-2-9b", 2),
+    ("characterai-8b", 8), ("yi-6b", 8), ("llama3.2-1b", 16),
+])  # fmt: skip
+def test_planned_weights_are_those_of_a_ranks_model(name: str, ranks: int) -> None:
+    config, meta = named_config(name), torch.device("meta")
+    made: Any = resolve(config)
+    for rank in (0, ranks - 1):
+        shard = made(config, torch.bfloat16, meta, part=Part(rank, ranks))
+        assert sum(one.numel() for one in shard.parameters()) == spec_of(name, ranks).parameters
+
+
+# Table 8: tokens of a page of 64 KB, 128 KB, 256 KB and 2 MB on one, two and (by the same rule) four workers, and the
+# MB that a request wastes on all of them.
+TABLE_8 = {
+    ("yi-6b", 1): ((64, 128, 256, 2048), (4, 8, 16, 128)),
+    ("yi-6b", 2): ((128, 256, 512, 4096), (8, 16, 32, 256)),
+    ("yi-6b", 4): ((256, 512, 1024, 8192), (16, 32, 64, 512)),
+    ("llama3-8b", 1): ((32, 64, 128, 1024), (4, 8, 16, 128)),
+    ("llama3-8b", 2): ((64, 128, 256, 2048), (8, 16, 32, 256)),
+    ("llama3-8b", 4): ((128, 256, 512, 4096), (16, 32, 64, 512)),
+    ("yi-34b", 1): ((32, 64, 128, 1024), (7.5, 15, 30, 240)),
+    ("yi-34b", 2): ((64, 128, 256, 2048), (15, 30, 60, 480)),
+    ("yi-34b", 4): ((128, 256, 512, 4096), (30, 60, 120, 960)),
+}
+
+
+def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[MemoryPlan, Geometry]:
+    """Memory that is mapped, as a rank has it: of several, 64 GiB together."""
+    settings: dict[str, Any] = {
+        "memory": "virtual",
+        "virtual_layout": layout,
+        "virtual_page_kib": kib,
+        "max_num_seqs": 8,
+        "tp": ranks,
+    }
+    plan = planned(name, 80, kv_gib=64 if ranks > 1 else 4, max_num_batched_tokens=512, **settings)
+    config = EngineConfig(**settings, swap_gib=0).sized("cuda").of_rank()
+    size = Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
+    return plan, build_memory(config, spec_of(name, ranks), size).geometry
+
+
+@pytest.mark.parametrize(("name", "ranks"), TABLE_8)
+def test_table_8_by_rank(name: str, ranks: int) -> None:
+    for kib, tokens, waste in zip((64, 128, 256, 2048), *TABLE_8[name, ranks], strict=True):
+        _, geometry = mapped(name, ranks, kib)
+        (group,) = geometry.groups
+        assert (group.run_tokens, group.run_pages) == (tokens, 1)
+        assert group.parts == 2 * len(spec_of(name).layers), "each worker has all layers"
+        assert group.page_bytes == group.parts * kib * KIB
+        assert ranks * group.page_bytes == waste * MIB
+
+
+def test_sizes_of_a_worker() -> None:
+    """§5.1.1: Yi-34B on two, N' = 60, H = 4, D = 128, P = 2: 120 buffers, of 200 MB a sequence of 200K tokens and of
+    100 GB for 500 of them."""
+    spec = spec_of("yi-34b", 2)
+    assert {(layer.kv_heads, layer.head_dim) for layer in spec.layers} == {(4, 128)}
+    ((layers, buffers),) = buffers_for(spec, 2, Cut("layer", 2048))
+    assert (len(layers), buffers.parts, buffers.stride) == (60, 120, 4 * 128 * 2)
+    assert buffers.slot_bytes(200 * KIB) == 200 * MIB
+    assert buffers.buffer_bytes(500, 200 * KIB) == 500 * 200 * MIB
+
+
+def test_workers_are_ranks() -> None:
+    """What the cut of virtual memory takes a worker to have is what a rank's model has."""
+    for name in ("yi-6b", "llama3-8b", "yi-34b"):
+        for ranks in (1, 2, 4, 8):
+            layers, heads = len(spec_of(name).layers), spec_of(name).layers[0].kv_heads
+            rank = spec_of(name, ranks)
+            assert workers_of(layers, heads, ranks) == [Worker(len(rank.layers), rank.layers[0].kv_heads)] * ranks
+
+
+@pytest.mark.parametrize("layout", ["layer", "sliced"])
+def test_all_ranks_have_the_same_pages(layout: str) -> None:
+    """As many, so that their ids are the same, and together the bytes of one rank's."""
+    found = [mapped("llama3-8b", ranks, 64, layout)[1].groups[0] for ranks in (2, 4)]
+    for group, ranks in zip(found, (2, 4)):
+        assert ranks * group.token_bytes == spec_of("llama3-8b").token_bytes(2)
+        assert ranks * len(group.ids) * group.page_bytes <= 64 * GIB
+        assert ranks * (len(group.ids) + 1) * group.page_bytes > 64 * GIB - ranks * group.page_bytes
+
+
+def test_sums_over_ranks() -> None:
+    """--kv-gib and --swap-gib are; --kv-tokens are in every rank."""
+    config = EngineConfig(tp=4, kv_gib=8, swap_gib=2, max_num_seqs=8).sized("cuda").of_rank()
+    plan = planned("llama3-8b", 80, tp=4, kv_gib=8)
+    assert (4 * plan.kv_bytes, plan.kv_tokens) == (8 * GIB, 8 * GIB // spec_of("llama3-8b").token_bytes(2))
+    size = Size(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
+    geometry = build_memory(config, spec_of("llama3-8b", 4), size).geometry
+    page = geometry.groups[0].page_bytes
+    assert 0 <= 2 * GIB - 4 * geometry.host_bytes < 4 * page
+    assert 4 * geometry.bytes == 8 * GIB + 4 * page, "and a scratch page each"
+    assert planned("llama3-8b", 80, tp=4, kv_tokens=8192).kv_tokens == 8192
+
+
+def test_copied_heads_are_counted_where_they_are() -> None:
+    """Four heads of keys on eight ranks: each has one, so together they hold twice as much."""
+    assert 8 * planned("yi-6b", 80, tp=8, kv_tokens=4096).token_bytes == 2 * spec_of("yi-6b").token_bytes(2)
+
+
+def test_the_gpu_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"cuda:0": (80, 79), "cuda:1": (80, 40), "cuda:2": (40, 39), "cuda:3": (16, 1)}
+    monkeypatch.setattr(budget, "device_memory", lambda device: tuple(n * GIB for n in there[device]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(there))
+    two = planned("llama3-8b", tp=2, max_num_seqs=1024)
+    assert (two.device_bytes, two.free_bytes) == (80 * GIB, 40 * GIB)
+    room = 32 * GIB - two.weights - two.activations
+    assert two.kv_tokens == room // two.token_bytes // 16 * 16
+    with pytest.raises(StartupError, match="on cuda, each of 4 ranks"):
+        planned("llama3-8b", tp=4)  # of these the last has 0.4 GiB
+    with pytest.raises(StartupError, match="--tp is 8, and torch finds 4 GPUs") as raised:
+        planned("llama3-8b", tp=8)
+    assert "--device-gib" in raised.value.remedy
+
+
+def test_ranks_on_a_cpu_share_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they take no more than one would."""
+    monkeypatch.setattr(budget, "device_memory", lambda device: (256 * GIB, 200 * GIB))
+    config = EngineConfig(tp=4, max_num_seqs=1000).of_rank()
+    four = plan_memory(config, spec_of("llama3-8b", 4), "test", "bfloat16", 2, "cpu")
+    assert (four.device_bytes, four.free_bytes) == (64 * GIB, 50 * GIB)
+    assert 4 * four.kv_bytes == CPU_KV_MOST
+    assert "cpu, shared out: 50.00 GiB free of 64.00 GiB" in "\n".join(four.lines())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_exchanged_takes_room(device: str) -> None:
+    """To add up rows: everybody's and the sum in fp32, by ranks on a CPU. And logits of all."""
+    spec = spec_of("llama3-8b", 4)
+    config = EngineConfig(tp=4, max_num_seqs=256, max_num_batched_tokens=2048)
+    assert exchange_bytes(replace(config, tp=1), spec_of("llama3-8b"), 2, device) == 0
+    rows = 2048 * 4096 * (4 * 2 + 4 if device == "cpu" else 2)
+    assert exchange_bytes(config, spec, 2, device) >= rows + 256 * 128256 * 2
+    more = exchange_bytes(replace(config, max_num_batched_tokens=4096), spec, 2, device)
+    assert more - exchange_bytes(config, spec, 2, device) == rows
+
+
+def said(name: str, device_gib: float | None, **settings: Any) -> dict[str, str]:
+    """The lines of a plan, by what they begin with."""
+    lines = plan(EngineConfig(model_config=name, **settings), device_gib)
+    return {line[:12].strip(): line[13:] for line in lines}
+
+
+def test_what_a_plan_for_ranks_says() -> None:
+    four = said("llama3-70b", 139.8, tp=4, kv_gib=100)
+    assert four["model"] == "llama3-70b: 17,639,415,808 parameters in bfloat16, on each of 4 ranks"
+    assert four["device"] == "cuda (--device-gib): 139.80 GiB free of 139.80 GiB"
+    assert four["KV cache"] == "25.00 GiB = 327,680 tokens of 81,920 bytes, in pages of 16"
+    assert four["all ranks"] == "131.42 GiB of weights, 100.00 GiB of KV = the same 327,680 tokens, of 327,680 bytes"
+    assert "80 layers, full, 1,310,720 bytes for 16 tokens, 5,242,880 on all ranks" in four["pages"]
+    one = said("llama3-8b", 80, kv_gib=8)
+    assert "all ranks" not in one
+    assert "rank" not in "".join(one.values())
+    halves = said("llama3-8b", 64, tp=2, kv_gib=2, device="cpu", dtype="float32", max_num_batched_tokens=512)
+    assert halves["device"] == "cpu (--device-gib): 32.00 GiB free of 32.00 GiB"
+    fp8 = said("llama3-8b", 24, quantization="fp8", kv_gib=4, max_num_seqs=64)
+    assert "and fewer bits" in fp8["model"], "a GPU that isn't there computes with FP8"
+
+
+def test_what_a_plan_of_mapped_pages_says() -> None:
+    two = said("yi-6b", 80, tp=2, memory="virtual", virtual_layout="layer", virtual_page_kib=64, kv_gib=8)
+    assert two["pages"] == (
+        "32 layers, full, 4,194,304 bytes for 128 tokens, 65,536 in each of 64 buffers, 8,388,608 on all ranks"
+    )
+    assert two["KV cache"].startswith("4.00 GiB = 130,944 tokens of 32,768 bytes"), "a page of scratch is among them"
+    sliced = said("yi-34b", 80, memory="virtual", virtual_layout="sliced", virtual_page_kib=2048, kv_gib=4, tp=2)
+    assert "4,194,304 bytes for 34.13 tokens, 2,097,152 in each of 2 buffers" in sliced["pages"]
+
+
+def test_plans_in_the_documents() -> None:
+    """Each is what comes out."""
+    text = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    found = re.findall(r"^    \$ quire (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    assert len(found) >= 4
+    for command, shown in found:
+        args = parse(command.split())
+        assert "".join(f"    {line}\n" for line in plan(config_from(args), args.device_gib)) == shown
+
+
+@pytest.mark.parametrize(("name", "settings", "cause", "remedy"), [
+    ("qwen2-7b", {"tp": 8}, "--tp is 8, which doesn't divide the model: it has 28 heads, 4 heads of keys, "
+     "intermediate_size 18944", "Use 1, 2 or 4"),
+    ("opt-66b", {"tp": 5}, "--tp is 5, which doesn't divide the model: it has 72 heads, 72 heads of keys, ffn_dim "
+     "36864", "Use 1, 2, 3, 4, 6, 8, 9, 12, 18, 24 or 36"),
+    ("gpt2-xl", {"tp": 2}, "it has 25 heads", "Use 1, 5 or 25"),
+    ("llama3-70b", {"tp": 63}, "64 heads, 8 heads of keys", "Use 1, 2, 4, 8, 16 or 32"),  # 64 ranks there can't be
+    ("jamba-52b", {"tp": 2}, "can't be divided among ranks yet", "Leave --tp out"),
+    ("llama3-8b", {"tp": 2, "quantization": "fp8"}, "a quantised model can't be divided", "Leave --tp out"),
+    ("llama3-70b", {"tp": 2}, "65.71 GiB of weights", "model"),
+])  # fmt: skip
+def test_refused(name: str, settings: dict[str, object], cause: str, remedy: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(cause)) as raised:
+        said(name, 40, **settings)
+    assert remedy in raised.value.remedy
+
+
+@pytest.mark.parametrize("gib", ["0", "-1", "nan", "inf"])
+def test_sizes_that_no_device_has(gib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model-config", "opt-125m", "--device-gib", gib]) == 2
+    assert f"--device-gib is {float(gib)}. It must be above 0" in capsys.readouterr().err
+
+
+def test_the_flag_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-config", "llama3-8b", "--tp", "2", "--device-gib", "24", "--kv-gib", "8"]
+    assert main(["plan", *flags]) == 0
+    assert "8.00 GiB of KV = the same 65,536 tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parse(["serve", *flags])
+    assert "Unknown argument '--device-gib'" in capsys.readouterr().err
+
+
+def test_one_rank_is_the_whole() -> None:
+    for name in ("opt-13b", "yi-6b", "gpt2"):
+        assert read_spec(named_config(name), WHOLE) == spec_of(name)
