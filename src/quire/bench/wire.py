@@ -2,25 +2,37 @@
 
 The best of many repeats is reported, and the median: on a machine that does other things too, the best says what the
 code costs. The garbage collector rests meanwhile, as it nearly does in service (link.collector).
+
+With --ranks N also what a step takes to so many ranks and back, which have no model: encoded, published, read by each,
+and the result of the first with the digests of all taken in.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 import timeit
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 from quire.bench.document import short, table
 from quire.bench.machine import Others
+from quire.config import MAX_RANKS, EngineConfig
 from quire.errors import StartupError
+from quire.link.child import program_of
+from quire.parallel.frames import Hello
+from quire.parallel.remote import RemoteRunner
+from quire.parallel.sides import start_program
+from quire.vocabulary.layout import Layout
 from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Table, Top
 from quire.vocabulary.wire import Message, decode, encode
 
 REPEATS = 200
 AT_ONCE = 1e-3  # seconds that a repeat takes, about
+ECHO = program_of("quire.bench.echo_rank")
 ROWS = (1, 32, 256, 1024)
 
 
@@ -47,6 +59,7 @@ def _decoding(rows: int) -> tuple[Row, ...]:
 def flags(parser: argparse.ArgumentParser) -> None:
     """The entry's own arguments."""
     parser.add_argument("--repeat", type=int, default=REPEATS, metavar="N", help="repeats (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[], metavar="N", help="send steps to N ranks and back")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
@@ -54,7 +67,38 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A result for each kind of message."""
     if args.repeat < 1:
         raise StartupError(f"--repeat is {args.repeat}", "Give 1 or more")
-    return [measured(name, message, args.repeat) for name, message in cases().items()]
+    if not all(1 <= ranks <= MAX_RANKS for ranks in args.ranks):
+        raise StartupError(f"--ranks is {args.ranks}", f"Give numbers between 1 and {MAX_RANKS}")
+    found = [measured(name, message, args.repeat) for name, message in cases().items()]
+    for ranks in args.ranks:
+        found += sent(ranks, args.repeat)
+    return found
+
+
+def sent(ranks: int, repeats: int) -> list[dict[str, Any]]:
+    """What steps of some sizes take to `ranks` ranks and back."""
+    runner, found = RemoteRunner(ranks, 60.0, partial(start_program, program=ECHO)), []
+    try:
+        runner.hello([Hello(EngineConfig(), part, (), 1, 60.0) for part in Layout(ranks).parts()])
+        runner.wait()
+        for rows in ROWS:
+            plan, others, times = StepPlan((), (), _decoding(rows)), Others(), []
+            for _ in range(repeats):
+                began = time.perf_counter()
+                ticket = runner.submit(plan)
+                submitted = time.perf_counter()
+                runner.collect(ticket)
+                times.append((1e6 * (submitted - began), 1e6 * (time.perf_counter() - began)))
+            submits, rounds = zip(*times)
+            found.append({
+                "message": f"step of {rows} rows to {ranks} rank{'s' * (ranks > 1)} and back", "ranks": ranks,
+                "submit_us": {"best": min(submits), "p50": median(submits)},
+                "round_us": {"best": min(rounds), "p50": median(rounds)},
+                "repeats": repeats, "cores_used_by_others": others.load(),
+            })  # fmt: skip
+    finally:
+        runner.close()
+    return found
 
 
 def measured(name: str, message: Message, repeats: int) -> dict[str, Any]:
@@ -83,8 +127,16 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     head = ("message", "bytes", "encode us", "decode us", "JSON's bytes", "encode x", "decode x", "others' cores")
     rows = []
     for r in results:
+        if "round_us" in r:
+            continue
         ours, theirs = ([r[f"{of}{way}_us"]["best"] for way in ("encode", "decode")] for of in ("", "json_"))
         ratios = [f"{b / a:.1f}" for a, b in zip(ours, theirs)]
         load = f"{r['cores_used_by_others']:.2f}"
         rows.append((r["message"], r["bytes"], *map(short, ours), r["json_bytes"], *ratios, load))
-    return table(head, rows)
+    ways = [r for r in results if "round_us" in r]
+    there = [
+        (r["message"], *(short(r[way][which]) for way in ("submit_us", "round_us") for which in ("best", "p50")))
+        for r in ways
+    ]
+    second = ("message", "submit us", "median", "and back us", "median")
+    return table(head, rows) + ("\n\n" + table(second, there) if ways else "")

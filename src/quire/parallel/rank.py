@@ -15,13 +15,11 @@ import socket
 import struct
 import sys
 import threading
-from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from typing import Any
 
 from quire.errors import PeerLost, StartupError
@@ -63,6 +61,8 @@ from quire.vocabulary.wire import decode, encode
 
 GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
 PR_SET_PDEATHSIG = 1
+SAID = struct.Struct("<QQq")  # a step, what was applied, what was drawn
+MASK = 2**64 - 1
 log = logging.getLogger("quire.parallel")
 
 Build = Callable[[Hello], Any]  # a Runner of control.engine
@@ -75,11 +75,9 @@ class Gone(Exception):
 def digest_of(step: int, frame: memoryview, result: StepResult, applied: int) -> int:
     """8 bytes that ranks agree in if they were given the same plan as this step, `applied` the same of plans so far,
     and drew the same tokens."""
-    said = hashlib.blake2b(struct.pack("<QQ", step, applied & (2**64 - 1)), digest_size=8)
+    drawn = next(zip(*result.samples), ())  # tuples of integers, whose hash is the same in every process
+    said = hashlib.blake2b(SAID.pack(step, applied & MASK, hash(drawn)), digest_size=8)
     said.update(frame)
-    drawn = [sample.tokens for sample in result.samples]
-    said.update(array("q", map(len, drawn)))
-    said.update(array("q", chain.from_iterable(drawn)))
     return int.from_bytes(said.digest(), "little")
 
 
