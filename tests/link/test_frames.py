@@ -69,7 +69,7 @@ from quire.vocabulary.columns import MOST_BYTES, WireError
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.method import Method
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Mapped, Top
+from quire.vocabulary.plan import Mapped, RankUse, Top
 
 unsigned = st.integers(0, 2**32 - 1)
 small = st.integers(0, 2**31 - 1)
@@ -96,7 +96,9 @@ def some_facts() -> Facts:
     account = Account(
         Usage(1, 2, 3, 4, 5, 6), Sharing(*range(13)), (TypeUsage("full", 1, 2, 3), TypeUsage("window-6", 4, 5, 6))
     )
-    return Facts(account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25, 0.5))
+    return Facts(
+        account, stats, {"swap": 1, "recompute": 0}, 1.5, Mapped(4096, 5, 4, 3, 0.25, 0.5), (RankUse(0.5, 2**31),)
+    )
 
 
 def facts_equal(one: Facts | None, other: Facts | None) -> bool:

@@ -10,9 +10,9 @@ import echo_service
 import pytest
 from echo_service import Echo
 
-from quire.errors import InputError, Overloaded
+from quire.errors import EngineDead, InputError, Overloaded
 from quire.link.host import Host, Left
-from quire.link.messages import Abort, Add, Answer, Asked, FromEngine, FromFront, Stepped, Stop
+from quire.link.messages import Abort, Add, Answer, Asked, Died, FromEngine, FromFront, Stepped, Stop
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan, StepResult
@@ -53,6 +53,22 @@ class Told:
 def _collected(told: Told) -> tuple[StepPlan, StepResult]:
     plan, ticket = told.engine.flight.popleft()
     return plan, told.engine.runner.collect(ticket)
+
+
+def test_a_runner_that_ends_while_nothing_is_done_ends_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.link.host.CHECK_EVERY", 0.01)
+    looks = itertools.count()
+
+    class Ending(Echo):
+        def check(self) -> None:
+            if next(looks) == 2:
+                raise EngineDead("rank 1 was ended by signal 9 (SIGKILL) between steps")
+
+    messages: list[FromEngine] = []
+    host = Host(echo_service.built(Ending()).engine, lambda front, message: messages.append(message))
+    assert isinstance(host.run(), EngineDead)
+    assert isinstance(messages[-1], Died)
+    assert "rank 1 was ended" in str(messages[-1].error)
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])

@@ -16,7 +16,7 @@ from quire.control.outcomes import Output, Stats
 from quire.link.cache import cache_facts
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Mapped
+from quire.vocabulary.plan import Mapped, RankUse
 
 MOST_NUMBER = 2**32 - 1  # of a request or a question
 MOST_REQUESTS = 1 << 16  # of one message
@@ -123,6 +123,7 @@ class Facts(NamedTuple):
     preempted: Mapping[str, int]  # requests, by the way it was done
     seconds: float = 0.0  # of processor time, of the engine's thread, or of its process where it has one
     mapped: Mapped = Mapped()
+    ranks: tuple[RankUse, ...] = ()  # where the model is in processes of its own
 
 
 class Stepped(NamedTuple):
@@ -167,7 +168,8 @@ def facts_of(engine: Engine, seconds: float = 0.0) -> Facts:
     """As they are now; asked on the engine's thread."""
     scheduler = engine.scheduler
     mapped = getattr(engine.runner, "mapped", None) or Mapped()
-    return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds, mapped)
+    ranks = getattr(engine.runner, "used", ())
+    return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds, mapped, ranks)
 
 
 def described(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> Ready:

@@ -25,7 +25,7 @@ from quire.vocabulary.columns import (
     write_runs,
     write_tops,
 )
-from quire.vocabulary.plan import Mapped
+from quire.vocabulary.plan import Mapped, RankUse
 
 # now; waiting, running, swapped, deferred; computed; numbers of progress, outputs, those with more; bytes of facts
 HEAD = struct.Struct("<d4IIIIII")
@@ -92,6 +92,7 @@ def said_facts(facts: Facts) -> dict[str, Any]:
         "types": facts.account.types, "preempted": dict(facts.preempted),
         "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
         "idle_seconds": stats.idle_seconds, "seconds": facts.seconds, "mapped": facts.mapped,
+        "ranks": facts.ranks,
     }  # fmt: skip
 
 
@@ -184,7 +185,8 @@ def read_facts(said: dict[str, Any]) -> Facts:
         *counts, stalled, meanwhile = said["mapped"]
         there, maps, unmaps, ahead = map(_count, counts)
         mapped = Mapped(there, maps, unmaps, ahead, float(stalled), float(meanwhile))
-        return Facts(Account(usage, sharing, types), stats, preempted, float(said["seconds"]), mapped)
+        ranks = tuple(RankUse(float(seconds), _count(used)) for seconds, used in said["ranks"])
+        return Facts(Account(usage, sharing, types), stats, preempted, float(said["seconds"]), mapped, ranks)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WireError("facts", f"{type(error).__name__} {error}"[:200]) from error
 

@@ -21,7 +21,7 @@ class ThreadLink:
     def __init__(self, engine: Engine, ready: Ready, stall_after: float = 60.0) -> None:
         self.engine, self.ready = engine, ready
         self._account: Account = ready.facts.account
-        self._mapped = ready.facts.mapped
+        self._mapped, self._ranks = ready.facts.mapped, ready.facts.ranks
         self._seconds = 0.0
         self._host = Host(engine, self._told, stall_after)
         # A daemon, so that one that hangs doesn't hold up the program's end; one that works is closed by then.
@@ -49,7 +49,8 @@ class ThreadLink:
     def facts(self) -> Facts:
         """As they are now, and the memory as it was lately."""
         scheduler = self.engine.scheduler
-        return Facts(self._account, self.engine.stats, scheduler.preempted, self._seconds, self._mapped)
+        mapped, ranks = self._mapped, self._ranks
+        return Facts(self._account, self.engine.stats, scheduler.preempted, self._seconds, mapped, ranks)
 
     def health(self) -> Health:
         """Whether the engine's loop turns."""
@@ -75,4 +76,5 @@ class ThreadLink:
         if isinstance(message, Stepped) and message.facts is not None:
             facts = message.facts
             self._account, self._seconds, self._mapped = facts.account, facts.seconds, facts.mapped
+            self._ranks = facts.ranks
         self._receive(message)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import resource
+import mmap
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 Question = Callable[[Any], Any]
@@ -14,13 +16,9 @@ def _mapped(runner: Any) -> list[float] | None:
     return None if mapped is None else list(mapped)
 
 
-def _seconds(runner: Any) -> float:
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    return spent.ru_utime + spent.ru_stime
-
-
-def _peak(runner: Any) -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _used(runner: Any) -> list[float]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return [time.process_time(), pages * mmap.PAGESIZE]
 
 
 QUESTIONS: Mapping[str, Question] = {
@@ -30,6 +28,5 @@ QUESTIONS: Mapping[str, Question] = {
     "notices": lambda runner: list(getattr(runner, "notices", ())),
     "mapped": _mapped,  # where memory is virtual, the fields of vocabulary.plan.Mapped
     "read_bytes": lambda runner: getattr(getattr(runner, "model", None), "read_bytes", 0),  # of the checkpoint
-    "seconds": _seconds,  # of processor time, of the rank's process
-    "peak_bytes": _peak,  # of its memory, at most
+    "used": _used,  # the fields of vocabulary.plan.RankUse
 }

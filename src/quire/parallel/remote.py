@@ -44,7 +44,7 @@ from quire.parallel.frames import (
 from quire.parallel.ring import Ring, RingFull
 from quire.parallel.sides import Keeper, Side, Start, end, start_program, started
 from quire.vocabulary.media import Pixels
-from quire.vocabulary.plan import Mapped, StepPlan, StepResult
+from quire.vocabulary.plan import Mapped, RankUse, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout
 from quire.vocabulary.wire import decode, encode
 
@@ -152,6 +152,11 @@ class RemoteRunner:
         there, maps, unmaps, ahead = (sum(column) for column in zip(*(one[:4] for one in every)))
         waited, meanwhile = (max(column) for column in zip(*(one[4:] for one in every)))
         return Mapped(there, maps, unmaps, ahead, waited, meanwhile)
+
+    @property
+    def used(self) -> tuple[RankUse, ...]:
+        """What each rank's process uses."""
+        return () if self._dead else tuple(RankUse(seconds, int(size)) for seconds, size in self.ask("used"))
 
     def check(self) -> None:
         """While nothing is to be done: EngineDead if a rank has ended."""

@@ -15,6 +15,7 @@ from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.control.memory import TypeUsage
 from quire.control.outcomes import Output
+from quire.link.messages import Facts
 from quire.server.counted import Counted
 from quire.text.streams import Record
 
@@ -174,7 +175,7 @@ class Metrics(Counted):
         whole = self.own()
         for other in self.others():
             whole.add(other)
-        counters = chain(engine_counters(self.llm), front_counters(whole, self.llm.facts.seconds))
+        counters = chain(engine_counters(self.llm), front_counters(whole, self.llm.facts))
         yield from self._families(gauges(self.llm, self.config), counters)
         for name, (text, _) in HISTOGRAMS.items():
             histogram, family = whole.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
@@ -222,6 +223,8 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
     text = "Pages in use by layer type: used by tokens, the rest of them (internal), and cached"
     by_type = [((layer_type, name), size) for layer_type, *rest in types for name, size in zip(CATEGORIES, rest)]
     yield "kv_layer_bytes", text, ("layer_type", "category"), by_type
+    ranks = [((str(rank),), used.bytes) for rank, used in enumerate(llm.facts.ranks)]
+    yield "rank_memory_bytes", "Memory of each rank's process, with --tp", ("rank",), ranks
     held = (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     for name, text, value in (
         ("num_requests_running", "Requests in memory", llm.running),
@@ -286,8 +289,8 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
     yield "preemptions", "Requests preempted, by the way it was done", ("way",), ways
 
 
-def front_counters(counted: Counted, engine_seconds: float) -> Iterator[Family]:
-    """What all fronts counted; and the processor time of fronts and engine."""
+def front_counters(counted: Counted, facts: Facts) -> Iterator[Family]:
+    """What all fronts counted; and the processor time of fronts, engine and ranks."""
     for name, text, value in (
         ("prompt_tokens_cached", "Prompt tokens that were found cached", counted.sources["local_cache_hit"]),
         ("aborted_requests", "Requests that ended before their end: clients that left, drains", counted.aborted),
@@ -295,11 +298,12 @@ def front_counters(counted: Counted, engine_seconds: float) -> Iterator[Family]:
         ("admission_rejections", "Requests refused for a full queue", counted.rejected),
     ):
         yield name, text, (), [((), value)]
-    seconds = {"front": counted.seconds, "engine": engine_seconds}
+    seconds = {"front": counted.seconds, "engine": facts.seconds}
+    seconds |= {f"rank {rank}": used.seconds for rank, used in enumerate(facts.ranks)}
     reasons = sorted({"stop", "length", "abort", "error", *counted.finished})
     for name, text, label, counts in (
         ("prompt_tokens_by_source", "Prompt tokens of requests that began to answer", "source", counted.sources),
-        ("process_cpu_seconds", "Processor time of what speaks HTTP and of the engine", "process", seconds),
+        ("process_cpu_seconds", "Processor time of what speaks HTTP, of the engine and of ranks", "process", seconds),
         ("request_success", "Requests that ended", "finished_reason", {why: counted.finished[why] for why in reasons}),
     ):
         yield name, text, (label,), [((key,), count) for key, count in counts.items()]

@@ -199,6 +199,13 @@ class Mapped(NamedTuple):
     meanwhile: float = 0.0
 
 
+class RankUse(NamedTuple):
+    """What a rank in a process of its own uses: processor time since its start, in seconds, and memory now."""
+
+    seconds: float
+    bytes: int
+
+
 class StepResult(NamedTuple):
     """One Sampled a row, in plan order, the step's duration, and how long the device was idle before it though the step
     before was not collected yet: it waited for the host."""
