@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from quire.errors import LogError, StartupError
 from quire.vocabulary.columns import MOST_BYTES, WireError
-from quire.vocabulary.geometry import number, read_geometry, write_geometry
+from quire.vocabulary.geometry import check_size, number, read_geometry, write_geometry
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
 from quire.vocabulary.wire import decode, encode
@@ -107,6 +107,7 @@ class PlanLog:
             header = json.loads(data)
             self.vocab_size = number(header["vocab_size"])
             self.geometry = read_geometry(header["geometry"])
+            check_size(self.geometry)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self.error(len(MAGIC), f"the header can't be read: {type(error).__name__} {error}") from error
 

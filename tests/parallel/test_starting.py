@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from echo_ranks import FaultyEcho, threaded
 
 from quire.config import EngineConfig
 from quire.data.kernels.cpu import cores
+from quire.errors import StartupError
 from quire.parallel import starting
 from quire.parallel.frames import Hello
+from quire.parallel.remote import RemoteRunner
 from quire.vocabulary.layout import Part
 
 
 class Told:
     """Stands for ranks: what they are told."""
 
-    seconds, store = 60.0, 9
+    seconds, rendezvous = 60.0, 9
 
     def hello(self, hellos: list[Hello]) -> None:
         self.hellos = hellos
@@ -49,3 +57,39 @@ def test_sums_over_ranks_are_shared_out() -> None:
     config = EngineConfig(tp=4, kv_gib=8.0, swap_gib=2.0).of_rank()
     assert (config.kv_gib, config.swap_gib) == (2.0, 0.5)
     assert EngineConfig(tp=4, kv_tokens=8).of_rank().kv_gib is None
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of descriptors, of threads; and it says what the system lacked."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def refused(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def none_is_started(rank: int, inherited: Sequence[int]) -> Any:
+        raise StartupError("no process can be started")
+
+    there, threads = descriptors(), threading.active_count()
+    make = os.memfd_create
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", lambda name, flags: (refused if "store" in name else make)(name, flags))
+        with pytest.raises(StartupError, match="for 3 ranks: Too many open files"):
+            RemoteRunner(3, 60.0)
+    with pytest.raises(StartupError, match="no process"):
+        RemoteRunner(3, 60.0, none_is_started)
+    end = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (descriptors(), threading.active_count()) == (there, threads)
+
+
+def test_who_looks_into_a_runner_that_is_elsewhere_is_told_so() -> None:
+    runner = threaded(2, lambda rank: FaultyEcho())
+    try:
+        with pytest.raises(StartupError, match=r"into the runner \(store\)"):
+            runner.store  # noqa: B018
+        assert not hasattr(runner, "anything")
+    finally:
+        runner.close()

@@ -129,7 +129,7 @@ class Rank:
     @property
     def doing(self) -> str:
         """What it is at, for the log."""
-        return f"step {self.collected + 1}" if self.submitted > self.collected else "between steps"
+        return f"in step {self.collected + 1}" if self.submitted > self.collected else "between steps"
 
 
 def run(build: Build, connection: socket.socket, reader: RingReader, end: Callable[[], object]) -> int:
@@ -153,6 +153,7 @@ def run(build: Build, connection: socket.socket, reader: RingReader, end: Callab
     try:
         runner = build(hello)
     except BaseException as error:
+        _tell(hello.part.rank, "at start", error)
         send(FAILED, write_failed(_failure(error)))
         return 1
     rank = Rank(hello, runner, send)
@@ -165,10 +166,15 @@ def run(build: Build, connection: socket.socket, reader: RingReader, end: Callab
         runner.close()
         return 0
     except BaseException as error:
-        if not isinstance(error, PeerLost):
-            log.error("rank %d failed in %s", rank.part.rank, rank.doing, exc_info=error)
+        _tell(hello.part.rank, rank.doing, error)
         send(FAILED, write_failed(_failure(error)))
         return 1
+
+
+def _tell(rank: int, doing: str, error: BaseException) -> None:
+    """Log what nobody foresaw: others' failures and mistakes of whoever started this are told in a line."""
+    if not isinstance(error, PeerLost | StartupError):
+        log.error("rank %d failed %s", rank, doing, exc_info=error)
 
 
 def _hello(connection: socket.socket) -> Hello:

@@ -51,13 +51,14 @@ from quire.vocabulary.wire import decode, encode
 STARTS = 5  # times as long as a step may take a start
 SLICE = 0.1  # seconds of one wait; waits are counted, so that whoever was stopped itself blames nobody
 GRACE = 1.0  # seconds in which the cause of a failure is waited for, once its echo is heard
+INSIDE = frozenset(("store", "model", "sampler", "graphs", "mixed", "backend"))  # of a ModelRunner
 CLOSING = 5.0  # seconds for ranks to end by themselves
 log = logging.getLogger("quire.parallel")
 
 
 class RemoteRunner:
-    """See control.engine.Runner. `seconds` is how long ranks may take for a step, and `store` an
-    empty file that they inherit: its descriptor."""
+    """See control.engine.Runner. `seconds` is how long ranks may take for a step, and `rendezvous` an empty file that
+    they inherit, over which they find each other: its descriptor."""
 
     def __init__(self, ranks: int, seconds: float, start: Start = start_program) -> None:
         """Start the ranks, which are told by `hello` what to build. StartupError where the system has none."""
@@ -68,9 +69,13 @@ class RemoteRunner:
         self._orders = Frames(KINDS)
         try:
             self._ring = ring = Ring(ranks)
-            self.store = store = os.memfd_create("quire-store", os.MFD_CLOEXEC)
         except (OSError, AttributeError) as error:
-            raise StartupError(f"there is no shared memory for {ranks} ranks: {error}", "Use --tp 1") from error
+            raise _refused(ranks, error) from error
+        try:
+            self.rendezvous = store = os.memfd_create("quire-store", os.MFD_CLOEXEC)
+        except OSError as error:
+            ring.close()
+            raise _refused(ranks, error) from error
         try:
             self._keeper = Keeper(lambda: started(start, ranks, ring, store))
             self.sides = [Side(rank, child) for rank, child in enumerate(self._keeper.children())]
@@ -96,6 +101,13 @@ class RemoteRunner:
         self.depth = min(int(one["depth"]) for one in said)
         self.attention, self.device = str(said[0]["attention"]), str(said[0]["device"])
         self.notices = tuple(map(str, said[0]["notices"]))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """What commands look for in a runner that computes here."""
+        if name in INSIDE:
+            raise StartupError(f"this looks into the runner ({name}), and the model is in processes of its own",
+                               "Leave --tp and --executor out")  # fmt: skip
+        raise AttributeError(f"a RemoteRunner has no {name}")
 
     # The runner
 
@@ -256,6 +268,12 @@ class RemoteRunner:
         log.error("%s; all ranks are ended", cause)
         self._release()
         raise StartupError(cause, remedy) if when == "at start" else EngineDead(cause)
+
+
+def _refused(ranks: int, error: Exception) -> StartupError:
+    said = getattr(error, "strerror", None) or str(error)
+    return StartupError(f"the system has no shared memory or descriptors for {ranks} ranks: {said}",
+                        "Use fewer ranks, or see `ulimit -n`")  # fmt: skip
 
 
 def _verb(said: str) -> str:

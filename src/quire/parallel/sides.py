@@ -41,6 +41,7 @@ class Keeper(threading.Thread):
             self._children = self._start_all()
         except BaseException as error:
             self._error = error
+            self.let_go.set()
         self._up.set()
         self.let_go.wait()
 

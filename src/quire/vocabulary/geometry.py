@@ -33,13 +33,17 @@ def read_geometry(said: dict[str, Any]) -> Geometry:
     geometry = Geometry(layout=layout, groups=groups, sight=sight, both_ways=both_ways, **numbers)
     if not groups or set(said) != {field.name for field in fields(Geometry)}:
         raise ValueError("it has no groups, or what is unknown here")
-    if sum(geometry.slots * group.table_width for group in groups) > MOST_CELLS:
-        raise ValueError(f"its page tables have more than {MOST_CELLS} cells")
     if geometry.large_bytes and any(geometry.large_bytes % group.page_bytes for group in groups):
         raise ValueError("its pages aren't parts of its large pages")
-    if any(group.host_ids.stop * group.run_tokens > MOST_CELLS for group in groups):
-        raise ValueError(f"its host memory holds more than {MOST_CELLS} tokens")
     return geometry
+
+
+def check_size(geometry: Geometry) -> None:
+    """ValueError for more than a file, which anybody may have written, has tables of here."""
+    if sum(geometry.slots * group.table_width for group in geometry.groups) > MOST_CELLS:
+        raise ValueError(f"its page tables have more than {MOST_CELLS} cells")
+    if any(group.host_ids.stop * group.run_tokens > MOST_CELLS for group in geometry.groups):
+        raise ValueError(f"its host memory holds more than {MOST_CELLS} tokens")
 
 
 def _group(said: dict[str, Any]) -> Group:
