@@ -95,7 +95,7 @@ def test_questions_are_answered_by_every_rank() -> None:
     assert [seconds > 0 and size > 2**20 for seconds, size in runner.used] == [True] * 3
     assert runner.mapped is None
     runner._virtual = True
-    assert runner.mapped == Mapped(30, 6, 3, 0, 0.5, 0.25)
+    assert runner.mapped == Mapped(10, 2, 1, 0, 0.5, 0.25)
     runner.close()
 
 

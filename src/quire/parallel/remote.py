@@ -157,13 +157,10 @@ class RemoteRunner:
 
     @property
     def mapped(self) -> Mapped | None:
-        """What was mapped on all ranks, where memory is virtual; of seconds, the longest."""
+        """What was mapped on each rank, where memory is virtual: the most, and of seconds, the longest."""
         if not self._virtual or self._dead:
             return None
-        every = [Mapped(*told) for told in self.ask("mapped")]
-        there, maps, unmaps, ahead = (sum(column) for column in zip(*(one[:4] for one in every)))
-        waited, meanwhile = (max(column) for column in zip(*(one[4:] for one in every)))
-        return Mapped(there, maps, unmaps, ahead, waited, meanwhile)
+        return Mapped(*map(max, zip(*self.ask("mapped"))))
 
     @property
     def used(self) -> tuple[RankUse, ...]:
