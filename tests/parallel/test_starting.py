@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 from echo_ranks import FaultyEcho, threaded
+from wired import drain, open_engine
 
+from quire.cli.simulate import plant_of
 from quire.config import EngineConfig
 from quire.data.kernels.cpu import cores
-from quire.errors import StartupError
+from quire.errors import EngineDead, StartupError
+from quire.link.frames import Frame
 from quire.parallel import starting
-from quire.parallel.frames import Hello
+from quire.parallel.frames import ANSWER, Hello
 from quire.parallel.remote import RemoteRunner
+from quire.text.prompts import engine_config
 from quire.vocabulary.layout import Part
 
 
@@ -93,3 +97,21 @@ def test_who_looks_into_a_runner_that_is_elsewhere_is_told_so() -> None:
         assert not hasattr(runner, "anything")
     finally:
         runner.close()
+
+
+def test_layouts_by_vllms_names() -> None:
+    assert engine_config("x", {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}) == EngineConfig(model="x", tp=2)
+    with pytest.raises(StartupError, match="two names"):
+        engine_config("x", {"tensor_parallel_size": 2, "tp": 2})
+    with pytest.raises(StartupError, match="--tp is 2, and what is simulated is one device"):
+        plant_of(EngineConfig(tp=2), "h200")
+
+
+def test_an_answer_that_is_none_ends_all_ranks() -> None:
+    runner = threaded(2, lambda rank: FaultyEcho())
+    engine = open_engine(runner)
+    runner._all = lambda *_: [Frame(ANSWER, memoryview(b"none"))] * 2  # type: ignore[method-assign]
+    with pytest.raises(EngineDead, match="answer in step 1 is none"):
+        drain(engine)
+    with pytest.raises(EngineDead, match="answer in step 1 is none"):
+        runner.ask("depth")

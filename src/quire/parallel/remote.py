@@ -43,6 +43,7 @@ from quire.parallel.frames import (
 )
 from quire.parallel.ring import Ring, RingFull
 from quire.parallel.sides import Keeper, Side, Start, end, start_program, started
+from quire.vocabulary.columns import WireError
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.plan import Mapped, RankUse, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout
@@ -141,12 +142,16 @@ class RemoteRunner:
         self._order(COLLECT, b"")
         self.collected += 1
         assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
-        answers = [read_answer(frame.body) for frame in self._all(ANSWER, self.seconds, f"in step {ticket}")]
+        frames = self._all(ANSWER, self.seconds, f"in step {ticket}")
+        try:
+            answers = [read_answer(frame.body) for frame in frames]
+            result = decode(answers[0][2])
+        except WireError as error:
+            self._die(f"a rank's answer in step {ticket} is none: {error}"[:300])
         assert answers[0][0] == ticket, f"rank 0 answers step {answers[0][0]}, and {ticket} is due"
         for rank, (step, digest, _) in enumerate(answers):
             if (step, digest) != answers[0][:2]:
                 self._die(f"rank {rank} applied or drew something else than rank 0 in step {ticket}")
-        result = decode(answers[0][2])
         assert isinstance(result, StepResult), "rank 0 answers with a result"
         return result
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
 from quire.control.edge import Limits, check_salt
-from quire.errors import InputError, Overloaded, PromptTooLong
+from quire.errors import InputError, Overloaded, PromptTooLong, StartupError
 from quire.text.messages import Given, read_messages
 from quire.text.sight import Sight, joined, pictured
 from quire.vocabulary.media import Medium, Pixels
@@ -62,9 +62,16 @@ class Cut(NamedTuple):
         return Prompt(None, prompt.ids[: self.tokens] if self.first else prompt.ids[-self.tokens :])
 
 
+LONG = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
+
+
 def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """The configuration for `model`: a folder, a hub id, or None or "" for the bundled one."""
-    return EngineConfig(model=model or "", **settings)
+    """The configuration for `model`: a folder, a hub id, or None or "" for the bundled one. Sizes of a layout may have
+    vLLM's names."""
+    named = {LONG.get(name, name): value for name, value in settings.items()}
+    if len(named) < len(settings):
+        raise StartupError("a setting is given by two names", f"Give one of {', '.join(map(': '.join, LONG.items()))}")
+    return EngineConfig(model=model or "", **named)
 
 
 class Prompts:
