@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from quire.vocabulary.layout import Part
 class Told:
     """Stands for ranks: what they are told."""
 
-    seconds, store = 60.0, 9
+    seconds, meeting = 60.0, SimpleNamespace(descriptors=(9, 8))
 
     def hello(self, hellos: list[Hello]) -> None:
         self.hellos = hellos
@@ -32,7 +33,7 @@ def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
     assert [hello.progress for hello in ranks.hellos] == [True, False, False]
     for hello in ranks.hellos:
         assert (hello.config.model, hello.config.revision, hello.config.threads) == ("/folder", None, 2)
-        assert (hello.eos_ids, hello.max_len, hello.seconds, hello.store) == ((5,), 99, 60.0, 9)
+        assert (hello.eos_ids, hello.max_len, hello.seconds, hello.meeting) == ((5,), 99, 60.0, (9, 8))
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
