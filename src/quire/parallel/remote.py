@@ -56,8 +56,7 @@ log = logging.getLogger("quire.parallel")
 
 
 class RemoteRunner:
-    """See control.engine.Runner. `seconds` is how long ranks may take for a step, and `meeting`
-    where they meet in it."""
+    """See control.engine.Runner. `seconds` is how long ranks may take for a step, `meeting` where they meet in it."""
 
     def __init__(self, ranks: int, seconds: float, start: Start = start_program) -> None:
         """Start the ranks, which are told by `hello` what to build. StartupError where the system has none."""
