@@ -104,7 +104,8 @@ class ThreadRank(Child):
 
     def _run(self, build: Build, reader: RingReader, descriptors: list[int]) -> None:
         try:
-            self.code = run(build, self.theirs, reader, lambda: None)
+            met = tuple(descriptors[2:])
+            self.code = run(lambda hello: build(hello._replace(meeting=met)), self.theirs, reader, lambda: None)
         finally:
             reader.close()
             for descriptor in descriptors:

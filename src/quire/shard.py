@@ -31,13 +31,13 @@ def build_rank(hello: Hello) -> Any:
     import torch
 
     from quire.data.weights.mapped import trim
-    from quire.parallel.gloo import GlooExchange
+    from quire.parallel.shared import SharedExchange
 
     config, part = hello.config, hello.part
     kernels.use_threads(config.threads)
     dtype = getattr(torch, config.dtype)
     source = read_source(config).divided(part).stored(config, dtype.itemsize)
-    exchange = GlooExchange(part, hello.store, hello.seconds) if part.ranks > 1 else None
+    exchange = SharedExchange(part, hello.meeting, hello.seconds) if part.ranks > 1 else None
     runner = shard_runner(
         config, source, dtype, torch.device(config.device), hello.eos_ids, hello.max_len, hello.progress,
         part=part, exchange=exchange,

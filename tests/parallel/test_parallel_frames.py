@@ -18,7 +18,7 @@ from quire.vocabulary.columns import WireError
 from quire.vocabulary.layout import Part
 from quire.vocabulary.media import Pixels
 
-HELLO = Hello(EngineConfig(model="x", device="cpu", dtype="float32"), Part(1, 4), (0, 2), 128, 60.0, 7)
+HELLO = Hello(EngineConfig(model="x", device="cpu", dtype="float32"), Part(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
 GEOMETRY = one_size(((0, 1), None), ((2,), 9), pages=20, page_bytes=256, slots=5, width=8, tokens=4, host=3)
 PIXELS = Pixels(b"k" * 32, (1, 2, 2, 3), bytes(12), (1, 2))
 BODIES = {

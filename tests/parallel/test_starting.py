@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from quire.vocabulary.layout import Part
 class Told:
     """Stands for ranks: what they are told."""
 
-    seconds, rendezvous = 60.0, 9
+    seconds, meeting = 60.0, SimpleNamespace(descriptors=(9, 8))
 
     def hello(self, hellos: list[Hello]) -> None:
         self.hellos = hellos
@@ -44,7 +45,7 @@ def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
     assert [hello.progress for hello in ranks.hellos] == [True, False, False]
     for hello in ranks.hellos:
         assert (hello.config.model, hello.config.revision, hello.config.threads) == ("/folder", None, 2)
-        assert (hello.eos_ids, hello.max_len, hello.seconds, hello.store) == ((5,), 99, 60.0, 9)
+        assert (hello.eos_ids, hello.max_len, hello.seconds, hello.meeting) == ((5,), 99, 60.0, (9, 8))
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,7 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     there, threads = descriptors(), threading.active_count()
     make = os.memfd_create
     with monkeypatch.context() as patched:
-        patched.setattr(os, "memfd_create", lambda name, flags: (refused if "store" in name else make)(name, flags))
+        patched.setattr(os, "memfd_create", lambda name, flags: (refused if "ring" in name else make)(name, flags))
         with pytest.raises(StartupError, match="for 3 ranks: Too many open files"):
             RemoteRunner(3, 60.0)
     with pytest.raises(StartupError, match="no process"):

@@ -32,15 +32,15 @@ MOST_TEXT = 1 << 12  # characters of a failure
 
 class Hello(NamedTuple):
     """What one rank is to build: its `part` of the model of `config`, which is sized and says dtype and device, for
-    sequences of up to `max_len` tokens that `eos_ids` end. Others wait for it `seconds` at most. `store` is the
-    descriptor of the file over which ranks find each other; -1: there is one rank."""
+    sequences of up to `max_len` tokens that `eos_ids` end. Others wait for it `seconds` at most. `meeting` are the
+    descriptors of the Meeting where ranks meet."""
 
     config: EngineConfig
     part: Part
     eos_ids: tuple[int, ...]
     max_len: int
     seconds: float
-    store: int = -1
+    meeting: tuple[int, ...] = ()
     progress: bool = False
     log_level: int = 30
 
@@ -61,18 +61,20 @@ def write_hello(hello: Hello) -> bytes:
 def read_hello(body: memoryview) -> Hello:
     """The same, read. WireError for what is none, StartupError for settings that can't be."""
     data = read_json(body)
-    part, eos = field(data, "part", list), field(data, "eos_ids", list)
+    part, eos, meeting = (field(data, name, list) for name in ("part", "eos_ids", "meeting"))
     if len(part) != 2 or not all(type(one) is int for one in part) or not 0 <= part[0] < part[1] <= MOST_RANKS:
         raise WireError("part", f"{str(part)[:80]} is no rank and number of ranks")
     if len(eos) > MOST_EOS or not all(type(token) is int for token in eos):
         raise WireError("eos_ids", f"no list of up to {MOST_EOS} token ids")
+    if len(meeting) > 1 + 2 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
+        raise WireError("meeting", "no list of descriptors")
     try:
         config = EngineConfig(**field(data, "config", dict))
     except TypeError as error:
         raise WireError("config", str(error)[:200]) from error
     return Hello(
         config, Part(*part), tuple(eos), number(data, "max_len"), field(data, "seconds", float),
-        field(data, "store", int), field(data, "progress", bool), number(data, "log_level"),
+        tuple(meeting), field(data, "progress", bool), number(data, "log_level"),
     )  # fmt: skip
 
 

@@ -218,7 +218,7 @@ def _failure(error: BaseException) -> Failed:
 
 
 def build_shard(hello: Hello) -> Any:
-    """The runner of a part of a model, which speaks to the other parts' over gloo."""
+    """The runner of a part of a model."""
     from quire.shard import build_rank
 
     return build_rank(hello)

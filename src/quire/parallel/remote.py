@@ -8,12 +8,11 @@ echoes.
 from __future__ import annotations
 
 import logging
-import os
 import select
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
 from quire.errors import EngineDead, StartupError
@@ -41,6 +40,7 @@ from quire.parallel.frames import (
     write_hello,
     write_see,
 )
+from quire.parallel.meeting import Meeting
 from quire.parallel.ring import Ring, RingFull
 from quire.parallel.sides import Keeper, Side, Start, end, start_program, started
 from quire.vocabulary.columns import WireError
@@ -58,8 +58,7 @@ log = logging.getLogger("quire.parallel")
 
 
 class RemoteRunner:
-    """See control.engine.Runner. `seconds` is how long ranks may take for a step, and `rendezvous` an empty file that
-    they inherit, over which they find each other: its descriptor."""
+    """See control.engine.Runner. `seconds` is how long ranks may take for a step, `meeting` where they meet in it."""
 
     def __init__(self, ranks: int, seconds: float, start: Start = start_program) -> None:
         """Start the ranks, which are told by `hello` what to build. StartupError where the system has none."""
@@ -68,27 +67,22 @@ class RemoteRunner:
         self.submitted = self.collected = 0
         self._virtual = False
         self._orders = Frames(KINDS)
-        try:
-            self._ring = ring = Ring(ranks)
-        except (OSError, AttributeError) as error:
-            raise _refused(ranks, error) from error
-        try:
-            self.rendezvous = store = os.memfd_create("quire-store", os.MFD_CLOEXEC)
-        except OSError as error:
-            ring.close()
-            raise _refused(ranks, error) from error
-        try:
-            self._keeper = Keeper(lambda: started(start, ranks, ring, store))
+        with ExitStack() as undo:
+            try:
+                self.meeting = meeting = Meeting(ranks)
+                undo.callback(meeting.close)
+                self._ring = ring = Ring(ranks)
+                undo.callback(ring.close)
+            except (OSError, AttributeError) as error:  # elsewhere than on Linux there are no such memory and events
+                raise _refused(ranks, error) from error
+            self._keeper = Keeper(lambda: started(start, ranks, ring, meeting))
             self.sides = [Side(rank, child) for rank, child in enumerate(self._keeper.children())]
-        except BaseException:
-            ring.close()
-            os.close(store)
-            raise
+            undo.pop_all()
         self._poll = select.poll()
         self._heard = {side.connection.fileno(): side for side in self.sides}
         for descriptor in self._heard:
             self._poll.register(descriptor, select.POLLIN)
-        self._release = weakref.finalize(self, end, [side.child for side in self.sides], ring, store, self._keeper)
+        self._release = weakref.finalize(self, end, [side.child for side in self.sides], ring, meeting, self._keeper)
 
     def hello(self, hellos: Sequence[Hello]) -> None:
         """Say what each rank is to build; `wait` for it then."""
@@ -243,7 +237,8 @@ class RemoteRunner:
         if waited >= SILENT and (stopped := [side for side in silent if side.child.stopped()]):
             self._die(f"rank {stopped[0].rank} was stopped (SIGSTOP) {when}, and is given up", when)
         if waited >= seconds:
-            self._die(f"rank {silent[0].rank} has not answered for {seconds:g} s {when} (--rank-timeout)", when)
+            rank = self.meeting.behind(side.rank for side in silent)
+            self._die(f"rank {rank} has not answered for {seconds:g} s {when} (--rank-timeout)", when)
 
     def _look(self, when: str) -> None:
         """End all if a rank has failed. Of several failures one that isn't an echo is named: it may come later."""

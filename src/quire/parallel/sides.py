@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from quire.link.channel import AT_ONCE
 from quire.link.child import Child, program_of
 from quire.link.frames import Frame, Frames
 from quire.parallel.frames import FAILED, KINDS, Failed, read_failed
+from quire.parallel.meeting import Meeting
 from quire.parallel.ring import Ring
 from quire.vocabulary.columns import WireError
 
@@ -79,12 +79,12 @@ class Side:
             self.failed = self.failed or Failed(f"sent what is no frame: {error}")
 
 
-def started(start: Start, ranks: int, ring: Ring, store: int) -> list[Child]:
+def started(start: Start, ranks: int, ring: Ring, meeting: Meeting) -> list[Child]:
     """All ranks, or none and what was raised."""
     children: list[Child] = []
     try:
         for rank in range(ranks):
-            children.append(start(rank, (ring.descriptor, ring.events[rank], store)))
+            children.append(start(rank, (ring.descriptor, ring.events[rank], *meeting.descriptors)))
     except BaseException:
         for child in children:
             child.end(0.0)
@@ -92,7 +92,7 @@ def started(start: Start, ranks: int, ring: Ring, store: int) -> list[Child]:
     return children
 
 
-def end(children: list[Child], ring: Ring, store: int, keeper: Keeper) -> None:
+def end(children: list[Child], ring: Ring, meeting: Meeting, keeper: Keeper) -> None:
     """End ranks at once, and let go of all that they had in common."""
     for child in children:
         with suppress(OSError):
@@ -102,5 +102,5 @@ def end(children: list[Child], ring: Ring, store: int, keeper: Keeper) -> None:
         for connection in child.connections:
             connection.close()
     ring.close()
-    os.close(store)
+    meeting.close()
     keeper.let_go.set()

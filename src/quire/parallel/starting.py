@@ -22,7 +22,7 @@ def build(
     config = replace(config, threads=shared_out(config.threads, config.tp))
     level = logging.getLogger().getEffectiveLevel()
     ranks.hello([
-        Hello(config, part, eos_ids, max_len, ranks.seconds, ranks.rendezvous, progress and part.first, level)
+        Hello(config, part, eos_ids, max_len, ranks.seconds, ranks.meeting.descriptors, progress and part.first, level)
         for part in Layout(config.tp).parts()
     ])  # fmt: skip
     ranks.wait()

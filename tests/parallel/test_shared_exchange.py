@@ -1,0 +1,124 @@
+"""Ranks' sums: in rank order, in fp32, the same bits everywhere, whatever their sizes and whoever is late."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quire.errors import PeerLost
+from quire.parallel import meeting as meetings
+from quire.parallel import shared
+from quire.parallel.meeting import Meeting
+from quire.parallel.shared import SharedExchange
+from quire.vocabulary.layout import Layout, Part
+
+
+def on_ranks(ranks: int, work: Callable[[SharedExchange], Any]) -> list[Any]:
+    """What `work` returns, or the PeerLost that it raises, on each of some ranks."""
+    meeting, found = Meeting(ranks), [None] * ranks
+
+    def run(part: Part) -> None:
+        try:
+            found[part.rank] = work(SharedExchange(part, meeting.descriptors, 5.0))
+        except PeerLost as error:
+            found[part.rank] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in Layout(ranks).parts()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    meeting.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_taken_in_rank_order_in_fp32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn((4, 7, 33), generator=generator).to(dtype)
+    wanted = given[0].float()
+    for other in given[1:]:
+        wanted = wanted + other.float()
+
+    def work(exchange: SharedExchange) -> torch.Tensor:
+        mine = given[exchange.part.rank].clone()
+        assert exchange.add(mine) is mine
+        return mine
+
+    for found in on_ranks(4, work):
+        assert torch.equal(found, wanted.to(dtype))
+    backwards = given[3].float() + given[2].float() + given[1].float() + given[0].float()
+    assert dtype is not torch.float32 or not torch.equal(backwards, wanted), "the order can't be seen"
+
+
+def test_everybody_gets_all_of_it() -> None:
+    """Of rows that aren't next to one another, too."""
+    wide = torch.arange(24).reshape(4, 6)
+    found = on_ranks(3, lambda exchange: exchange.gather((wide + 100 * exchange.part.rank)[:, 1:3]))
+    for one in found:
+        assert torch.equal(one, torch.stack([(wide + 100 * rank)[:, 1:3] for rank in range(3)]))
+
+
+def test_large_ones_go_in_pieces_and_nothing_is_written_over_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks are late in turn, by chance."""
+    monkeypatch.setattr(shared, "SLOT", 64)
+    monkeypatch.setattr(meetings, "SLOT", 64)
+
+    def work(exchange: SharedExchange) -> list[torch.Tensor]:
+        rng, found = random.Random(exchange.part.rank), []
+        for step in range(60):
+            if rng.random() < 0.2:
+                time.sleep(rng.random() / 500)
+            x = torch.arange(1 + 7 * (step % 9), dtype=torch.float32) * (exchange.part.rank + step)
+            found += [exchange.gather(x), exchange.add(x.clone())]
+        return found
+
+    first, *others = on_ranks(3, work)
+    for step in range(60):
+        x = torch.arange(1 + 7 * (step % 9), dtype=torch.float32)
+        wanted = torch.stack([x * (rank + step) for rank in range(3)])
+        assert torch.equal(first[2 * step], wanted)
+        assert torch.equal(first[2 * step + 1], wanted.sum(0))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_a_slot_that_is_used_again_one_step_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot in place of two: a rank that is late reads what was written over, or waits for what was counted."""
+    monkeypatch.setattr(shared, "MARGIN", -4.5)
+    monkeypatch.setattr(SharedExchange, "_next", lambda self: 0)
+
+    def work(exchange: SharedExchange) -> bool:
+        right = True
+        for step in range(300):
+            if exchange.part.rank and step % 10 == 0:
+                time.sleep(0.0005)
+            right &= bool((exchange.add(torch.full((2000,), float(step))) == 3 * step).all())
+        return right
+
+    assert not all(found is True for found in on_ranks(3, work))
+
+
+def test_a_peer_that_says_nothing_is_named_as_the_one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "MARGIN", -4.9)
+    behind: list[int] = []
+
+    def work(exchange: SharedExchange) -> object:
+        exchange.add(torch.ones(3))
+        return exchange.add(torch.ones(3)) if exchange.part.rank != 1 else None
+
+    close = Meeting.close
+    monkeypatch.setattr(Meeting, "close", lambda self: (behind.append(self.behind(range(3))), close(self)))
+    first, silent, last = on_ranks(3, work)
+    assert isinstance(first, PeerLost)
+    assert isinstance(last, PeerLost)
+    assert silent is None
+    assert behind == [1]
