@@ -25,12 +25,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import echo_service
-from quire.server.collector import spare_the_loaded
 
 import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
 from quire.control.outcomes import Output
+from quire.link.collector import spare_the_loaded
 from quire.server.app import create_app
 from quire.server.run import ServeOptions, bind
 from quire.server.web import WebServer

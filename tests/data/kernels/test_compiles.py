@@ -33,7 +33,7 @@ DETERMINISTIC = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
 @pytest.mark.parametrize(
     ("capability", "shared", "multiprocessors", "kernels"),
     [(90, 232_448, 132, FOR_ALL | LARGE | HOPPER | FP8), (89, 101_376, 58, FOR_ALL | FP8), (86, 101_376, 82, FOR_ALL)],

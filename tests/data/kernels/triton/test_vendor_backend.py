@@ -17,7 +17,7 @@ import torch
 from small_models import SMALL, a_model, a_runner
 from test_paged_attention import assert_close, dense, random
 
-from quire import build
+from quire import build, shard
 from quire.config import VENDORS, EngineConfig
 from quire.control.memory.layout import Size
 from quire.control.memory.virtual import virtual_geometry
@@ -198,7 +198,7 @@ def test_an_engine_with_chunks_and_a_shared_prefix(tmp_path: Path, monkeypatch: 
     (tmp_path / "config.json").write_text(json.dumps({**named_config("llama-125m"), **SMALL["llama-125m"]}))
     answers = []
     for attention in ("contiguous", "cudnn"):
-        monkeypatch.setattr(build, "_attention", lambda config, spec, device, dtype, chosen=attention: chosen)
+        monkeypatch.setattr(shard, "attention_of", lambda config, spec, device, dtype, chosen=attention: chosen)
         config = EngineConfig(
             model=str(tmp_path), dummy_weights=True, skip_tokenizer_init=True, dtype="float32", device="cpu",
             memory="virtual", virtual_page_kib=4, virtual_layout="sliced", kv_tokens=1024, max_num_seqs=6,
