@@ -53,6 +53,11 @@ class Seat(devices.Seat):
             if found is None:
                 raise devices.StartupError(f"rank {hello.part.rank} has no peers: {why}")
             self.exchange = DeviceExchange(hello.part, self.device, host, found, None)
+            with self.exchange.rehearsing():  # one after another, and each meets nobody
+                before = found.counters.clone()
+                self.exchange.add(torch.ones(1, 16))
+            assert torch.equal(found.counters, before), "a rehearsal counts as a call"
+            self.exchange.check()
 
     def told(self) -> dict[str, Any]:
         return {"name": "a CPU", "index": self.index, "free": 3 << 30, "total": 4 << 30}

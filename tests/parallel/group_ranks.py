@@ -10,6 +10,7 @@ import traceback
 import torch
 from torch import Tensor
 
+from quire.parallel.device_exchange import DeviceExchange
 from quire.parallel.group import Group
 from quire.vocabulary.layout import Part
 
@@ -35,6 +36,11 @@ def work(rank: int, ranks: int, stores: list[int]) -> None:
             assert not ordered or torch.equal(got, total.to(dtype)), f"{dtype}: not summed in rank order"
             wide = every(ranks, 5, 48, dtype=dtype, seed=seed + 9)[rank][:, :24]
             group.add(wide)  # rows of another stride
+        alone = DeviceExchange(Part(rank, ranks), torch.device("cpu"), None, None, group)  # without peers' memory
+        ones = torch.ones(3, 8)
+        assert alone.normed(ones, ones, ones[0], None, 1e-5) is None, "nothing is fused there"
+        assert torch.equal(alone.add(ones.clone()), ones * ranks), "a sum that the group should have taken"
+        assert torch.equal(alone.gather(ones), ones.expand(ranks, 3, 8)), "what the group should have gathered"
         group.close()
 
 

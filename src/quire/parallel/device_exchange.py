@@ -18,6 +18,7 @@ from quire.vocabulary.layout import Part
 
 LARGE = 16 << 20
 """Bytes from which on sums are NCCL's."""
+AT_START = 5.0  # times as long as in a step others are waited for: quire.parallel.remote.STARTS
 
 
 class DeviceExchange:
@@ -74,16 +75,12 @@ class DeviceExchange:
         if self._error is not None and (missed := int(self._error[0])):
             raise PeerLost(f"rank {missed - 1} has said nothing in a step")
 
-    def meet(self) -> None:
-        """Wait until all ranks' processes are here."""
-        self.host.gather(torch.zeros(1))
-
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Within, steps may run in any threads and in any order: nobody is met, and sums are of no use. Rank 0 has it
         first, the others when it is done: then they find what it has compiled."""
         if not self.part.first:
-            self.meet()
+            self.host.meet(AT_START)
         peers = self.peers
         if peers is not None:
             scratch = torch.zeros(self.kernels.BYTES, dtype=torch.uint8, device=self.device)
@@ -98,4 +95,4 @@ class DeviceExchange:
                 torch.cuda.synchronize(self.device)
             self.alone, self.peers = False, peers
             if self.part.first:
-                self.meet()
+                self.host.meet(AT_START)

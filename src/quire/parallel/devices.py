@@ -78,7 +78,7 @@ class Seat:
         if hello.part.ranks > 1:
             host = SharedExchange(hello.part, hello.meeting, hello.seconds)
             self.exchange = self._met(hello, host)
-            host.gather(torch.zeros(1))  # all have all that they allocate
+            host.meet()  # all have all that they allocate
 
     def _met(self, hello: Hello, host: SharedExchange) -> DeviceExchange:
         import torch
