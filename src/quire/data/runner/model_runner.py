@@ -105,6 +105,7 @@ class ModelRunner:
         self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug, self.background = graphs, deterministic, debug, background
         self.common, self.state_dtype = common, state_dtype
+        self.exchange = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
@@ -128,7 +129,7 @@ class ModelRunner:
                 "Use --attention auto",
             )
         self.store = self._store(geometry)
-        if getattr(self.model, "exchange", None) is not None:
+        if self.exchange is not None:
             self.store.applied = 0
         self.prompts = self.store.prompts
         self.seen = SeenTokens(geometry) if self.debug and self.store.states else None
@@ -148,10 +149,8 @@ class ModelRunner:
             self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
 
     def _sampler(self, slots: int) -> Sampler:
-        exchange = getattr(self.model, "exchange", None)
-        if exchange is not None and exchange.part.ranks > 1:
-            assert self.device.type == "cpu", "ranks sample on a CPU"
-            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, exchange)
+        if self.exchange is not None and self.exchange.part.ranks > 1 and self.device.type == "cpu":
+            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, self.exchange)
         return Sampler(slots, self.spec.vocab_size, self.device, self.eos_ids)
 
     def _store(self, geometry: Geometry) -> Store:
@@ -177,8 +176,7 @@ class ModelRunner:
             from quire.data.runner.tapes import DecodeTapes
 
             found = library()
-            alone = getattr(self.model, "exchange", None) is None  # a tape waits for nobody
-            if found is not None and not self.store.cross and alone:
+            if found is not None and not self.store.cross and self.exchange is None:  # a tape waits for nobody
                 tails = self.sampler.tails(self.last, largest)
                 self.graphs = DecodeTapes(self.model, self.store, self.backend, self.last, largest, tails, found)
             return
@@ -330,6 +328,8 @@ class ModelRunner:
         if ticket.drawn is None and ticket.span is not None:
             ticket.span.end.synchronize()
         finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
+        if self.exchange is not None:
+            self.exchange.check()
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
             return StepResult(tuple(finished), self._seconds(ticket), self.idle.collected(ticket.span))
         drawn = iter(finished)
