@@ -286,11 +286,13 @@ def text(load: Load, found: Sequence[Both]) -> str:
 
 
 def draw(data: Mapping[str, Any]) -> Figure:
-    """Throughput, decode batch and hit rate by rule, real and simulated."""
+    """Throughput, decode batch and hit rate by rule, real and simulated; by vision cache, latency and encoder runs."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(10, 3.4)
-    names = {"requests/s": _speed, "mean decode batch": "batch", "hit rate": "hit_rate"}
+    names: dict[str, Any] = {"requests/s": _speed, "mean decode batch": "batch", "hit rate": "hit_rate"}
+    if any(one["rule"] == "off" for one in data["runs"]):
+        names = {"requests/s": _speed, "mean latency, s": "latency", "encoder runs": "encoder_runs"}
     for axes, (label, of) in zip(fig.subplots(1, len(names)), names.items()):
         for i, kind in enumerate(("real", "simulated")):
             mine = {one["rule"]: one for one in data["runs"] if one["by"] == kind}
