@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.memory.virtual import capacity
+from quire.control.recovery import Restarts
 from quire.data.kernels.cpu import loading as kernels
 from quire.data.kernels.cpu.memory import memory
 from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
@@ -172,7 +174,8 @@ def _assembled(
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
-    memory = member.memory if member else build_memory(config, source.spec, size, model_id(config, source, dtype))
+    make_memory = partial(build_memory, config, source.spec, size, model_id(config, source, dtype))
+    memory = member.memory if member else make_memory()
     if config.memory == "virtual":  # pages and buffers aren't always filled
         plan = plan._replace(kv_tokens=capacity(memory.geometry))
     assert config.max_num_batched_tokens is not None, "sized above"
@@ -186,6 +189,12 @@ def _assembled(
     engine = assemble(
         config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling_of(source)
     )
+    if ranks is not None and config.on_rank_failure == "restart":
+        from quire.parallel import starting
+
+        said = replace(config, dtype=dtype, device=device, attention=ranks.attention)
+        folder = str(source.folder or "")
+        engine.restarts = Restarts(partial(starting.anew, said, folder, ends, plan.max_len, make_memory))
     if member is not None:
         member.pool.turns.add(engine)
     return engine, plan, (*_computing(runner, ranks, device), *source.notes,

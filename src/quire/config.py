@@ -26,6 +26,7 @@ RETENTIONS = ("paper", "slack", "boundary")
 VISION_CACHES = ("pages", "inside", "off")
 AHEAD = ("inline", "thread", "off")
 EXECUTORS = ("auto", "inline", "process")
+ON_RANK_FAILURE = ("exit", "restart")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
@@ -75,7 +76,8 @@ class EngineConfig:
     needed. `log_plans` names a file to write every plan and result to (quire.plan_log), for debugging.
     `tp` ranks divide each layer of the model (quire.parallel); `kv_gib` and `swap_gib` are sums over them. There are no
     stages yet: `pp` is 1. `executor` "process" gives a single rank a process of its own too, "inline" computes where
-    the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start.
+    the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start; `on_rank_failure` is
+    what follows if it fails: the engine's end, or ranks that are started anew (quire.control.recovery).
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
     `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from that file in the folder that it
     names; those in `override_generation_config` win.
@@ -133,6 +135,7 @@ class EngineConfig:
     pp: int = 1
     executor: str = "auto"
     rank_timeout: float = 300.0
+    on_rank_failure: str = "exit"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here
@@ -154,6 +157,7 @@ class EngineConfig:
             ("retention", RETENTIONS),
             ("vision_cache", VISION_CACHES),
             ("executor", EXECUTORS),
+            ("on_rank_failure", ON_RANK_FAILURE),
         ):
             if getattr(self, name) not in allowed:
                 known = ", ".join(filter(None, allowed))
@@ -189,6 +193,14 @@ class EngineConfig:
             raise StartupError(
                 f"--executor is inline, and --tp is {self.tp}: each rank is a process", "Use --executor process"
             )
+
+        if self.on_rank_failure == "restart" and not self.remote:
+            raise StartupError(
+                "--on-rank-failure is restart, and the model is where the engine is", "Use --tp, or --executor process"
+            )
+        if self.on_rank_failure == "restart" and self.log_plans:
+            raise StartupError("--on-rank-failure is restart, and --log-plans is given: a log is of one start of ranks",
+                               "Leave one out")  # fmt: skip
 
     def _check_the_rest(self) -> None:
         if self.kv_gib is not None and not 0 < self.kv_gib < 2**20:

@@ -22,6 +22,7 @@ from quire.config import (
     EXECUTORS,
     KV_DTYPES,
     MEMORIES,
+    ON_RANK_FAILURE,
     PAGE_SIZES,
     PREEMPTIONS,
     QUANTIZATIONS,
@@ -126,6 +127,8 @@ ENGINE = (
          "the former", EXECUTORS),
     Flag("rank_timeout", float, "seconds that a rank may take for a step; five times as many to start",
          metavar="S"),
+    Flag("on_rank_failure", str, "what follows when a rank fails: the engine's end, or ranks that are started anew "
+         "and compute all requests again", ON_RANK_FAILURE),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )  # fmt: skip

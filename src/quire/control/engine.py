@@ -16,10 +16,11 @@ from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
 from quire.control.edge import Limits, check_media, check_pixels, check_salt
 from quire.control.outcomes import Outcomes, Output, Stats
+from quire.control.recovery import OF_PREFIXES, Restarts, recover
 from quire.control.request import Request, Sequence
 from quire.control.scheduler import Scheduler
 from quire.control.turns import Turns
-from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong
+from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, RanksLost
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.pictures import Tiling
@@ -96,6 +97,7 @@ class Engine:
         self.added = 0
         self.ended = 0  # requests, those ended by a stop string aside
         self.turns: Turns | None = None  # with engines that have the memory in common
+        self.restarts: Restarts | None = None  # what to do once the runner is lost; None: nothing
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
         self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
@@ -157,7 +159,7 @@ class Engine:
         for picture in pixels:
             if picture.key not in self.shown and picture.key in self.seen:
                 self.shown[picture.key] = picture
-                self.runner.see(picture)
+                self.say(self.runner.see, picture)
 
     def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
         geometry = self.scheduler.memory.geometry
@@ -219,7 +221,7 @@ class Engine:
         told = [seq for seq in request.live if seq.finish is None]
         for seq in told:
             self.scheduler.finish(request, seq, "abort")
-        self.outbox += self._told(self.outcomes.aborted(request, told))
+        self.outbox += self.told(self.outcomes.aborted(request, told))
 
     def stop(self, id: str, branch: int, reason: str) -> bool | None:
         """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
@@ -249,7 +251,15 @@ class Engine:
             if not self.seen[key]:
                 del self.seen[key]
                 self.shown.pop(key, None)
-                self.runner.forget(key)
+                self.say(self.runner.forget, key)
+
+    def say(self, say: Callable[[Any], None], what: Any) -> None:
+        """Say what the runner is to keep. To one that is lost it will be said when there is another one."""
+        try:
+            say(what)
+        except RanksLost:
+            if self.restarts is None:
+                raise
 
     def _stop_all(self, request: Request, reason: str) -> bool:
         request.aborted = True  # no more is told of it
@@ -275,7 +285,7 @@ class Engine:
                 f"a prefix of {len(tokens)} tokens exceeds what is left of what is kept for prefixes (--prefix-tokens)",
                 "prefix",
             )
-        self.add(f"prefix:{name}", tokens, SamplingParams(temperature=0, max_tokens=1, detokenize=False), prefix=name)
+        self.add(f"prefix:{name}", tokens, OF_PREFIXES, prefix=name)
         self.prefixes[name] = len(tokens)
 
     def release_prefix(self, name: str) -> bool:
@@ -303,10 +313,23 @@ class Engine:
         outputs, self.outbox = self.outbox, []
         if self.turns is not None and self.turns.passes(self):
             return outputs
-        idle = not self._advance(outputs) and not outputs
+        try:
+            idle = not self._advance(outputs) and not outputs
+        except RanksLost as lost:
+            return outputs + recover(self, lost)
         if idle and self.scheduler.unfinished and not any(map(_waits, self.scheduler.running)):
             self._stuck()
         return outputs
+
+    def check(self) -> bool:
+        """While nothing is to be done: look whether the runner, which has a `check`, is there. Whether it was lost, and
+        is there again. EngineDead if it is not."""
+        try:
+            self.runner.check()  # type: ignore[attr-defined]
+        except RanksLost as lost:
+            self.outbox += recover(self, lost)
+            return True
+        return False
 
     def ahead(self) -> bool:
         """A step for the sake of others, whose outputs the next `step` returns. Whether there was anything to do."""
@@ -327,7 +350,7 @@ class Engine:
         self.stats.step_seconds += result.seconds
         self.stats.idle_seconds += result.idle
         self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
-        outputs += self._told(self.outcomes.of(self.scheduler.update(plan, result), self.clock()))
+        outputs += self.told(self.outcomes.of(self.scheduler.update(plan, result), self.clock()))
         return True
 
     def _stuck(self) -> None:
@@ -349,7 +372,7 @@ class Engine:
                 request.scheduled = self.clock()
                 self.stats.prompt_tokens += birth.prompt_len
 
-    def _told(self, outputs: list[Output]) -> list[Output]:
+    def told(self, outputs: list[Output]) -> list[Output]:
         """Forget the requests whose end is among these outputs, and the prefixes that were not registered."""
         for output in outputs:
             if output.done:

@@ -93,7 +93,6 @@ class Host:
         self.pictures = HeldPixels()
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
         # A runner in other processes is looked at while there is nothing to do: one may end.
-        self._check: Callable[[], None] = getattr(engine.runner, "check", lambda: None)
         self._patience = CHECK_EVERY if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
@@ -119,7 +118,9 @@ class Host:
 
     def health(self) -> Health:
         """How the loop is, as long as it is."""
-        return self.pulse.health("")
+        health = self.pulse.health("")
+        restarts = self.engine.restarts
+        return health._replace(stalled=True, why=restarts.doing) if restarts is not None and restarts.doing else health
 
     # On the engine's thread
 
@@ -162,9 +163,14 @@ class Host:
                 if self._dirty:
                     self._tell_facts()
                 if not self._wake.wait(self._patience):
-                    self._check()
+                    break
             if self._closing:
                 return False
+            idle = not (self._sent or self.engine.unfinished)
+        if idle:
+            self._dirty = self.engine.check() or self._dirty
+            return True
+        with self._wake:
             self._taken, self._sent = self._sent, self._taken
             self.pulse.turn(self.engine.stats.steps - len(self.engine.flight) + 1)
         late, self._late = self._late, []
@@ -183,7 +189,8 @@ class Host:
         now = self.engine.clock()
         brought: dict[int, tuple[list[Progress], list[tuple[int, Output]]]] = {FIRST: ([], [])}
         for output in outputs:
-            owned = self._owned[output.request]
+            if (owned := self._owned.get(output.request)) is None:
+                continue  # a registered prefix, computed again: nobody asked for that
             progress, told = brought.get(owned.front) or brought.setdefault(owned.front, ([], []))
             if not owned.told or output.done:
                 owned.told = True
