@@ -187,6 +187,9 @@ class EngineConfig:
         self._check_ranks()
 
     def _check_ranks(self) -> None:
+        for name in ("tp", "pp"):
+            if type(getattr(self, name)) is not int:
+                raise StartupError(f"--{name} is {str(getattr(self, name))[:80]}", "It must be a whole number")
         if self.pp != 1:
             raise StartupError(f"--pp is {self.pp}", "There are no stages yet: it must be 1; --tp divides layers")
         if self.tp > 1 and self.executor == "inline":

@@ -98,6 +98,7 @@ class Engine:
         self.ended = 0  # requests, those ended by a stop string aside
         self.turns: Turns | None = None  # with engines that have the memory in common
         self.restarts: Restarts | None = None  # what to do once the runner is lost; None: nothing
+        self.again: set[str] = set()  # requests that compute registered prefixes once more
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
         self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
@@ -321,15 +322,12 @@ class Engine:
             self._stuck()
         return outputs
 
-    def check(self) -> bool:
-        """While nothing is to be done: look whether the runner, which has a `check`, is there. Whether it was lost, and
-        is there again. EngineDead if it is not."""
+    def check(self) -> None:
+        """While nothing is to be done: notice a runner, which has a `check`, that is lost, and go on with another."""
         try:
             self.runner.check()  # type: ignore[attr-defined]
         except RanksLost as lost:
             self.outbox += recover(self, lost)
-            return True
-        return False
 
     def ahead(self) -> bool:
         """A step for the sake of others, whose outputs the next `step` returns. Whether there was anything to do."""
@@ -373,15 +371,17 @@ class Engine:
                 self.stats.prompt_tokens += birth.prompt_len
 
     def told(self, outputs: list[Output]) -> list[Output]:
-        """Forget the requests whose end is among these outputs, and the prefixes that were not registered."""
+        """Forget the requests that these outputs end, and prefixes not registered; nobody hears of those in `again`."""
+        asked = [output for output in outputs if output.request not in self.again]
         for output in outputs:
             if output.done:
                 self.ended += 1
+                self.again.discard(output.request)
                 request = self.requests[output.request]
                 self._forget(request)
                 if request.prefix is not None and output.finish_reason in ("abort", "error"):
                     self.prefixes.pop(request.prefix, None)
-        return outputs
+        return asked
 
     def close(self) -> None:
         """Release the runner. The engine can't be used afterwards."""

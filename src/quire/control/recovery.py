@@ -98,6 +98,7 @@ def _prefix(engine: Engine, name: str, tokens: list[int]) -> Request:
     request = Request(f"prefix:{name}", seq, OF_PREFIXES, arrival=engine.clock(), max_tokens=1)
     request.prefix = name
     engine.requests[request.id] = request
+    engine.again.add(request.id)
     return request
 
 

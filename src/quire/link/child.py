@@ -24,6 +24,9 @@ BOOT = (
 )
 
 
+KILLED = 10.0  # seconds for a process to go that was killed
+
+
 def program_of(module: str) -> tuple[str, ...]:
     """Python's arguments to run `main` of a module of quire, which is found last where this process has it."""
     return "-P", "-c", BOOT, str(Path(quire.__file__).parent.parent), module
@@ -78,7 +81,8 @@ class Child:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with suppress(subprocess.TimeoutExpired):  # the system doesn't let go of it: nobody can wait for that
+                self.process.wait(KILLED)
             return False
         return True
 

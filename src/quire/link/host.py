@@ -168,7 +168,9 @@ class Host:
                 return False
             idle = not (self._sent or self.engine.unfinished)
         if idle:
-            self._dirty = self.engine.check() or self._dirty
+            restarts = self.engine.stats.restarts
+            self.engine.check()
+            self._dirty |= self.engine.stats.restarts > restarts
             return True
         with self._wake:
             self._taken, self._sent = self._sent, self._taken
@@ -189,8 +191,7 @@ class Host:
         now = self.engine.clock()
         brought: dict[int, tuple[list[Progress], list[tuple[int, Output]]]] = {FIRST: ([], [])}
         for output in outputs:
-            if (owned := self._owned.get(output.request)) is None:
-                continue  # a registered prefix, computed again: nobody asked for that
+            owned = self._owned[output.request]
             progress, told = brought.get(owned.front) or brought.setdefault(owned.front, ([], []))
             if not owned.told or output.done:
                 owned.told = True
