@@ -121,6 +121,9 @@ def build_engine(
     """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said. The
     memory is that of `member`, if any. With ranks in processes of their own the model is there, and not here."""
     if not config.remote:
+        if config.on_rank_failure == "restart":
+            cause = "--on-rank-failure is restart, and the model is where the engine is"
+            raise StartupError(cause, "Use --tp, or --executor process")
         return _assembled(config, source, named, progress, member, None)
     if member is not None:
         raise StartupError("--tp and --executor process aren't for models that share a pool", "Leave them out")

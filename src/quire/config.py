@@ -197,10 +197,6 @@ class EngineConfig:
                 f"--executor is inline, and --tp is {self.tp}: each rank is a process", "Use --executor process"
             )
 
-        if self.on_rank_failure == "restart" and not self.remote:
-            raise StartupError(
-                "--on-rank-failure is restart, and the model is where the engine is", "Use --tp, or --executor process"
-            )
         if self.on_rank_failure == "restart" and self.log_plans:
             raise StartupError("--on-rank-failure is restart, and --log-plans is given: a log is of one start of ranks",
                                "Leave one out")  # fmt: skip
