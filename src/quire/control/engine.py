@@ -26,6 +26,7 @@ from quire.vocabulary.pictures import Tiling
 from quire.vocabulary.plan import StepPlan, StepResult
 from quire.vocabulary.seeds import branch_seed
 from quire.vocabulary.specs import Geometry
+from quire.vocabulary.structured import Grammar, Structured
 
 
 class Runner(Protocol):
@@ -99,6 +100,7 @@ class Engine:
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
         self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
+        self.grammar_of: Callable[[Structured], Grammar] | None = None  # where fronts send forms of outputs to it
 
     # In
 
@@ -145,6 +147,8 @@ class Engine:
             )
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
+        if params.structured is not None and params.grammar is None:
+            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
         accepted: dict[str, Accepted] = {}
         for i, (id, prompt) in enumerate(prompts):
             if id in self.requests or id in accepted:
@@ -201,6 +205,7 @@ class Engine:
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), accepted.tokens, seed=seed, salt=salt)
         seq.media = accepted.media
+        seq.matcher = None if params.grammar is None else params.grammar.matcher()
         seq.branches, seq.final = accepted.width - 1, len(accepted.tokens) + accepted.max_tokens
         if params.prompt_logprobs is not None:
             seq.reusable = 0

@@ -203,6 +203,9 @@ class SamplingParams:
         for what, clash in (("beam search", self.beam_width), ("a method", self.method)):
             if found is not None and clash is not None:
                 raise InputError(f"{name} can't be combined with {what}", name)
+        for what, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
+            if found is not None and given:
+                raise InputError(f"{what} can't be combined with {name}: a grammar says when an output ends", what)
         return found
 
     def _check_branches(self) -> None:

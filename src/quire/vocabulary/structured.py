@@ -43,12 +43,14 @@ class Structured:
 
 
 NAME = "structured_outputs"
+OPTIONS = "x-guidance"  # a member of schemas, in which llguidance looks for options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """The form of an output by vLLM's names: exactly one of these. `json` is a schema, as an object or as its text;
-    `grammar` is in Lark's notation; `structural_tag` an object or its text."""
+    `grammar` is in Lark's notation; `structural_tag` an object or its text. With `disable_any_whitespace` there is none
+    between parts of a JSON text."""
 
     json: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
@@ -56,6 +58,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False
 
     def structured(self) -> Structured:
         """What the engine is asked for. InputError unless exactly one form is given, and of its type."""
@@ -63,7 +66,8 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise InputError(f"give exactly one of {', '.join(KINDS)}; got {', '.join(given) or 'none'}", NAME)
         kind: Any = given[0]
-        return Structured(kind, source_of(kind, getattr(self, kind)))
+        found = Structured(kind, source_of(kind, getattr(self, kind)))
+        return compact(found) if self.disable_any_whitespace else found
 
 
 def source_of(kind: Kind, value: Any, name: str = NAME) -> str:
@@ -83,6 +87,33 @@ def source_of(kind: Kind, value: Any, name: str = NAME) -> str:
     if not isinstance(value, str):
         raise InputError(f"{name}: {kind} must be a string, got {type(value).__name__}", name)
     return value
+
+
+def compact(asked: Structured) -> Structured:
+    """The same JSON without space between its parts. InputError for what isn't JSON."""
+    if asked.kind == "json_object":
+        asked = Structured("json", '{"type": "object"}', asked.after)
+    return _with_option(asked, "whitespace_flexible", False)
+
+
+def lenient(asked: Structured) -> Structured:
+    """The same schema, whose keywords needn't all be enforced: those that can't be are passed over."""
+    return _with_option(asked, "lenient", True)
+
+
+def _with_option(asked: Structured, name: str, value: bool) -> Structured:
+    """The same schema, with an option of llguidance's for it."""
+    if asked.kind != "json":
+        raise InputError(f"{asked.kind} isn't a JSON schema: it has no such option", NAME)
+    try:
+        schema = json.loads(asked.source)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"json is no JSON: {str(error)[:120]}", NAME) from error
+    if not isinstance(schema, dict):
+        return asked
+    options = schema.get(OPTIONS)
+    options = {**(options if isinstance(options, dict) else {}), name: value}
+    return Structured("json", json.dumps({**schema, OPTIONS: options}, ensure_ascii=False), asked.after)
 
 
 def _dumped(kind: str, value: Any, name: str) -> str:
@@ -106,22 +137,13 @@ def _choices(value: Any, name: str) -> str:
 class Matcher(Protocol):
     """One sequence's place in a grammar. Not thread-safe: whoever plans and takes in steps drives it."""
 
-    def accept(self, tokens: Sequence[int]) -> str:
-        """Go on behind `tokens`. "": fine; else why they can't follow, or why the grammar grew too complex."""
+    def accept(self, token: int) -> str:
+        """Go on behind `token`. "": fine; else why it can't follow, or why the grammar can't go on."""
         ...
 
     def forced(self) -> tuple[int, ...]:
-        """Tokens that follow whatever is drawn. They are not accepted yet."""
-        ...
-
-    @property
-    def ended(self) -> bool:
-        """The grammar is complete, and nothing may follow."""
-        ...
-
-    @property
-    def free(self) -> bool:
-        """Everything may follow: the grammar has not begun."""
+        """Tokens that must follow, in order, an end token among them; the mask leaves only the first. They are not
+        accepted yet."""
         ...
 
     def copy(self) -> Matcher:

@@ -223,6 +223,7 @@ class ModelRunner:
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
+        self.sampler.masks.take(plan.masks)
         if self.prompts is not None:
             self.prompts.born(plan.births)
         if self.whole is not None:

@@ -1,0 +1,51 @@
+"""Structured output: sequences go on in their grammars with each token, and what they may draw next goes down as masks.
+
+Grammars come with requests (vocabulary.structured), as methods do: nothing here knows how one is made. A matcher lives
+with its sequence, so preemption and prefix hits are nothing to it; a fork copies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from quire.control.request import Request, Sequence
+from quire.vocabulary.plan import Mask, Row
+
+Stop = Callable[[int], tuple[str | None, int | None]]
+"""Why a sequence ends behind a token, its grammar aside."""
+
+
+def masks_of(rows: Iterable[Row], by_slot: Mapping[int, tuple[Request, Sequence]]) -> tuple[Mask, ...]:
+    """What those rows may draw whose sequences have a grammar; all of them at once."""
+    found = [(row.slot, *by_slot[row.slot]) for row in rows if row.sample]
+    asked = [(slot, request, seq.matcher) for slot, request, seq in found if seq.matcher is not None]
+    if not asked:
+        return ()
+    grammar = asked[0][1].params.grammar
+    assert grammar is not None, "who has a matcher has a grammar"
+    masks = grammar.masks([matcher for _, _, matcher in asked])
+    return tuple([Mask(slot, mask) for (slot, _, _), mask in zip(asked, masks)])
+
+
+def follow(request: Request, seq: Sequence, token: int, eos_ids: frozenset[int], stop: Stop) -> None:
+    """`seq` has drawn `token`: go on in its grammar. Tokens that the grammar leaves no choice about are appended as if
+    drawn, where nobody asks for their log-probabilities: all of them are computed in one row (jump-ahead)."""
+    assert seq.matcher is not None, "it has a grammar"
+    _match(seq, token, eos_ids)
+    if request.top != -1:
+        return
+    for forced in seq.matcher.forced():
+        if seq.finish is not None:
+            return
+        seq.tokens.append(forced)
+        seq.finish, seq.stop_reason = stop(forced)
+        _match(seq, forced, eos_ids)
+
+
+def _match(seq: Sequence, token: int, eos_ids: frozenset[int]) -> None:
+    """Go on behind the last token. A grammar leaves end tokens where it may end, so there the sequence does."""
+    assert seq.matcher is not None, "it has a grammar"
+    if why := seq.matcher.accept(token):
+        seq.finish, seq.stop_reason = "error", why
+    elif token in eos_ids:
+        seq.finish, seq.stop_reason = "stop", None
