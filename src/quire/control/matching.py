@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from quire.control.request import Request, Sequence
 from quire.vocabulary.plan import Mask, Row
 
+JUMP = 4
+"""Tokens from which on a forced run is appended at once. Fewer are drawn, one a step: steps of which each row computes
+one token are the fastest."""
+
 Stop = Callable[[int], tuple[str | None, int | None]]
 """Why a sequence ends behind a token, its grammar aside."""
 
@@ -32,9 +36,10 @@ def follow(request: Request, seq: Sequence, token: int, eos_ids: frozenset[int],
     drawn, where nobody asks for their log-probabilities: all of them are computed in one row (jump-ahead)."""
     assert seq.matcher is not None, "it has a grammar"
     _match(seq, token, eos_ids)
-    if request.top != -1:
+    run = seq.matcher.forced()
+    if request.top != -1 or len(run) < JUMP:
         return
-    for forced in seq.matcher.forced():
+    for forced in run:
         if seq.finish is not None:
             return
         seq.tokens.append(forced)

@@ -7,6 +7,7 @@ engine's thread: some tokens are walked before a grammar is given to anybody.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -28,7 +29,8 @@ HELD = 128  # grammars; with their sources' characters bounded by MAX_SOURCE eac
 WALKS, WALKED = 3, 12  # tried before a grammar is accepted, and tokens of each
 SECONDS = 0.5  # for the walks of one grammar
 TOKEN_SECONDS = 0.05  # a token that takes longer would be felt by others
-ALONE = 2  # masks that are computed one after another: more are shared out to threads
+FEW = 8  # masks that are computed one after another, and all of them where cores are few: a mask takes microseconds,
+# and threads that wait for a core take milliseconds
 LIMITS = {
     "max_items_in_row": 2000, "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000,
     "max_lexer_states": 20_000, "max_grammar_size": 20_000, "verbose_errors": False,
@@ -103,7 +105,8 @@ class Masker:
         self.vocab_size, self.eos_ids, self.end = vocab_size, frozenset(eos_ids), min(eos_ids)
         self.words = -(-vocab_size // 32)
         self._matcher, self._limits = LLMatcher, LLParserLimits(**LIMITS)
-        self._executor: LLExecutor = LLExecutor()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._executor: LLExecutor | None = LLExecutor(min(cores // 2, 16)) if cores > FEW else None
         ends = np.zeros(32 * self.words, dtype=np.bool_)
         ends[list(eos_ids)] = True
         spoken = np.arange(32 * self.words) < vocab_size
@@ -144,7 +147,7 @@ class Masker:
 
     def fill(self, matchers: Sequence[LLMatcher]) -> list[bytes]:
         """The masks of all of them, by several threads if they are many. Other threads of Python go on."""
-        if len(matchers) <= ALONE:
+        if self._executor is None or len(matchers) <= FEW:
             return [matcher.compute_bitmask()[: 4 * self.words] for matcher in matchers]
         size = 4 * self.words
         masks = np.empty((len(matchers), self.words), dtype=np.int32)

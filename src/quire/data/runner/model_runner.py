@@ -301,7 +301,7 @@ class ModelRunner:
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
         tail = self.sampler.tail_of(rows)
-        if tail in ("random", "cut"):
+        if tail not in ("", "greedy"):
             self.sampler.fill(rows)
         result = replay(tail)
         if tail:

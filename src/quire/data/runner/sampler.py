@@ -107,12 +107,15 @@ class Sampler:
         """By kernels: what may follow the logits in a graph or on a tape of up to `largest` rows, by the names of
         `tail_of`. The result is for `from_graph`; tokens are written to `last` [slots] too."""
         assert self._fused is not None, "graphs sample by kernels"
-        return self._fused.tails(last, largest)
+        tails = self._fused.tails(last, largest)
+        if isinstance(self._fused, NativeSampling):
+            tails["masked"] = self.masks.tail(tails["cut"], largest)
+        return tails
 
     def tail_of(self, rows: Sequence[Row]) -> str:
-        """The tail that samples `rows`: "greedy", "random" or "cut"; or "" where that takes `sample`: for rows with
-        several draws, log-probabilities, masks, biases, penalties, a method."""
-        if self.masks.some:
+        """The tail that samples `rows`: "greedy", "random", "cut" or, on a CPU, "masked"; or "" where that takes
+        `sample`: for rows with several draws, log-probabilities, masks, biases, penalties, a method."""
+        if self.masks.some and not isinstance(self._fused, NativeSampling):
             return ""
         all_of_them = self._tails
         tails = [all_of_them[row.slot] for row in rows]
@@ -122,15 +125,17 @@ class Sampler:
             row.slot in self._waiting and row.start + len(row.tokens) < self._until[row.slot] for row in rows
         ):
             return ""
-        return TAILS[max(tails, default=0)]
+        return "masked" if self.masks.some else TAILS[max(tails, default=0)]
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """Before the replay of a graph or tape whose tail is "random" or "cut": give it what `rows` ask for, and their
-        noise. A row's first draw has the seed of its own."""
+        """Before the replay of a graph or tape whose tail is neither "greedy" nor "": give it what `rows` ask for, and
+        their noise. A row's first draw has the seed of its own."""
         assert self._fused is not None, "graphs sample by kernels"
         slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
         positions = np.fromiter((row.start + len(row.tokens) for row in rows), np.int64, len(rows))
         self._fused.fill(self._shape[slots], noise(self._seeds[slots], positions))
+        if self.masks.some:
+            self.masks.fill(slots)
 
     def from_graph(self, tokens: Tensor | np.ndarray, faults: Any, rows: Sequence[Row]) -> Drawn:
         """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the
