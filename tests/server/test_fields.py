@@ -283,8 +283,10 @@ def test_every_field_does_something() -> None:
     import quire.server.sampling
     import quire.server.service
     import quire.server.structured
+    import quire.server.tools
 
-    modules = (quire.server.service, quire.server.render, quire.server.sampling, quire.server.structured)
+    server = quire.server
+    modules = (server.service, server.render, server.sampling, server.structured, server.tools)
     source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest):
         for name in model.model_fields:

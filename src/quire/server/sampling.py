@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from quire.errors import InputError
 from quire.server.protocol import (
     MAX_PROMPTS,
+    NOTHING,
     REQUEST_ID,
     ChatRequest,
     CompletionRequest,
@@ -41,8 +42,10 @@ def check_known(request: Fields, strict: bool) -> None:
 
 def _check(request: Sampling, terms: Terms) -> None:
     check_known(request, terms.strict)
-    if request.tool_choice not in (None, "none", "auto"):
-        raise InputError("tool_choice is not supported: there are no tools", "tool_choice")
+    if isinstance(request, CompletionRequest):
+        for name, nothing in (("tools", NOTHING), ("tool_choice", (None, "none", "auto"))):
+            if getattr(request, name) not in nothing:
+                raise InputError(f"{name} is for chats: completions have no tools", name)
     if request.modalities not in (None, ["text"]):
         raise InputError('modalities may only be ["text"]', "modalities")
     if request.spaces_between_special_tokens is False:

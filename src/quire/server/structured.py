@@ -22,12 +22,17 @@ FIELDS = ("response_format", "structured_outputs", *GUIDED)
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 OPTIONS = ("disable_any_whitespace",)
 INERT = ("disable_fallback",)  # of vLLM's backends: there is one here
-__all__ = ["GUIDED", "MAX_CHOICES", "field_of", "structured_of"]
+__all__ = ["GUIDED", "MAX_CHOICES", "asked_for", "field_of", "structured_of"]
 
 
 def field_of(request: Sampling) -> str:
     """What the request calls the form that it asks for."""
-    return next((name for name in FIELDS if _given(request, name)), NAME)
+    return asked_for(request) or ("tool_choice" if request.tool_choice not in (None, "none", "auto") else NAME)
+
+
+def asked_for(request: Sampling) -> str:
+    """The field that says what form the output has; "" if there is none."""
+    return next((name for name in FIELDS if _given(request, name)), "")
 
 
 def structured_of(request: Sampling) -> Structured | None:

@@ -17,6 +17,7 @@ from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong, StartupError
 from quire.text.messages import Given, read_messages
 from quire.text.sight import Sight, joined, pictured
+from quire.text.tools import Tool, read_tools
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 
@@ -167,11 +168,12 @@ class Prompts:
         cut: Cut | None = None,
         variables: Mapping[str, Any],
         salt: str = "",
+        tools: Sequence[Tool] = (),
     ) -> Prompt:
         """A conversation, as `chat` takes it, cut. Templates are programs of unknown cost: always on another thread."""
         self._check_characters(spoken(messages))
         work = partial(
-            self.written, messages, add_generation_prompt, continue_final_message, documents, **variables
+            self.written, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
         text, pictures = await self._alone(work)
         seen = await self._look(pictures, salt)
@@ -270,10 +272,14 @@ class Prompts:
         continue_final_message: bool = False,
         documents: Messages | None = None,
         add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Prompt:
-        """A conversation, as `written`. The template adds the special tokens itself."""
-        text, pictures = self.written(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
+        """A conversation, as `written`; `tools` as OpenAI has them. The template adds the special tokens itself."""
+        told = read_tools(tools) if tools else ()
+        text, pictures = self.written(
+            messages, add_generation_prompt, continue_final_message, documents, told, **kwargs
+        )
         seen = self._sight(pictures).see(pictures, "") if pictures else []
         return self._tokenised(text, add_special_tokens, seen)
 
@@ -283,10 +289,11 @@ class Prompts:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         documents: Messages | None = None,
+        tools: Sequence[Tool] = (),
         **kwargs: Any,
     ) -> tuple[str, list[Given]]:
-        """A conversation as the model's chat template writes it, and its pictures. `kwargs` are variables of the
-        template."""
+        """A conversation as the model's chat template writes it, with `tools` to call, and its pictures. `kwargs` are
+        variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
         eyes = self.sight.eyes if self.sight is not None else None
@@ -294,7 +301,7 @@ class Prompts:
         if self.sight is not None:
             self.sight.check_count(conversation.pictures)
         text = self.chat_template.write(
-            conversation, eyes, add_generation_prompt, continue_final_message, documents, **kwargs
+            conversation, eyes, add_generation_prompt, continue_final_message, documents, tools, **kwargs
         )
         return text, conversation.pictures
 
