@@ -6,6 +6,7 @@ the thread sleeps on a condition when there is nothing to do.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.control.request import Request
+from quire.control.scene import scene
 from quire.errors import EngineDead, InputError
 from quire.link.held_pixels import HeldPixels
 from quire.link.messages import (
@@ -27,6 +29,7 @@ from quire.link.messages import (
     Facts,
     FromEngine,
     FromFront,
+    Look,
     Prefixes,
     Progress,
     Register,
@@ -97,7 +100,7 @@ class Host:
         self._patience = CHECK_EVERY if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
-            Prefixes: self._prefixes, Left: self._leave,
+            Prefixes: self._prefixes, Look: self._look, Left: self._leave,
         }  # fmt: skip
 
     # From any thread
@@ -294,6 +297,12 @@ class Host:
         held, live = self.engine.prefixes, self.engine.requests
         ready = tuple(name for name in held if f"prefix:{name}" not in live)
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
+
+    def _look(self, front: int, message: Look) -> None:
+        began = time.perf_counter()
+        found = scene(self.engine)
+        took = time.perf_counter() - began
+        self._tell(front, Answer(message.key, value=json.dumps({"took": took, **found}, separators=(",", ":"))))
 
     def _leave(self, front: int, message: Left) -> None:
         self._abort(front, Abort(None))
