@@ -282,8 +282,9 @@ def test_every_field_does_something() -> None:
     import quire.server.render
     import quire.server.sampling
     import quire.server.service
+    import quire.server.structured
 
-    modules = (quire.server.service, quire.server.render, quire.server.sampling)
+    modules = (quire.server.service, quire.server.render, quire.server.sampling, quire.server.structured)
     source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest):
         for name in model.model_fields:

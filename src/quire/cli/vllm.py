@@ -46,7 +46,7 @@ REASONS = (
     ("speculative- num-speculative num-lookahead spec- ngram-", "there is no speculative decoding"),
     ("enable-auto-tool-choice tool- exclude-tools", "there are no tool calls; requests with tools are refused"),
     ("reasoning-parser enable-reasoning enable-in-reasoning", "outputs are returned as the model writes them"),
-    ("guided-decoding structured-outputs", "there is no constrained decoding; such requests are refused"),
+    ("guided-decoding structured-outputs", "llguidance makes all grammars; see docs/structured.md"),
     ("limit-mm", "see --max-images, --max-image-pixels and --max-image-bytes"),
     ("allowed-local-media allowed-media media-io", "pictures come within requests: nothing is fetched"),
     ("mm- interleave-mm skip-mm disable-mm enable-mm video- language-model-only",

@@ -46,6 +46,7 @@ from quire.link.messages import (
 from quire.link.stepped import read_stepped, write_stepped
 from quire.vocabulary.columns import MOST_BYTES, Reader, WireError, write_ints, write_runs
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.structured import Structured
 
 VERSION = 1
 HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
@@ -59,7 +60,8 @@ KINDS = (
 ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix)
 }
-UNSENT = ("stop", "bad_words", "method", "stop_automaton")  # of parameters: the front's own
+# Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
+UNSENT = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in UNSENT}
 T = TypeVar("T")
 
@@ -280,6 +282,8 @@ def sent_params(params: SamplingParams) -> dict[str, Any]:
     if params.method is not None:
         raise InputError("a method can't be given to an engine in a process of its own", "method")
     given = {name: getattr(params, name) for name in DEFAULTS}
+    if (form := params.structured) is not None:
+        given["structured"] = form.kind, form.source, form.after
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
 
@@ -290,7 +294,12 @@ def read_params(data: dict[str, Any]) -> SamplingParams:
     words = data.get("bad_word_ids", ())
     if not isinstance(words, list | tuple) or not all(isinstance(word, list) for word in words):
         raise WireError("bad_word_ids", "no lists of token ids")
-    return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words))})
+    form = data.get("structured")
+    if form is not None:
+        if not isinstance(form, list | tuple) or len(form) != 3 or not isinstance(form[2], list | tuple):
+            raise WireError("structured", "no kind, source and marker")
+        form = Structured(form[0], form[1], tuple(form[2]))
+    return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words)), "structured": form})
 
 
 # What the engine sends

@@ -62,9 +62,30 @@ MESSAGE = {
         **{name: {"type": ["string", "null"]} for name in ("name", "reasoning_content", "tool_call_id")},
     },
 }
-TEXT_ONLY = {
-    "anyOf": [{"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}, {"type": "null"}]
+OBJECT = {"type": "object"}
+SCHEMA = {
+    "type": "object",
+    "required": ["schema"],
+    "properties": {"schema": OBJECT, "strict": {"type": ["boolean", "null"]}},
 }
+TAG = {"structures": {"type": "array", "items": OBJECT}, "triggers": {"type": "array", "items": {"type": "string"}}}
+FORMAT = {
+    "anyOf": [
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {"type": {"const": "json_schema"}, "json_schema": SCHEMA},
+        },
+        {
+            "type": "object",
+            "required": ["type", *TAG],
+            "properties": {"type": {"const": "structural_tag"}, **TAG},
+        },
+        {"type": "null"},
+    ]
+}
+JSON_TEXT = {"anyOf": [OBJECT, {"type": "string"}, {"type": "null"}]}
 TEXT_MODALITY = {"anyOf": [{"const": ["text"]}, {"type": "null"}]}
 BIASES = {
     "anyOf": [
@@ -92,14 +113,13 @@ NoTemplate = Annotated[Any, WithJsonSchema({"type": "null"})]
 # They don't change the output, so they are taken and dropped.
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "prediction", "session_id",
+    "parallel_tool_calls", "prediction", "session_id", "guided_decoding_backend",
 })  # fmt: skip
 
 # They change the output in ways not offered: ignoring them would be worse than saying so.
 REFUSED = frozenset({
-    "tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "suffix",
-    "prompt_embeds", "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
+    "tools", "functions", "function_call", "guided_whitespace_pattern", "structural_tag", "suffix", "prompt_embeds",
+    "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
     "kv_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget", "priority",
 })  # fmt: skip
 NOTHING = (None, False, 0, "", [], {})
@@ -173,7 +193,12 @@ class Sampling(Truncation):
     beam_width: int | None = ranged(1, MAX_BEAM_WIDTH)
     length_penalty: float | None = ranged(-10, 10)
     early_stopping: bool | Literal["never"] | None = None
-    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(TEXT_ONLY)] = None
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(FORMAT)] = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Annotated[dict[str, Any] | str | None, WithJsonSchema(JSON_TEXT)] = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
     tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
     modalities: Annotated[Strings | None, WithJsonSchema(TEXT_MODALITY)] = None
 

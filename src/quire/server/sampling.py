@@ -16,6 +16,7 @@ from quire.server.protocol import (
     check_supported,
     unknown,
 )
+from quire.server.structured import structured_of
 from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
 
 MAX_ALLOWED = 1 << 15  # allowed_token_ids: what the event loop reads in some milliseconds
@@ -42,8 +43,6 @@ def _check(request: Sampling, terms: Terms) -> None:
     check_known(request, terms.strict)
     if request.tool_choice not in (None, "none", "auto"):
         raise InputError("tool_choice is not supported: there are no tools", "tool_choice")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise InputError("response_format is not supported, except {'type': 'text'}", "response_format")
     if request.modalities not in (None, ["text"]):
         raise InputError('modalities may only be ["text"]', "modalities")
     if request.spaces_between_special_tokens is False:
@@ -75,7 +74,9 @@ def _given(request: Sampling, terms: Terms) -> dict[str, Any]:
     given = {name: getattr(request, name) for name in _PASSED if getattr(request, name) is not None}
     if request.prompt_logprobs is not None:
         _logprobs("prompt_logprobs", request.prompt_logprobs, terms)
-    return {**terms.defaults, "detokenize": terms.text, **given, **_branches(request)}
+    return {
+        **terms.defaults, "detokenize": terms.text, **given, **_branches(request), "structured": structured_of(request)
+    }  # fmt: skip
 
 
 def _branches(request: Sampling) -> dict[str, Any]:

@@ -32,9 +32,11 @@ from quire.server.request_log import log_request
 from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
 from quire.server.size import Held, Shown, bounded
 from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
+from quire.server.structured import field_of
 from quire.text.prompts import Cut, Prompt
 from quire.text.sight import pictured
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.structured import NAME
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",
                       "self"})  # fmt: skip
@@ -107,7 +109,12 @@ class Service:
         http: Request,
     ) -> Response:
         headers = warnings(body, self._unread(body))
-        await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+        try:
+            await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+        except InputError as error:
+            if error.param == NAME:  # what the engine calls it
+                error.param = field_of(body)
+            raise
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
         renderer.pace.turns = self.turns

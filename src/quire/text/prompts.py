@@ -85,9 +85,11 @@ class Prompts:
         limits: Limits,
         defaults: Mapping[str, Any],
         sight: Sight | None = None,
+        eos_ids: Sequence[int] | None = None,
     ) -> None:
+        """`eos_ids` are the model's end tokens, where they aren't just the tokenizer's."""
         self.tokenizer, self.chat_template, self.limits, self.sight = tokenizer, chat, limits, sight
-        self.text = _text_of(tokenizer)
+        self.text = _text_of(tokenizer, limits.vocab_size, eos_ids)
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
         self._long: ThreadPoolExecutor | None = None
@@ -332,17 +334,25 @@ class Prompts:
         long, so it is done here and not on the engine's thread. InputError for words that can't be banned."""
         return params if self.text is None else self.text.resolve(params)
 
+    def quick(self, params: SamplingParams) -> bool:
+        """Whether `resolve` needn't compile a grammar, which is of unknown cost."""
+        asked = params.structured
+        if asked is None or params.grammar is not None or self.text is None or self.text.grammars is None:
+            return True
+        return self.text.grammars.holds(asked)
+
     def params(self, **given: Any) -> SamplingParams:
         """Parameters: what is `given`, else the model's defaults (generation_config.json), else SamplingParams'."""
         return SamplingParams(**{**self.defaults, **given})
 
 
-def _text_of(tokenizer: Tokenizer | None) -> TokenText | None:
+def _text_of(tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int] | None) -> TokenText | None:
     if tokenizer is None:
         return None
+    from quire.text.grammars import Grammars
     from quire.text.stream import TokenText
 
-    return TokenText(tokenizer)
+    return TokenText(tokenizer, Grammars(tokenizer, vocab_size, tokenizer.eos_ids if eos_ids is None else eos_ids))
 
 
 def characters(given: Any) -> int:
