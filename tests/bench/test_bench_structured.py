@@ -18,7 +18,7 @@ def test_structured(tmp_path: Path) -> None:
     assert set(rows["tokens_per_second"]) == {"free", "schema"}
     assert forced["times"] > 0
     assert all(masks[name]["mask_us"]["p50"] <= masks[name]["mask_us"]["p99"] for name in ("text", "record", "counted"))
-    assert matching.JUMP == least
+    assert least == matching.JUMP
 
 
 def test_made_up_vocabularies() -> None:
