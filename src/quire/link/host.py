@@ -115,10 +115,10 @@ class Host:
             self._wake.notify()
             return True
 
-    def compiled(self, message: FromFront) -> FromFront:
+    def compiled(self, message: Add) -> Add:
         """What a front in another process sent, with the grammar that it asks for: made here, on the thread that reads,
         not on the engine's. InputError if it can't be."""
-        if not isinstance(message, Add) or message.params.structured is None:
+        if message.params.structured is None:
             return message
         if self.engine.grammar_of is None:
             raise InputError("structured output isn't offered here", "structured_outputs")

@@ -223,7 +223,6 @@ class ModelRunner:
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
-        self.sampler.masks.take(plan.masks)
         if self.prompts is not None:
             self.prompts.born(plan.births)
         if self.whole is not None:
@@ -266,6 +265,7 @@ class ModelRunner:
         rows, scores = plan.rows, []
         if not rows:
             return Ticket(None, [], plan, began, None)
+        self.sampler.masks.take(plan.masks)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
         sees = self.pictures is not None and self.pictures.sees(rows)
