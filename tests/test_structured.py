@@ -120,3 +120,27 @@ def test_refusals(llm: LLM) -> None:
 def test_without_a_tokenizer() -> None:
     with LLM(skip_tokenizer_init=True) as llm, pytest.raises(InputError, match="needs a tokenizer"):
         llm.generate([[1, 2]], SamplingParams(structured_outputs=FORM, detokenize=False))
+
+
+def test_steps_in_flight(llm: LLM) -> None:
+    """Where steps begin before their masks are made, the outputs are the same."""
+    params = [
+        SamplingParams(temperature=1, seed=i, n=1 + i % 2, max_tokens=120, structured_outputs=FORM) for i in range(3)
+    ]
+    params.append(SamplingParams(temperature=1, seed=9, max_tokens=60))
+    wanted = [[one.text for one in output.outputs] for output in llm.generate(PROMPTS, params)]
+    with LLM(dtype="float32", max_num_seqs=12, depth=2) as deep:
+        assert deep.engine.scheduler.late
+        found = deep.generate(PROMPTS, params)
+    assert [[one.text for one in output.outputs] for output in found] == wanted
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"executor": "process"}])
+def test_ranks(llm: LLM, settings: dict[str, Any]) -> None:
+    """Masks reach the ranks of a model that is divided, in the plan's frame."""
+    params = SamplingParams(temperature=1, seed=1, max_tokens=80, structured_outputs=FORM)
+    wanted = llm.generate(PROMPTS[0], params)[0].outputs[0].text
+    with LLM(dtype="float32", max_num_seqs=4, device="cpu", threads=1, **settings) as ranks:
+        found = ranks.generate([PROMPTS[0], PROMPTS[1]], [params, SamplingParams(seed=2, temperature=1, max_tokens=9)])
+    jsonschema.validate(json.loads(found[0].outputs[0].text), SCHEMA)
+    assert "tp" in settings or found[0].outputs[0].text == wanted

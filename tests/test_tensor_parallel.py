@@ -195,3 +195,9 @@ def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> No
 def test_what_cannot_be_divided_is_refused(folders: Any, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(StartupError, match=told):
         engine_of(folders("llama"), **settings)
+
+
+@pytest.mark.parametrize("tp", [True, 2.0, "2", -1])
+def test_ranks_are_a_whole_number(tp: object) -> None:
+    with pytest.raises(StartupError, match=r"--tp is .* must be between 1 and"):
+        LLM("tiny", tp=tp)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quire.control.memory import Account
 from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix
 from quire.link.front import Front, Link
-from quire.link.messages import MOST_ID, MOST_REQUESTS, Abort, Add, Asked, Prefixes, Register, Release, described
+from quire.link.messages import MOST_ID, MOST_REQUESTS, Abort, Add, Asked, Look, Prefixes, Register, Release, described
 from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import LONG_CHARS, Messages, Prompt, Prompts, characters, engine_config
@@ -221,6 +221,13 @@ class AsyncLLM(Front):
         """The lengths in tokens of the registered prefixes and of those being computed, and which are ready."""
         held, ready = await self._ask(asyncio.get_running_loop().create_future(), Prefixes)
         return held, frozenset(ready)
+
+    async def look(self) -> str:
+        """What is in memory now, page by page, as JSON: see control.scene; `took` is what looking took the engine, in
+        seconds. EngineDead if there is none."""
+        found = await self._ask(asyncio.get_running_loop().create_future(), Look)
+        assert isinstance(found, str), "a look is answered with text"
+        return found
 
     @property
     def account(self) -> Account:

@@ -101,13 +101,17 @@ def plan_memory(
     device: str,
     saved: int = 0,
     device_bytes: int | None = None,
+    seen: tuple[int, int, str] | None = None,
 ) -> MemoryPlan:
     """How to divide the device; of several ranks, each one's: `config` and `spec` are a rank's. `saved`: bytes that the
     weights take less than `itemsize` each. `device_bytes`: those of a device that isn't asked, and of which all are
-    free. StartupError if the model or one token of KV doesn't fit, naming the numbers."""
+    free. `seen`: bytes of a rank's device in all, and free, and what to call it, where they are known. StartupError if
+    the model or one token of KV doesn't fit, naming the numbers."""
     config = config.sized(device)
     assert config.max_num_seqs is not None
-    total, free = rank_memory(config, device) if device_bytes is None else (device_bytes, device_bytes)
+    if device_bytes is not None:
+        seen = device_bytes, device_bytes, device
+    total, free, where = seen or (*rank_memory(config, device), device)
     weights = spec.weight_bytes(itemsize) - saved
     activations = activation_bytes(config, spec, itemsize) + exchange_bytes(config, spec, itemsize, device)
     if device != "cpu":
@@ -127,7 +131,7 @@ def plan_memory(
         raise StartupError(
             f"out of memory: {_size(weights)} of weights, {_size(activations)} of activations and "
             f"{_size(max(kv.bytes, config.page_size * kv.token_bytes))} of KV cache don't fit into "
-            f"{_size(max(usable, 0))} on {device}" + (f", each of {config.tp} ranks" if config.tp > 1 else ""),
+            f"{_size(max(usable, 0))} on {where}" + (f", each of {config.tp} ranks" if config.tp > 1 else ""),
             "Use a smaller --kv-gib, --max-num-batched-tokens or model"
             + (", or a larger --gpu-memory-utilization" if device != "cpu" else ""),
         )

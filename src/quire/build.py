@@ -122,9 +122,12 @@ def build_engine(
         return _assembled(config, source, named, progress, member, None)
     if member is not None:
         raise StartupError("--tp and --executor process aren't for models that share a pool", "Leave them out")
+    from quire.parallel.devices import check_gpus
     from quire.parallel.remote import RemoteRunner
 
     source = _divided(config, source)
+    if device_of(config) != "cpu":
+        check_gpus(config.tp)
     ranks = RemoteRunner(config.tp, config.rank_timeout)  # they load libraries while the model is looked at
     try:
         return _assembled(config, source, named, progress, None, ranks)
@@ -145,11 +148,6 @@ def _assembled(
     import torch
 
     device = device_of(config)
-    if ranks is not None and device != "cpu":
-        raise StartupError(
-            f"--tp is {config.tp} and --executor {config.executor}, and the device is a GPU: ranks are on CPUs so far",
-            "Use --device cpu, or leave both out",
-        )
     if device == "cpu" and ranks is None:
         kernels.use_threads(config.threads)
     elif config.threads is not None and ranks is None:
@@ -162,7 +160,12 @@ def _assembled(
         plan = member.plan
     else:
         saved = saved_by_fp8(config, source, dtype, device)
-        plan = plan_memory(planned, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved)
+        seen = None
+        if ranks is not None and device != "cpu":
+            from quire.parallel import starting
+
+            seen = starting.meet(ranks, config)
+        plan = plan_memory(planned, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, seen=seen)
     ends = eos_ids(source, named)
     with _enough_memory(device):
         runner = _runner(config, source, dtype, device, ends, plan.max_len, progress, member, ranks)
@@ -218,7 +221,10 @@ def _runner(
 def _computing(runner: Any, ranks: RemoteRunner | None, device: str) -> tuple[str, ...]:
     """What computes, to be said at start."""
     if ranks is not None:
-        return tuple(f"{len(ranks.sides)} rank{'s' * (len(ranks.sides) > 1)}, each: {said}" for said in ranks.notices)
+        count = len(ranks.sides)
+        if device != "cpu":
+            return (f"{count} rank{'s' * (count > 1)}, each with a GPU", *ranks.notices)
+        return tuple(f"{count} rank{'s' * (count > 1)}, each: {said}" for said in ranks.notices)
     if device == "cpu":
         from quire.data.weights.mapped import trim
 

@@ -23,26 +23,33 @@ if TYPE_CHECKING:
     import torch
 
     from quire.data.layers.exchange import Exchange
+    from quire.parallel.devices import Seat
     from quire.parallel.frames import Hello
 
 
-def build_rank(hello: Hello) -> Any:
-    """The runner of a rank's part. StartupError where it can't be."""
+def build_rank(hello: Hello, seat: Seat | None = None) -> Any:
+    """The runner of a rank's part, on the GPU of its seat, if any. StartupError where it can't be."""
     import torch
 
     from quire.data.weights.mapped import trim
     from quire.parallel.shared import SharedExchange
 
     config, part = hello.config, hello.part
-    kernels.use_threads(config.threads)
+    if seat is None:
+        kernels.use_threads(config.threads)
+    elif config.threads is not None:
+        torch.set_num_threads(config.threads)
     dtype = getattr(torch, config.dtype)
     source = read_source(config).divided(part).stored(config, dtype.itemsize)
-    exchange = SharedExchange(part, hello.meeting, hello.seconds) if part.ranks > 1 else None
+    exchange: Exchange | None = None if seat is None else seat.exchange
+    if seat is None and part.ranks > 1:
+        exchange = SharedExchange(part, hello.meeting, hello.seconds)
+    device = torch.device(config.device) if seat is None else seat.device
     runner = shard_runner(
-        config, source, dtype, torch.device(config.device), hello.eos_ids, hello.max_len, hello.progress,
+        config, source, dtype, device, hello.eos_ids, hello.max_len, hello.progress,
         part=part, exchange=exchange,
     )  # fmt: skip
-    runner.notices = (kernels.said(),)
+    runner.notices = (kernels.said(),) if seat is None else seat.notices
     trim()
     return runner
 

@@ -26,7 +26,7 @@ class NumberMatcher:
         if rng.random() < 0.2:
             self.allowed.add(END)
         if not self.queue and rng.random() < 0.4:
-            self.queue = tuple(rng.choices(range(1, VOCAB), k=rng.randint(1, 6)))
+            self.queue = tuple(rng.choices(range(1, VOCAB), k=rng.choice((1, 3, 8))))
             if rng.random() < 0.1:
                 self.queue += (END,)
 

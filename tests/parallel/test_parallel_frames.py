@@ -78,5 +78,5 @@ def test_a_stream_of_anything_is_refused_or_waits_for_more(data: bytes) -> None:
 
 
 def test_a_kind_that_is_none_is_refused() -> None:
-    with pytest.raises(WireError, match="kind: 15 is no kind of frame"):
-        list(Frames(KINDS).feed(Frames().write(15, b"")))
+    with pytest.raises(WireError, match="kind: 16 is no kind of frame"):
+        list(Frames(KINDS).feed(Frames().write(16, b"")))

@@ -1,5 +1,5 @@
-"""Families of `quire bench kernels` for Jamba's layers: running states, a token a row and whole prompts; mixtures of
-experts. Sizes are those of Jamba 52B."""
+"""Families of `quire bench kernels` for unlike layers: running states, a token a row and whole prompts, and mixtures of
+experts, in sizes of Jamba 52B; attention to pictures, in those of Llama 3.2 11B Vision."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ HIDDEN, FFN, EXPERTS, TOP = 4096, 14336, 16, 2
 INNER, SIZE, TAPS = 8192, 16, 4
 LAYERS, RUN = 28, 512
 ROWS = (1, 8, 64, 256)
+PICTURE, KV_HEADS, HEADS, DIM, PAGE = 6404, 8, 32, 128, 16
 PROMPTS = ((8, 8192), (1, 8192), (64, 128))  # rows, tokens of each
 
 
@@ -144,3 +145,16 @@ def experts() -> Iterator[Case]:
                 yield Case(name, f"{rows} rows, {active} of {EXPERTS}", calls, moved)
             else:
                 yield Case(name, f"{rows} rows", calls, 2 * rows * TOP * one, "compute")
+
+
+def crossed() -> Iterator[Case]:
+    """A token of each row attends to all rows of a picture of its own. The tables of all are one column, as a runner
+    has them (data/runner/crossing.py)."""
+    from quire.bench.kernels import decode_calls, placed
+
+    for rows in (1, 8, 32):
+        size = 2 * rows * KV_HEADS * PICTURE * DIM * 2
+        where = placed(rows, PICTURE, KV_HEADS, DIM, PAGE, min(inputs(size), LAYERS), torch.bfloat16, HEADS)
+        width = where.tables.shape[1]
+        column = where._replace(tables=where.tables.view(-1, 1), slots=where.slots * width)
+        yield Case("cross attention", f"{rows} x {PICTURE}", decode_calls(column), size)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.bench.document import short, table
-from quire.bench.kernel_states import experts, states
+from quire.bench.kernel_states import crossed, experts, states
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDORS
 from quire.data.kernels.batch import LayerCache
@@ -360,7 +360,7 @@ def sampling() -> Iterator[Case]:
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": decodes, "wide": wide, "prompts": prompts,
     "windowed": windowed, "chunks": chunks, "small": small, "linears": linears, "sampling": sampling, "states": states,
-    "experts": experts,
+    "experts": experts, "crossed": crossed,
 }  # fmt: skip
 
 
@@ -379,9 +379,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, rate in most._asdict().items()
     ]  # fmt: skip
     for name in names:
-        print(name, file=sys.stderr)
         for case in FAMILIES[name]():
             results.append(result(case, timed(case), most.of(case)))
+            print(f"{case.kernel}, {case.case}: {short(results[-1]['us'])} us", file=sys.stderr, flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     return results

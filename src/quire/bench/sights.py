@@ -1,7 +1,8 @@
 """What pictures cost: to encode one, and to decode with one in the prompt, beside the same text alone.
 
 A picture of random colours is prepared as one of a user's would be, and each request has one of its own. Steps are
-timed as they follow one another, so what is said is what a client would see.
+timed as they follow one another, so what is said is what a client would see. With --neighbours, also what those who
+decode see while pictures come, beside what they see while prompts come that fill a step.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from quire.bench.calibrate import shape_of
 from quire.bench.document import short, table
 from quire.bench.shapes import built
+from quire.bench.steps import Timed, encoder, picture_steps
+from quire.bench.workloads import Job
+from quire.build import ITEMSIZE
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
 from quire.data.models.seeing_settings import PREPARATION
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError
+from quire.sim.cost import Cost, load
 from quire.source import read_source
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
@@ -32,6 +38,10 @@ if TYPE_CHECKING:
 ROUNDS = 5
 TEXT_FIRST = 8
 """Tokens in front of the picture."""
+OTHER = 11  # a token
+
+Sight = tuple["Preparation", bool, int]  # how pictures are prepared, whether layers cross to them, the token they take
+Asked = tuple[list[int], tuple[Medium, ...], tuple[Pixels, ...]]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +54,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
         help="its pixels (default: 1120 1120)",
     )  # fmt: skip
     group.add_argument("--steps", type=int, default=100, metavar="N", help="that decode (default: %(default)s)")
+    group.add_argument(
+        "--neighbours", type=int, default=0, metavar="N", help="that decode while others' pictures and prompts come"
+    )
+    group.add_argument(
+        "--against", metavar="NAME|FILE", help="a calibration: how much longer than its operations an encoder's take"
+    )
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -68,12 +84,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             found |= {f"picture_{name}": value for name, value in _served(made.engine, rows, args, sight).items()}
             found |= _encoded(made.engine, args.picture, *sight)
             results.append(found)
+        if args.neighbours:
+            results[-1]["neighbours"] = _neighbours(made.engine, args, sight)
+        if args.against is not None:
+            shape = shape_of(source, ITEMSIZE[made.plan.dtype], made.plan.saved)
+            cost = Cost(shape, load(args.against).coefficients)
+            results[-1]["encoder"] = {"calibration": args.against, "times": _longer(made.engine, cost, args, sight)}
         return results[1:]
 
 
-def _served(
-    engine: Engine, rows: int, args: argparse.Namespace, sight: tuple[Preparation, bool, int] | None
-) -> dict[str, Any]:
+def _served(engine: Engine, rows: int, args: argparse.Namespace, sight: Sight | None) -> dict[str, Any]:
     """Seconds to each request's first token, of all requests together, and of a decoding step."""
     params = SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True, detokenize=False)
     count = 0
@@ -99,6 +119,58 @@ def _served(
     return {"rows": count, "first_s": first, "step_ms": 1e3 * median(gaps) if gaps else None}
 
 
+COMERS = 16  # requests that come while others decode, one after another
+APART = 8  # steps between two of them
+STAY = (COMERS + 4) * APART  # tokens that the others generate, if nobody stops them
+
+
+def _neighbours(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str, Any]:
+    """Milliseconds between two tokens of sequences that decode: with nobody else; while requests with a picture come;
+    and while prompts of text come, each of as many tokens as a step may still have beside them."""
+    rows = args.neighbours
+    full = min(engine.scheduler.budget - rows, engine.limits.max_len - 2)
+    pictures = [_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(COMERS + 1)]
+    prompts: list[Asked] = [([OTHER + i] * full, (), ()) for i in range(COMERS + 1)]
+    _gaps(engine, rows, [pictures.pop(), prompts.pop()])  # compiles
+    found = {"alone": _gaps(engine, rows, []), "pictures": _gaps(engine, rows, pictures)}
+    return {"rows": rows, "prompt_tokens": full, **found, "prompts": _gaps(engine, rows, prompts)}
+
+
+def _gaps(engine: Engine, rows: int, comers: Sequence[Asked]) -> dict[str, float]:
+    """Percentiles of all steps while `comers` come and are computed."""
+    salt = f"{time.perf_counter_ns()}"
+    long, once = (
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False) for count in (STAY, 1)
+    )
+    for i in range(rows):
+        engine.add(f"stays-{i}", [OTHER + i] * TEXT_FIRST, long, salt=salt)
+    for _ in range(2 * APART):
+        engine.step()
+    times = []
+    for i in range(COMERS):
+        if i < len(comers):
+            tokens, media, pixels = comers[i]
+            engine.add(f"comes-{i}", tokens, once, salt=salt, media=media, pixels=pixels)
+        for _ in range(APART):
+            if any(output.tokens for output in engine.step() if output.request.startswith("stays")):
+                times.append(time.perf_counter())
+    for i in range(rows):
+        engine.abort(f"stays-{i}")
+    while engine.unfinished:
+        engine.step()
+    gaps = sorted(1e3 * (later - earlier) for earlier, later in pairwise(times))
+    return {f"p{p}_ms": gaps[min(len(gaps) * p // 100, len(gaps) - 1)] for p in (50, 90, 99, 100)}
+
+
+def _longer(engine: Engine, cost: Cost, args: argparse.Namespace, sight: Sight) -> float:
+    """The coefficient `encoder` of this model over a calibration's others."""
+    runner = engine.runner
+    asked = (_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(1 + ROUNDS))
+    samples = picture_steps(Timed(engine, cost.shape), [Job(tokens, 1, *seen) for tokens, *seen in asked])
+    engine.runner = runner
+    return encoder(cost, samples)
+
+
 def _encoded(engine: Engine, size: Sequence[int], how: Preparation, cross: bool, token: int) -> dict[str, Any]:
     """The encoder alone, with as many parts of a picture at once as a step may have: parts, and the milliseconds that
     they take, of ROUNDS the median."""
@@ -122,9 +194,7 @@ def _encoded(engine: Engine, size: Sequence[int], how: Preparation, cross: bool,
     return {"encoded_parts": len(parts), "encode_ms": 1e3 * median(times[1:])}
 
 
-def _shown(
-    tokens: list[int], size: Sequence[int], number: int, how: Preparation, cross: bool, token: int
-) -> tuple[list[int], tuple[Medium, ...], tuple[Pixels, ...]]:
+def _shown(tokens: list[int], size: Sequence[int], number: int, how: Preparation, cross: bool, token: int) -> Asked:
     """A prompt with a picture of its own in it."""
     import numpy as np
     from PIL import Image
@@ -145,4 +215,20 @@ def show(results: Sequence[dict[str, Any]]) -> str:
             "s to all first tokens", "picture")  # fmt: skip
     names = ("rows", "text", "picture_rows", "encoded_parts", "encode_ms", "text_step_ms", "picture_step_ms",
              "text_first_s", "picture_first_s")  # fmt: skip
-    return table(head, [[r[name] if i < 4 else short(r.get(name)) for i, name in enumerate(names)] for r in results])
+    lines = [table(head, [[r[name] if i < 4 else short(r.get(name)) for i, name in enumerate(names)] for r in results])]
+    if "neighbours" in results[-1]:
+        beside = results[-1]["neighbours"]
+        kinds = {
+            "alone": "nothing",
+            "pictures": "pictures",
+            "prompts": f"prompts of {beside['prompt_tokens']:,} tokens",
+        }
+        rows = [(label, *(short(ms) for ms in beside[kind].values())) for kind, label in kinds.items()]
+        lines.append(f"{beside['rows']} that decode while others come, ms between tokens:")
+        lines.append(table(("what comes", "p50", "p90", "p99", "at most"), rows))
+    if "encoder" in results[-1]:
+        said = results[-1]["encoder"]
+        lines.append(
+            f"an encoder's operation takes {said['times']:.2f} times what {said['calibration']} says of others"
+        )
+    return "\n".join(lines)

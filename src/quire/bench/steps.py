@@ -7,11 +7,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from quire.bench.calibration import TOKEN, host_tokens, swap_seconds
+from quire.bench.workloads import Job
 from quire.control.engine import Engine
-from quire.sim.cost import Coefficients, Shape, Work, work_of
+from quire.sim.cost import Coefficients, Cost, Shape, Work, work_of
+from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Copy, StepPlan, StepResult
 
@@ -26,6 +29,7 @@ SWAPS = (64, 256, 1024, 4096)
 COPIED = 64  # pages
 MOST_TOKENS = 2**16  # of all contexts of one step
 DECODED = 64  # tokens of the sequences that decode beside prompts
+MOST_ENCODER, HALVINGS = 64.0, 30  # of the coefficient, and of where it is looked for
 NOTHING = Coefficients(*(0.0,) * 10)
 
 
@@ -52,6 +56,7 @@ class Timed:
         self.marks: list[tuple[Any, Any]] = []  # before and behind each step in flight, on the GPU's stream
         self.free = self.inside = 0.0
         self.samples: list[Sample] = []
+        self.media: dict[int, tuple[Medium, ...]] = {}  # of a slot's latest sequence
         self.what = ""
         self.clock = clock_of(engine.runner)
         engine.runner = self  # type: ignore[assignment]
@@ -59,6 +64,7 @@ class Timed:
     def submit(self, plan: StepPlan) -> tuple[StepPlan, Any]:
         began = self.clock()
         self.began.append(began)
+        self.media.update((birth.slot, birth.media) for birth in plan.births)
         before = mark(self.runner)
         ticket = self.runner.submit(plan)
         self.marks.append((before, mark(self.runner)))
@@ -78,8 +84,17 @@ class Timed:
         if behind is not None:
             seconds = before.elapsed_time(behind) / 1000
         self.free = now
-        self.samples.append(Sample(self.what, work_of(ticket[0], self.shape, self.page_bytes), seconds))
+        self.samples.append(Sample(self.what, self._work(ticket[0]), seconds))
         return result
+
+    def _work(self, plan: StepPlan) -> Work:
+        return work_of(plan, self.shape, self.page_bytes, self.media)
+
+    def see(self, pixels: Pixels) -> None:
+        self.runner.see(pixels)
+
+    def forget(self, key: bytes) -> None:
+        self.runner.forget(key)
 
     def close(self) -> None:
         self.runner.close()
@@ -167,6 +182,34 @@ def long_prompt(timed: Timed) -> list[Sample]:
             found.append(sample._replace(host=0.0) if beside else sample)
     _end(timed)
     return found[1 :: max(chunks // CHUNKS, 1)]
+
+
+def picture_steps(timed: Timed, jobs: Sequence[Job]) -> list[Sample]:
+    """The steps that encode pictures of requests that come one after another, the first one's left out: it compiles."""
+    timed.what, beside, first = "pictures", _beside(timed), 0
+    if beside:
+        _start(timed, beside, DECODED)
+    for i, job in enumerate(jobs):
+        first = first if i != 1 else len(timed.samples)
+        timed.engine.add(f"picture-{i}", job.prompt, _params(1), media=job.media, pixels=job.pixels)
+        while f"picture-{i}" in timed.engine.requests:
+            timed.step()
+    _end(timed)
+    return [sample for sample in timed.samples[first:] if sample.work.encoded]
+
+
+def encoder(cost: Cost, samples: Sequence[Sample]) -> float:
+    """The coefficient `encoder` with which half of these steps, that encode, take longer than `cost` says."""
+    return median(_encoder(cost, sample) for sample in samples)
+
+
+def _encoder(cost: Cost, sample: Sample) -> float:
+    low, high = 0.0, MOST_ENCODER
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        longer = cost._replace(coefficients=cost.coefficients._replace(encoder=middle)).device(sample.work)
+        low, high = (middle, high) if longer < sample.seconds else (low, middle)
+    return low
 
 
 def _beside(timed: Timed) -> int:

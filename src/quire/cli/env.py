@@ -18,7 +18,8 @@ PACKAGES = (
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
                 "bf16", "sve")  # fmt: skip
 VARIABLES = (
-    "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "QUIRE_CPU_KERNELS", "TRITON_CACHE_DIR",
+    "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "QUIRE_CPU_KERNELS", "QUIRE_SHARE_GPU",
+    "TRITON_CACHE_DIR",
 )  # fmt: skip
 
 

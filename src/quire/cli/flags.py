@@ -220,6 +220,7 @@ def _add_log_flags(group: Any) -> None:
                        help="what the HTTP library logs (default: %(default)s)")  # fmt: skip
     group.add_argument("--metrics-prefix", choices=("quire", "vllm"), default="quire",
                        help="names of metrics: quire_... or vllm:..., for dashboards of vLLM")  # fmt: skip
+    group.add_argument("--no-console", dest="console", action="store_false", help="no page at /console")
 
 
 def _add(group: Any, flag: Flag, default: object) -> None:

@@ -57,6 +57,7 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         access_log=args.access_log,
         allowed_origins=origins(args.allowed_origins),
         metrics_prefix=args.metrics_prefix,
+        console=args.console,
         strict=args.strict,
         max_logprobs=args.max_logprobs,
         log_requests=args.enable_log_requests,

@@ -184,7 +184,7 @@ def plant_of(config: EngineConfig, calibration: str) -> Plant:
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
     return Plant(
-        config, source.spec, Cost(shape_of(source, itemsize, saved), found.coefficients), found, tokens, kv_bytes,
+        config, source.spec, Cost(shape_of(source, itemsize, saved), found.of(source.name)), found, tokens, kv_bytes,
         Eyes.of(source.config, source.spec),
     )  # fmt: skip
 

@@ -20,9 +20,12 @@ Stop = Callable[[int], tuple[str | None, int | None]]
 
 
 def masks_of(rows: Iterable[Row], by_slot: Mapping[int, tuple[Request, Sequence]]) -> tuple[Mask, ...]:
-    """What those rows may draw whose sequences have a grammar; all of them at once."""
+    """What those rows may draw whose sequences have a grammar; all of them at once. One that has ended in the meantime
+    may draw anything: it isn't looked at."""
     found = [(row.slot, *by_slot[row.slot]) for row in rows if row.sample]
-    asked = [(slot, request, seq.matcher) for slot, request, seq in found if seq.matcher is not None]
+    asked = [
+        (slot, request, seq.matcher) for slot, request, seq in found if seq.matcher is not None and seq.finish is None
+    ]
     if not asked:
         return ()
     grammar = asked[0][1].params.grammar
@@ -31,13 +34,21 @@ def masks_of(rows: Iterable[Row], by_slot: Mapping[int, tuple[Request, Sequence]
     return tuple([Mask(slot, mask) for (slot, _, _), mask in zip(asked, masks)])
 
 
+def waits(request: Request, seq: Sequence, late: bool) -> bool:
+    """Whether what follows a token that is under way is left until it comes. With masks that may be `late` only where
+    a forced run will be appended behind it."""
+    if seq.matcher is None:
+        return False
+    return not late or (request.top == -1 and len(seq.matcher.forced()) > JUMP)
+
+
 def follow(request: Request, seq: Sequence, token: int, eos_ids: frozenset[int], stop: Stop) -> None:
     """`seq` has drawn `token`: go on in its grammar. Tokens that the grammar leaves no choice about are appended as if
     drawn, where nobody asks for their log-probabilities: all of them are computed in one row (jump-ahead)."""
     assert seq.matcher is not None, "it has a grammar"
     _match(seq, token, eos_ids)
     run = seq.matcher.forced()
-    if request.top != -1 or len(run) < JUMP:
+    if request.top != -1 or len(run) < JUMP or seq.planned > seq.computed:  # a row for the first of them is under way
         return
     for forced in run:
         if seq.finish is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from quire.control.branching import Branching, Hands
 from quire.control.costs import DEFAULT, Costs
 from quire.control.decoding import append, context_of
-from quire.control.matching import masks_of
+from quire.control.matching import masks_of, waits
 from quire.control.memory import KVMemory, Later
 from quire.control.request import Event, Request, Sequence, Status
 from quire.control.sight import Sight
@@ -52,6 +52,7 @@ class Scheduler:
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.births: list[Birth] = []
         self.matched = 0  # requests with a grammar
+        self.late = False  # the runner takes masks once a step is under way
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = self.added = 0
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
@@ -105,7 +106,8 @@ class Scheduler:
         births, self.births = tuple(self.births), []
         now, ahead = self.memory.take_journal()
         self.flight += 1
-        return StepPlan(births, now, tuple(rows), ahead, masks_of(rows, self.by_slot) if self.matched else ())
+        masks = masks_of(rows, self.by_slot) if self.matched and not self.late else ()
+        return StepPlan(births, now, tuple(rows), ahead, masks)
 
     def _continue_running(self, rows: list[Row]) -> bool | None:
         """Give each running sequence its next tokens, oldest request first; preempt the youngest when memory is short.
@@ -138,7 +140,7 @@ class Scheduler:
         """Tokens that the sequence could compute next, of `budget`."""
         if seq.finish is not None:
             return 0
-        if seq.pending and (seq.branches or request.method is not None or seq.matcher is not None):
+        if seq.pending and (seq.branches or request.method is not None or waits(request, seq, self.late)):
             return 0  # what follows is decided when its sample arrives; others go on
         if seq.pending and len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
             return 0  # its last token is on its way

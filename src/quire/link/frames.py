@@ -36,6 +36,7 @@ from quire.link.messages import (
     Died,
     FromEngine,
     FromFront,
+    Look,
     Prefixes,
     Register,
     Release,
@@ -53,9 +54,9 @@ MOST_JSON = 1 << 24  # bytes
 MOST_TEXT = 1 << 16  # characters of an error
 COUNT = struct.Struct("<I")
 STOP = struct.Struct("<III")  # number, branch, bytes of the reason
-KINDS = (HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG) = (
-    range(1, 15)
-)
+KINDS = (
+    HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG, LOOK,
+) = range(1, 16)  # fmt: skip
 ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix)
 }
@@ -184,6 +185,8 @@ def write_front(message: FromFront) -> tuple[int, bytes]:
             return RELEASE, write_json({"key": key, "name": name})
         case Prefixes(key):
             return PREFIXES, write_json({"key": key})
+        case Look(key):
+            return LOOK, write_json({"key": key})
 
 
 def read_front(frame: Frame) -> FromFront:
@@ -258,6 +261,10 @@ def _read_prefixes(body: memoryview) -> Prefixes:
     return Prefixes(number(read_json(body), "key"))
 
 
+def _read_look(body: memoryview) -> Look:
+    return Look(number(read_json(body), "key"))
+
+
 def _at_end(reader: Reader) -> None:
     if reader.at != reader.end:
         raise reader.error("frame", f"{reader.end - reader.at} bytes follow its end")
@@ -265,7 +272,7 @@ def _at_end(reader: Reader) -> None:
 
 READERS: dict[int, Callable[[memoryview], FromFront]] = {
     ADD: _read_add, ABORT: _read_abort, STOPPED: _read_stop, REGISTER: _read_register, RELEASE: _read_release,
-    PREFIXES: _read_prefixes,
+    PREFIXES: _read_prefixes, LOOK: _read_look,
 }  # fmt: skip
 
 
@@ -323,9 +330,9 @@ def read_engine(frame: Frame) -> FromEngine:
     return Answer(number(data, "key"), None if error is None else read_error(field(data, "error", dict)), _value(value))
 
 
-def _value(value: Any) -> bool | tuple[dict[str, int], tuple[str, ...]] | None:
+def _value(value: Any) -> bool | str | tuple[dict[str, int], tuple[str, ...]] | None:
     match value:
-        case None | bool():
+        case None | bool() | str():
             return value
         case [dict(held), list(ready)] if all(type(length) is int for length in held.values()):
             return held, tuple(map(str, ready))

@@ -39,7 +39,7 @@ from quire.link.frames import (
 )
 from quire.link.hello import Hello, read_hello, write_pulse, write_ready
 from quire.link.host import Host, Left
-from quire.link.messages import Answer, Died, FromEngine, Ready, Stepped, described
+from quire.link.messages import Add, Answer, Died, FromEngine, Ready, Stepped, described
 from quire.link.pulse import SILENT
 from quire.link.stacks import stacks
 from quire.vocabulary.columns import WireError
@@ -104,7 +104,8 @@ class Side:
 
     def _take(self, host: Host, frame: Frame) -> None:
         try:
-            host.send(self.front, host.compiled(read_front(frame)))
+            message = read_front(frame)
+            host.send(self.front, host.compiled(message) if isinstance(message, Add) else message)
         except InputError as error:  # of parameters that no honest front sends
             self.tell(Answer(add_key(frame), error))
 

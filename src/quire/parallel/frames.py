@@ -22,8 +22,8 @@ from quire.vocabulary.media import Pixels
 from quire.vocabulary.specs import Geometry
 from quire.vocabulary.wire import KEY_BYTES
 
-KINDS = range(1, 15)
-HELLO, BIND, WARM, SEE, FORGET, PLAN, COLLECT, ASK, CLOSE, READY, DONE, ANSWER, TOLD, FAILED = KINDS
+KINDS = range(1, 16)
+HELLO, BIND, WARM, SEE, FORGET, PLAN, COLLECT, ASK, CLOSE, READY, DONE, ANSWER, TOLD, FAILED, MEET = KINDS
 WARMED = struct.Struct("<II")  # tokens of a step, tokens of a sequence
 DREW = struct.Struct("<QQ")  # the step, from 1; the digest of what was applied and drawn
 MOST_EOS = 1 << 16  # end tokens
@@ -66,7 +66,7 @@ def read_hello(body: memoryview) -> Hello:
         raise WireError("part", f"{str(part)[:80]} is no rank and number of ranks")
     if len(eos) > MOST_EOS or not all(type(token) is int for token in eos):
         raise WireError("eos_ids", f"no list of up to {MOST_EOS} token ids")
-    if len(meeting) > 1 + 2 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
+    if len(meeting) > 2 + 2 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
         raise WireError("meeting", "no list of descriptors")
     try:
         config = EngineConfig(**field(data, "config", dict))

@@ -15,13 +15,16 @@ LINE = 8  # words from a rank's count to the next one's
 
 
 class Meeting:
-    """The descriptors that ranks inherit: of the memory, and of the events, two a rank."""
+    """The descriptors that ranks inherit: of the memory, of the events, two a rank, and of a file that groups of
+    torch.distributed meet through."""
 
     def __init__(self, ranks: int) -> None:
         """OSError where the system has no memory or descriptor for it."""
         self.memory = os.memfd_create("quire-meeting", os.MFD_CLOEXEC)
         self.events: list[int] = []
+        self.store = -1
         try:
+            self.store = os.memfd_create("quire-group", os.MFD_CLOEXEC)
             os.ftruncate(self.memory, COUNTS + ranks * 2 * SLOT)
             self._map = mmap.mmap(self.memory, COUNTS)
             self._counts = memoryview(self._map).cast("Q")
@@ -32,8 +35,8 @@ class Meeting:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """All of them, the memory's first."""
-        return self.memory, *self.events
+        """All of them: the memory's, the events', the file's."""
+        return self.memory, *self.events, self.store
 
     def behind(self, ranks: Iterable[int]) -> int:
         """Of these ranks the one that has met the others least often: they may wait for it."""
@@ -47,4 +50,4 @@ class Meeting:
         for descriptor in self.descriptors:
             with suppress(OSError):
                 os.close(descriptor)
-        self.events = []
+        self.events, self.store = [], -1

@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -39,6 +39,7 @@ from quire.parallel.frames import (
     FORGET,
     HELLO,
     KINDS,
+    MEET,
     PLAN,
     READY,
     SEE,
@@ -63,9 +64,11 @@ GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
 PR_SET_PDEATHSIG = 1
 SAID = struct.Struct("<QQq")  # a step, what was applied, what was drawn
 MASK = 2**64 - 1
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""What keeps libraries from NVLink's multicast objects."""
 log = logging.getLogger("quire.parallel")
 
-Build = Callable[[Hello], Any]  # a Runner of control.engine
+Build = Callable[..., Any]  # of a Hello, and of a `seat` if there is one: a Runner of control.engine
 
 
 class Gone(Exception):
@@ -132,17 +135,25 @@ class Rank:
         return f"in step {self.collected + 1}" if self.submitted > self.collected else "between steps"
 
 
-def run(build: Build, connection: socket.socket, reader: RingReader, end: Callable[[], object]) -> int:
-    """Build what the first frame of `connection` says, then obey what comes through the ring. Returns the exit status;
-    `end` is called, on another thread, once the other side is gone."""
+def run(
+    build: Build,
+    connection: socket.socket,
+    reader: RingReader,
+    end: Callable[[], object],
+    seat: Callable[[Hello], Any] | None = None,
+) -> int:
+    """Build what the HELLO on `connection` says, then obey what comes through the ring. Returns the exit status; `end`
+    is called, on another thread, once the other side is gone. Before a HELLO there may be a MEET: what `seat` makes of
+    it is given to `build` too."""
     answers, orders = Frames(KINDS), Frames(KINDS)
 
     def send(kind: int, body: bytes) -> None:
         with suppress(OSError):  # whoever should read it is gone, which ends this rank
             connection.sendall(answers.write(kind, body))
 
+    said = _said(connection)
     try:
-        hello = _hello(connection)
+        kind, hello = next(said)
     except (EOFError, OSError):
         return 1
     except (WireError, StartupError) as error:
@@ -151,6 +162,12 @@ def run(build: Build, connection: socket.socket, reader: RingReader, end: Callab
     threading.Thread(target=_end_without, args=(connection, end), name="quire-parent", daemon=True).start()
     logging.getLogger().setLevel(hello.log_level)
     try:
+        if kind == MEET:
+            assert seat is not None, "there is no GPU here"
+            place = seat(hello)
+            send(TOLD, write_json({"told": place.told()}))
+            build = partial(build, seat=place)
+            _, hello = next(said)
         runner = build(hello)
     except BaseException as error:
         _tell(hello.part.rank, "at start", error)
@@ -177,16 +194,17 @@ def _tell(rank: int, doing: str, error: BaseException) -> None:
         log.error("rank %d failed %s", rank, doing, exc_info=error)
 
 
-def _hello(connection: socket.socket) -> Hello:
-    frames, found = Frames(KINDS), list[Frame]()
-    while not found:
+def _said(connection: socket.socket) -> Iterator[tuple[int, Hello]]:
+    """What comes before orders: a HELLO, or a MEET, which has the same body, and a HELLO."""
+    frames = Frames(KINDS)
+    while True:
         data = connection.recv(AT_ONCE)
         if not data:
             raise EOFError
-        found += frames.feed(data)
-    if found[0].kind != HELLO:
-        raise WireError("kind", f"{found[0].kind} comes before a hello")
-    return read_hello(found[0].body)
+        for frame in frames.feed(data):
+            if frame.kind not in (HELLO, MEET):
+                raise WireError("kind", f"{frame.kind} comes before a hello")
+            yield frame.kind, read_hello(frame.body)
 
 
 def _next(reader: RingReader, connection: socket.socket) -> bytes:
@@ -217,19 +235,26 @@ def _failure(error: BaseException) -> Failed:
     return Failed(f"{type(error).__name__}{': ' * bool(said)}{said}"[:300], "", isinstance(error, PeerLost))
 
 
-def build_shard(hello: Hello) -> Any:
+def build_shard(hello: Hello, seat: Any = None) -> Any:
     """The runner of a part of a model."""
     from quire.shard import build_rank
 
-    return build_rank(hello)
+    return build_rank(hello, seat)
 
 
-def main(build: Build | None = None) -> None:
+def seat_of(hello: Hello) -> Any:
+    """The GPU that a rank will use."""
+    from quire.parallel.devices import Seat
+
+    return Seat(hello)
+
+
+def main(build: Build | None = None, seat: Callable[[Hello], Any] | None = None) -> None:
     """The arguments are the rank's number, and descriptors: of the connection, of the ring, of its event. Without a
     `build` of its own it's a model's: torch is imported while the engine's process reads what it needs of that."""
 
-    def built(hello: Hello) -> Any:
-        runner = (build or build_shard)(hello)
+    def built(hello: Hello, **seat: Any) -> Any:
+        runner = (build or build_shard)(hello, **seat)
         spare_the_loaded()
         return runner
 
@@ -240,6 +265,7 @@ def main(build: Build | None = None) -> None:
     spare_signals()
     if build is None:
         threading.Thread(target=import_module, args=("torch",), name="quire-imports", daemon=True).start()
+    os.environ.update(WITHOUT_MULTICAST)
     rank, connection, ring, event = map(int, sys.argv[1:5])
     reader = RingReader(ring, event, rank)
-    leave(run(built, socket.socket(fileno=connection), reader, partial(os._exit, 1)))
+    leave(run(built, socket.socket(fileno=connection), reader, partial(os._exit, 1), seat or seat_of))

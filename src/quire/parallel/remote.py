@@ -28,6 +28,7 @@ from quire.parallel.frames import (
     FORGET,
     HELLO,
     KINDS,
+    MEET,
     PLAN,
     READY,
     SEE,
@@ -84,11 +85,20 @@ class RemoteRunner:
             self._poll.register(descriptor, select.POLLIN)
         self._release = weakref.finalize(self, end, [side.child for side in self.sides], ring, meeting, self._keeper)
 
+    def meet(self, hellos: Sequence[Hello]) -> list[dict[str, Any]]:
+        """Have each rank open its GPU, and its way to the others: what each tells of it. Of a Hello only part, seconds,
+        meeting and what it says of the config's exchange count. StartupError if one can't."""
+        self._say(MEET, hellos)
+        return [read_json(frame.body)["told"] for frame in self._all(TOLD, STARTS * self.seconds, "at start")]
+
     def hello(self, hellos: Sequence[Hello]) -> None:
         """Say what each rank is to build; `wait` for it then."""
+        self._say(HELLO, hellos)
+
+    def _say(self, kind: int, hellos: Sequence[Hello]) -> None:
         for side, hello in zip(self.sides, hellos, strict=True):
-            with suppress(OSError):  # it's gone: `wait` says so
-                side.connection.sendall(Frames(KINDS).write(HELLO, write_hello(hello)))
+            with suppress(OSError):  # it's gone: whoever waits for it says so
+                side.connection.sendall(side.said.write(kind, write_hello(hello)))
 
     def wait(self) -> None:
         """Wait until all have built their part. StartupError if one can't."""

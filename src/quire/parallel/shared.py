@@ -28,7 +28,7 @@ class SharedExchange:
     def __init__(self, part: Part, descriptors: Sequence[int], seconds: float) -> None:
         """`descriptors` are a Meeting's."""
         self.part, self._seconds = part, seconds + MARGIN
-        memory, *events = descriptors
+        memory, *events, self.store = descriptors
         assert len(events) == 2 * part.ranks, f"{len(events)} events are not two for each of {part.ranks} ranks"
         shared = mmap.mmap(memory, COUNTS + part.ranks * 2 * SLOT)
         self._counts = memoryview(shared)[:COUNTS].cast("Q")
@@ -62,6 +62,17 @@ class SharedExchange:
                 total += other
             piece.copy_(total)
         return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
+
+    def meet(self, times: float = 1.0) -> None:
+        """Wait until all are here, so many times as long as in a step."""
+        seconds, self._seconds = self._seconds, self._seconds * times
+        try:
+            self.gather(torch.zeros(1))
+        finally:
+            self._seconds = seconds
+
+    def check(self) -> None:
+        """Who is missed is missed at once."""
 
     def _meet(self, piece: Tensor) -> Tensor:
         """[ranks, bytes]: everybody's piece, until two more are met."""

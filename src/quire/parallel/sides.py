@@ -62,7 +62,7 @@ class Side:
         self.connection = child.connections[0]
         self.inbox: deque[Frame] = deque()
         self.failed: Failed | None = None  # with a reason of its own, or without any word
-        self._frames = Frames(KINDS)
+        self._frames, self.said = Frames(KINDS), Frames(KINDS)
 
     def read(self) -> None:
         """Take in what came."""

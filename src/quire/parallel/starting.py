@@ -7,9 +7,17 @@ import os
 from dataclasses import replace
 
 from quire.config import EngineConfig
+from quire.parallel.devices import room_of
 from quire.parallel.frames import Hello
 from quire.parallel.remote import RemoteRunner
 from quire.vocabulary.layout import Layout
+
+
+def meet(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
+    """Have all ranks open their GPUs, and find what memory is planned for: see devices.room_of."""
+    parts = Layout(config.tp).parts()
+    told = ranks.meet([Hello(config, part, (), 1, ranks.seconds, ranks.meeting.descriptors) for part in parts])
+    return room_of(told, config.gpu_memory_utilization)
 
 
 def build(
@@ -19,7 +27,8 @@ def build(
     dtype, device and attention. Returns when they have."""
     if folder:
         config = replace(config, model=folder, revision=None)
-    config = replace(config, threads=shared_out(config.threads, config.tp))
+    if config.device == "cpu" or config.threads is not None:
+        config = replace(config, threads=shared_out(config.threads, config.tp))
     level = logging.getLogger().getEffectiveLevel()
     ranks.hello([
         Hello(config, part, eos_ids, max_len, ranks.seconds, ranks.meeting.descriptors, progress and part.first, level)

@@ -37,7 +37,7 @@ SOONER = {"e2e": 2.24, "ttft": 29.43}  # times, at most
 MOST_OFF = 0.15  # the simulation's error, as a share
 # The real runs: a rate as a share of uniform pages' capacity and one of two-level pages', with how many requests each;
 # and the seconds that a run takes at most.
-REAL_WITHIN, REAL_BEYOND, MOST_SECONDS = (0.5, 140), (0.95, 280), 22.0
+REAL_WITHIN, REAL_BEYOND, MOST_SECONDS = (0.5, 60), (0.95, 180), 21.0
 
 
 class Latencies(NamedTuple):

@@ -101,8 +101,11 @@ def built(case: Case, rule: str, **more: Any) -> AbstractContextManager[Built]:
 
 
 def warm(made: Built, case: Case) -> None:
-    """Prompts of several lengths, and a picture if the model sees any: not those that will be measured."""
-    asked = [Arriving(0.0, [OWN] * length, exactly(8)) for length in WARM]
+    """Prompts of several lengths, and a picture if the model sees any: not those that will be measured. None is longer
+    than a step, where one step must compute it."""
+    whole = case.chunk is not None and case.spec.vision is not None and case.spec.vision.both_ways
+    lengths = [length for length in WARM if not whole or length <= (case.chunk or 0)]
+    asked = [Arriving(0.0, [OWN] * length, exactly(8)) for length in lengths]
     pictured = [one for one in parse(case.workload).sketches(SEED + 1) if one.pictures][:1]
     serve(made.engine, [*asked, *burst(pictured, case.eyes, pixels=True)], made.spec)
 
@@ -283,11 +286,13 @@ def text(load: Load, found: Sequence[Both]) -> str:
 
 
 def draw(data: Mapping[str, Any]) -> Figure:
-    """Throughput, decode batch and hit rate by rule, real and simulated."""
+    """Throughput, decode batch and hit rate by rule, real and simulated; by vision cache, latency and encoder runs."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(10, 3.4)
-    names = {"requests/s": _speed, "mean decode batch": "batch", "hit rate": "hit_rate"}
+    names: dict[str, Any] = {"requests/s": _speed, "mean decode batch": "batch", "hit rate": "hit_rate"}
+    if any(one["rule"] == "off" for one in data["runs"]):
+        names = {"requests/s": _speed, "mean latency, s": "latency", "encoder runs": "encoder_runs"}
     for axes, (label, of) in zip(fig.subplots(1, len(names)), names.items()):
         for i, kind in enumerate(("real", "simulated")):
             mine = {one["rule"]: one for one in data["runs"] if one["by"] == kind}

@@ -125,7 +125,7 @@ class Case(NamedTuple):
             (Path(folder) / "config.json").write_text(json.dumps(self.shape))
             made = plant_of(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
         slower, longer = H200.bandwidth / self.device.bandwidth, H200.operations / self.device.operations
-        c = made.cost.coefficients
+        c = made.calibration.of(self.model)
         scaled = c._replace(
             weight_byte=c.weight_byte * slower / (2 if self.halved else 1), kv_byte=c.kv_byte * slower,
             copied_byte=c.copied_byte * slower, operation=c.operation * longer, attention=c.attention * longer,

@@ -247,7 +247,8 @@ class Cost(NamedTuple):
 class Calibration(NamedTuple):
     """A device's coefficients and where they are from. `kind` is "cuda" or "cpu"; `depth` steps are in flight;
     `memory_bytes` is all of the device's, `kv_bytes` what was left for KV with `model`, if that is known; `error` is
-    that on steps that weren't fitted, None where no steps were measured."""
+    that on steps that weren't fitted, None where no steps were measured. `encoders` has the coefficient `encoder` of
+    models that see, by name, as `quire bench sights --against` measures it."""
 
     name: str
     device: str
@@ -260,6 +261,11 @@ class Calibration(NamedTuple):
     coefficients: Coefficients
     error: dict[str, Any] | None
     source: str
+    encoders: Mapping[str, float] = {}
+
+    def of(self, model: str) -> Coefficients:
+        """The coefficients for a model of that name."""
+        return self.coefficients._replace(encoder=self.encoders.get(model, self.coefficients.encoder))
 
 
 def names() -> list[str]:
@@ -308,8 +314,17 @@ def read(name: str, content: object) -> Calibration:
     return Calibration(
         name, device, kind, _field(content, "model", str), _field(content, "dtype", str), depth, memory, kv,
         Coefficients(**{key: float(value) for key, value in numbers.items()}), _error(content),
-        _field(content, "source", str),
+        _field(content, "source", str), _encoders(content),
     )  # fmt: skip
+
+
+def _encoders(content: dict[str, Any]) -> dict[str, float]:
+    """Of models that see, where the file says any."""
+    encoders = _field(content, "encoders", dict) if "encoders" in content else {}
+    for model, times in encoders.items():
+        if not _number(times):
+            raise ValueError(f"the encoder of {model[:40]!r} takes {str(times)[:40]} times as long")
+    return {model: float(times) for model, times in encoders.items()}
 
 
 def _error(content: dict[str, Any]) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from quire.vocabulary.plan import (
     Encode,
     Entry,
     In,
+    Mask,
     Out,
     Poison,
     Row,
@@ -238,6 +239,17 @@ class EchoRunner:
         self.queue.append(plan)
         self.submitted += 1
         return self.submitted
+
+    def hold(self, plan: StepPlan) -> int:
+        """As `submit`: nothing of a plan happens early here."""
+        assert not plan.masks, "what is held has no masks yet"
+        return self.submit(plan)
+
+    def release(self, ticket: int, masks: tuple[Mask, ...]) -> int:
+        """The masks of the last plan."""
+        assert ticket == self.submitted, "a plan followed one that is held"
+        self.queue.append(self.queue.pop()._replace(masks=masks))
+        return ticket
 
     def collect(self, ticket: int) -> StepResult:
         """Perform the oldest plan: births, journal, rows."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from quire.errors import InputError
 from quire.text.grammar_source import place_of, source_of
+from quire.text.grammar_tokens import Vocabulary
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.structured import NAME, Structured
 
@@ -92,14 +93,17 @@ class Masker:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         try:
-            from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+            from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
         except ImportError as error:
             raise InputError("structured output needs llguidance: pip install 'quire[structured]'", NAME) from error
         if not eos_ids:
             raise InputError("structured output needs an end token, and this model has none", NAME)
         hint = "structured output can't be had with this tokenizer"
         try:
-            self.tokenizer: LLTokenizer = LLTokenizer(tokenizer.serialised(), n_vocab=vocab_size, eos_token=[*eos_ids])
+            words = TokenizerWrapper(Vocabulary(tokenizer, vocab_size, min(eos_ids)))
+            plain = LLTokenizer(words, n_vocab=vocab_size, eos_token=[*eos_ids], slices=[])
+            # In two steps: other threads run between them.
+            self.tokenizer: LLTokenizer = plain.with_slices(LLTokenizer.general_slices())
         except (ValueError, RuntimeError) as error:
             raise InputError(f"{hint}: {_short(str(error))}", NAME) from error
         self.vocab_size, self.eos_ids, self.end = vocab_size, frozenset(eos_ids), min(eos_ids)

@@ -96,10 +96,6 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
-    def serialised(self) -> str:
-        """tokenizer.json, as it is here."""
-        return str(self._backend.to_str())
-
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token adds after others; b"" for an id without a token. Half a character stays half."""
         known = self._bytes.get(id)

@@ -38,6 +38,7 @@ from quire.data.kernels.triton import (
     prompt,
     prompt_hopper,
     quick,
+    reduce,
     rope_write,
     sampling,
     scaled,
@@ -222,6 +223,21 @@ def samples() -> None:
     copy.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
 
 
+def sums() -> None:
+    """Over ranks."""
+    for ranks in (2, 4, 8):
+        peers = reduce.Peers(ints(ranks), ints(reduce.PROGRAMS), ints(1), ranks - 1, ranks, 1 << 20)
+        for size in (8192, 5120):
+            for rows in (1, 4):
+                x, delta, weight, wide = zeros(rows, size), zeros(rows, size), zeros(size), torch.zeros(size)
+                for shots in (1, 2):
+                    reduce.add(peers, delta, shots=shots, pdl=PDL)
+                    reduce.add_norm(peers, x, delta, weight, None, 1e-5, shots=shots, pdl=PDL)
+                    reduce.add_norm(peers, x, delta, weight, weight, 1e-5, shots=shots, pdl=PDL)
+                    reduce.add_norm(peers, x, delta, wide, None, 1e-5, behind=wide, shots=shots, pdl=PDL)
+        reduce.gather(peers, zeros(4, 64128), pdl=PDL)
+
+
 if __name__ == "__main__":
     driver.set_active(Driver())
     attention.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
@@ -233,4 +249,5 @@ if __name__ == "__main__":
     states()
     mixtures()
     samples()
+    sums()
     print(json.dumps(launches))

@@ -28,6 +28,10 @@ class Exchange(Protocol):
         """[ranks, *x.shape]: everybody's, in rank order."""
         ...
 
+    def check(self) -> None:
+        """Once a step is done: an error if it isn't what it should be, since another rank was missed."""
+        ...
+
 
 def gathered(logits: Tensor, vocabulary: Cut, exchange: Exchange | None) -> Tensor:
     """The logits [R, vocab_size] of which these are one rank's [R, its rows of the vocabulary], without padding; the

@@ -28,12 +28,17 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.shape, self.eps, self.dtype, self.offset = (size,), eps, dtype, offset
         self.exchange: Exchange | None = None
+        self.normed: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
     def forward(self, x: Tensor, delta: Tensor | None = None, behind: RMSNorm | None = None) -> Tensor:
         if self.exchange is not None and delta is not None:
+            if self.normed is not None:
+                found = self.normed(x, delta, self.weight, None, self.eps, None if behind is None else behind.weight)
+                if found is not None:
+                    return found
             delta = self.exchange.add(delta)
         if self.kernel is not None:
             added = None if behind is None else behind.weight
@@ -65,6 +70,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.shape, self.eps = (size,), eps
         self.exchange: Exchange | None = None
+        self.normed: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
@@ -72,6 +78,11 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         if self.exchange is not None and delta is not None:
+            if (
+                self.normed is not None
+                and (found := self.normed(x, delta, self.weight, self.bias, self.eps)) is not None
+            ):
+                return found
             delta = self.exchange.add(delta)
         if self.kernel is not None:
             return self.kernel(x, self.weight, self.bias, self.eps, delta=delta, pdl=self.pdl)

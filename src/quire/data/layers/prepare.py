@@ -43,4 +43,6 @@ def join(model: nn.Module, exchange: Exchange) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, Embedding) and module.cut.divided):
             module.exchange = exchange
+        if isinstance(module, RMSNorm | LayerNorm):
+            module.normed = getattr(exchange, "normed", None)
     model.__dict__["exchange"] = exchange

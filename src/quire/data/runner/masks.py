@@ -38,7 +38,9 @@ class Masks:
             return
         size = 4 * self.words
         assert all(len(mask.allowed) == size for mask in masks), f"a mask doesn't have {size} bytes"
-        self._bits = np.frombuffer(bytearray().join([mask.allowed for mask in masks]), dtype="<i4").reshape(-1, self.words)
+        self._bits = np.frombuffer(bytearray().join([mask.allowed for mask in masks]), dtype="<i4").reshape(
+            -1, self.words
+        )
         self._place[[mask.slot for mask in masks]] = np.arange(len(masks))
 
     def of(self, slots: Sequence[int] | np.ndarray) -> np.ndarray:

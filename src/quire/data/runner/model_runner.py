@@ -39,7 +39,7 @@ from quire.data.runner.store import Store
 from quire.errors import StartupError
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Encode, Mapped, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Encode, Mapped, Mask, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
@@ -79,6 +79,7 @@ class Ticket(NamedTuple):
     plan: StepPlan
     began: float
     span: Span | None  # on a GPU
+    held: Callable[[], Drawn] | None = None  # draws that wait for masks
 
 
 class ModelRunner:
@@ -105,7 +106,9 @@ class ModelRunner:
         self.attention, self.backend = attention, _backend(attention, deterministic)
         self.replays, self.deterministic, self.debug, self.background = graphs, deterministic, debug, background
         self.common, self.state_dtype = common, state_dtype
+        self.exchange = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
+        self.holding = False  # rows that are enqueued draw later
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
         self.store: Store
@@ -128,7 +131,7 @@ class ModelRunner:
                 "Use --attention auto",
             )
         self.store = self._store(geometry)
-        if getattr(self.model, "exchange", None) is not None:
+        if self.exchange is not None:
             self.store.applied = 0
         self.prompts = self.store.prompts
         self.seen = SeenTokens(geometry) if self.debug and self.store.states else None
@@ -148,10 +151,8 @@ class ModelRunner:
             self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
 
     def _sampler(self, slots: int) -> Sampler:
-        exchange = getattr(self.model, "exchange", None)
-        if exchange is not None and exchange.part.ranks > 1:
-            assert self.device.type == "cpu", "ranks sample on a CPU"
-            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, exchange)
+        if self.exchange is not None and self.exchange.part.ranks > 1 and self.device.type == "cpu":
+            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, self.exchange)
         return Sampler(slots, self.spec.vocab_size, self.device, self.eos_ids)
 
     def _store(self, geometry: Geometry) -> Store:
@@ -177,8 +178,7 @@ class ModelRunner:
             from quire.data.runner.tapes import DecodeTapes
 
             found = library()
-            alone = getattr(self.model, "exchange", None) is None  # a tape waits for nobody
-            if found is not None and not self.store.cross and alone:
+            if found is not None and not self.store.cross and self.exchange is None:  # a tape waits for nobody
                 tails = self.sampler.tails(self.last, largest)
                 self.graphs = DecodeTapes(self.model, self.store, self.backend, self.last, largest, tails, found)
             return
@@ -223,7 +223,6 @@ class ModelRunner:
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
-        self.sampler.masks.take(plan.masks)
         if self.prompts is not None:
             self.prompts.born(plan.births)
         if self.whole is not None:
@@ -247,11 +246,26 @@ class ModelRunner:
             self.store.replay_ahead(plan.ahead)
         return ticket
 
+    def hold(self, plan: StepPlan) -> Ticket:
+        """As `submit`, up to the logits: its rows draw at `release`."""
+        self.holding = True
+        try:
+            return self.submit(plan)
+        finally:
+            self.holding = False
+
+    @torch.inference_mode()
+    def release(self, ticket: Ticket, masks: tuple[Mask, ...]) -> Ticket:
+        """Draw, under these masks."""
+        self.sampler.masks.take(masks)
+        return ticket._replace(drawn=ticket.held(), held=None) if ticket.held is not None else ticket
+
     def _rows(self, plan: StepPlan, began: float) -> Ticket:
         """Enqueue a plan's rows: as graphs where there are any for them."""
         rows, scores = plan.rows, []
         if not rows:
             return Ticket(None, [], plan, began, None)
+        self.sampler.masks.take(plan.masks)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
         sees = self.pictures is not None and self.pictures.sees(rows)
@@ -269,7 +283,8 @@ class ModelRunner:
             else:
                 replayed = False
                 drawn, scores = self._eager(rows, flat)
-        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed))
+        held, drawn = (drawn, None) if callable(drawn) else (None, drawn)
+        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), held)
 
     def _for_no_graph(self, rows: tuple[Row, ...]) -> bool:
         """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
@@ -300,7 +315,7 @@ class ModelRunner:
 
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
-        tail = self.sampler.tail_of(rows)
+        tail = "" if self.holding else self.sampler.tail_of(rows)
         if tail not in ("", "greedy"):
             self.sampler.fill(rows)
         result = replay(tail)
@@ -311,7 +326,8 @@ class ModelRunner:
     def _draw(self, sampling: Sequence[Row], logits: Tensor) -> Drawn:
         """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
         rows = [(row.slot, row.start + len(row.tokens), row.sample) for row in sampling]
-        return self.sampler.sample(logits, rows, self.last)
+        draw = partial(self.sampler.sample, logits, rows, self.last)
+        return draw if self.holding else draw()
 
     def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
@@ -331,6 +347,8 @@ class ModelRunner:
         if ticket.drawn is None and ticket.span is not None:
             ticket.span.end.synchronize()
         finished = self.sampler.finish(ticket.drawn) if ticket.drawn is not None else []
+        if self.exchange is not None:
+            self.exchange.check()
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
             return StepResult(tuple(finished), self._seconds(ticket), self.idle.collected(ticket.span))
         drawn = iter(finished)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,8 @@ FEW = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: products of each have kerne
 
 def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
     """Steps of all kinds, the largest of `tokens` tokens in sequences of up to `max_len`."""
-    _compile(runner)
+    with nullcontext() if runner.exchange is None else runner.exchange.rehearsing():
+        _compile(runner)
     torch.cuda.empty_cache()  # what the threads held
     if runner.graphs is not None:
         with torch.inference_mode():

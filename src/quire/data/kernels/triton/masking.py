@@ -18,7 +18,7 @@ def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr): 
         there = token < vocab
         word = tl.load(bits + place * words + (token >> 5), mask=there, other=0)
         barred = ((word >> (token & 31)) & 1) == 0
-        least = tl.full((BLOCK,), float("-inf"), logits.dtype.element_ty)
+        least = tl.full((BLOCK,), float("-inf"), tl.float32)  # a store makes it the logits' own
         tl.store(logits + row * row_stride + token, least, mask=there & barred)
 
 

@@ -16,6 +16,33 @@ from quire.data.kernels.triton.launch import power_of_2
 from quire.data.kernels.triton.quick import quick
 
 
+@triton.jit
+def residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, BEHIND: tl.constexpr):
+    """x[place] += added, in place; BEHIND: it is normalised before."""
+    values = tl.load(place, mask=inside, other=0.0)
+    if BEHIND:
+        wide = added.to(tl.float32)
+        added_variance = tl.sum(wide * wide, axis=0) / SIZE
+        added = (wide * tl.rsqrt(added_variance + eps) * added_scale).to(values.dtype)
+    values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
+    tl.store(place, values, mask=inside)
+    return values
+
+
+@triton.jit
+def normed(values, scale, shift, eps, inside, SIZE: tl.constexpr, LAYER: tl.constexpr):
+    """A row's norm, in fp32. LAYER: subtract the mean and add the bias."""
+    values = values.to(tl.float32)
+    if LAYER:
+        mean = tl.sum(values, axis=0) / SIZE
+        values = tl.where(inside, values - mean, 0.0)
+    variance = tl.sum(values * values, axis=0) / SIZE
+    result = values * tl.rsqrt(variance + eps) * scale
+    if LAYER:
+        result += shift
+    return result
+
+
 @quick
 @triton.jit
 def _norm(
@@ -29,6 +56,7 @@ def _norm(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift, added_scale = scale, scale  # unless there are others
     if LAYER:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if BEHIND:
@@ -37,23 +65,12 @@ def _norm(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place = x + row * x_stride + columns
-    values = tl.load(place, mask=inside, other=0.0)
     if DELTA:
         added = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
-        if BEHIND:
-            wide = added.to(tl.float32)
-            added_variance = tl.sum(wide * wide, axis=0) / SIZE
-            added = (wide * tl.rsqrt(added_variance + eps) * added_scale).to(x.dtype.element_ty)
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(place, values, mask=inside)
-    values = values.to(tl.float32)
-    if LAYER:
-        mean = tl.sum(values, axis=0) / SIZE
-        values = tl.where(inside, values - mean, 0.0)
-    variance = tl.sum(values * values, axis=0) / SIZE
-    result = values * tl.rsqrt(variance + eps) * scale
-    if LAYER:
-        result += shift
+        values = residual(place, added, added_scale, eps, inside, SIZE, BEHIND)
+    else:
+        values = tl.load(place, mask=inside, other=0.0)
+    result = normed(values, scale, shift, eps, inside, SIZE, LAYER)
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
 
 

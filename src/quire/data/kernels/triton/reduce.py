@@ -1,0 +1,325 @@
+"""Sums and gathers over GPUs that reach each other's memory: each writes what it has into the others' exchange memory,
+signals, waits for their signals, and goes on alone. The sum is followed by the residual sum and the norm of
+`kernels.triton.norm` in the same launch.
+
+Exchange memory, one piece a rank, which all ranks can write: FLAGS for each program, then for each program two regions
+that are used in turn. Who writes into a region for the second time has heard of the others' call in between, which they
+begin when they have read it. So the same program of all ranks must meet in the same calls: ranks launch the same, in
+the same order, on one stream for one exchange memory. How many calls a program had, which says the turn too, is counted
+on the device; nothing that a graph captures depends on it.
+
+Sums are taken in fp32 and in rank order, by every rank (one-shot) or for all ranks by the one that has these columns
+(two-shot), and rounded once: the same bits everywhere, either way, and those of quire.parallel.shared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.data.kernels.triton.launch import cdiv, power_of_2
+from quire.data.kernels.triton.norm import normed, residual, warps_of
+from quire.data.kernels.triton.quick import quick
+
+PROGRAMS = 128  # at most; all of a launch run at a time on every GPU that has peers
+MOST = 8  # ranks
+REGION = 128 * 1024  # bytes of a program's exchange memory, of each of two turns
+FLAGS = PROGRAMS * 2 * MOST * 8  # bytes; by program, phase and rank
+BYTES = FLAGS + PROGRAMS * 2 * REGION
+POLLS = 1 << 20  # of a flag in a second, about
+ONE_SHOT = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}  # bytes that are at most sent whole, by ranks
+FEW = 1 << 17  # the same of more ranks
+WORDS = 1024  # that a program gathers at once
+
+
+class Peers(NamedTuple):
+    """One rank's end: `table` [ranks] int64 are the addresses of all ranks' exchange memories, as this rank reaches
+    them, `counters` [PROGRAMS] int64 its own, zeros at first, and `error` [1] int64 tells who was waited for in vain,
+    from 1 on. `polls` is how often a flag is looked at."""
+
+    table: Tensor
+    counters: Tensor
+    error: Tensor
+    rank: int
+    ranks: int
+    polls: int
+
+
+@triton.jit
+def _flag(base, program, phase, rank, MOST: tl.constexpr):
+    return (base + ((program * 2 + phase) * MOST + rank) * 8).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _meet(table, error, me, program, phase: tl.constexpr, epoch, polls, RANKS: tl.constexpr, MOST: tl.constexpr):
+    """Tell all others that what was written before can be read, and wait until they have said so."""
+    tl.debug_barrier()
+    for r in tl.static_range(RANKS):
+        if r != me:
+            tl.atomic_xchg(_flag(tl.load(table + r), program, phase, me, MOST), epoch, sem="release", scope="sys")
+    mine = tl.load(table + me)
+    for r in tl.static_range(RANKS):
+        if r != me:
+            flag, left = _flag(mine, program, phase, r, MOST), polls
+            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            while (seen < epoch) & (left > 0):
+                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+                left -= 1
+            if seen < epoch:  # noqa: SIM102
+                if tl.load(error) == 0:  # the first cause is kept
+                    tl.store(error, r + 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _at(table, rank, offset, like):
+    """The address `offset` bytes behind the exchange memory's begin, for numbers as `like` points to."""
+    return tl.multiple_of((tl.load(table + rank) + offset).to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def _finish(
+    total, row, x, behind, weight, bias, out, delta, x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
+):  # fmt: skip
+    """What is done with a row's sum, which has delta's dtype: it takes delta's place; NORM: x is increased, and its
+    norm is `out`."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    if NORM:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        shift, added_scale = scale, scale
+        if LAYER:
+            shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if BEHIND:
+            added_scale = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
+        values = residual(x + row * x_stride + columns, total, added_scale, eps, inside, SIZE, BEHIND)
+        result = normed(values, scale, shift, eps, inside, SIZE, LAYER)
+        tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(delta + row * delta_stride + columns, total, mask=inside)
+
+
+@triton.jit
+def _sum(own, theirs, table, me, region, stride, inside, RANKS: tl.constexpr):
+    """In fp32 and in rank order: this rank's numbers at `own`, the others' `stride` bytes apart in a region, at
+    `theirs`; rounded."""
+    for r in tl.static_range(RANKS):
+        mine = tl.load(own, mask=inside & (me == r), other=0.0)
+        other = tl.load(_at(table, me, region + r * stride, own) + theirs, mask=inside & (me != r), other=0.0,
+                        cache_modifier=".cg")  # fmt: skip
+        part = tl.where(me == r, mine, other).to(tl.float32)
+        if r == 0:
+            total = part
+        else:
+            total += part
+    return total.to(own.dtype.element_ty)
+
+
+@quick
+@triton.jit(do_not_specialize=["me", "polls"])
+def _one_shot(
+    x, delta, behind, weight, bias, out, table, counters, error, me, polls, rows,
+    x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
+    RANKS: tl.constexpr, PLACE: tl.constexpr, HOLD: tl.constexpr,
+    MOST: tl.constexpr, FLAGS: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows program, program + programs, ...; each lies in PLACE bytes, a rank's in HOLD."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    epoch = tl.load(counters + program) + 1
+    region = FLAGS + (program * 2 + epoch % 2) * REGION
+    place = region + me * HOLD
+    for row in range(program, rows, programs):
+        values = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
+        for r in tl.static_range(RANKS):
+            if r != me:
+                tl.store(_at(table, r, place, delta) + columns, values, mask=inside)
+        place += PLACE
+    _meet(table, error, me, program, 0, epoch, polls, RANKS, MOST)
+    place = region
+    for row in range(program, rows, programs):
+        total = _sum(delta + row * delta_stride + columns, columns, table, me, place, HOLD, inside, RANKS)
+        _finish(total, row, x, behind, weight, bias, out, delta, x_stride, delta_stride, out_stride, eps,
+                SIZE, BLOCK, NORM, BEHIND, LAYER)  # fmt: skip
+        place += PLACE
+    tl.store(counters + program, epoch)
+
+
+@quick
+@triton.jit(do_not_specialize=["me", "polls"])
+def _two_shot(
+    x, delta, behind, weight, bias, out, table, counters, error, me, polls, rows,
+    x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
+    RANKS: tl.constexpr, PLACE: tl.constexpr, HOLD: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    MOST: tl.constexpr, FLAGS: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same in two phases: rank r sums columns r * WIDTH and so on, PART a power of two, and sends the sums. What is
+    to be summed lies in PLACE / RANKS bytes a row and HOLD a rank; behind it whole rows of sums."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    columns, few = tl.arange(0, BLOCK), tl.arange(0, PART)
+    inside = columns < SIZE
+    epoch = tl.load(counters + program) + 1
+    region = FLAGS + (program * 2 + epoch % 2) * REGION
+    place = region + me * HOLD
+    for row in range(program, rows, programs):
+        for r in tl.static_range(RANKS):
+            if r != me:
+                real = (few < WIDTH) & (r * WIDTH + few < SIZE)
+                values = tl.load(delta + row * delta_stride + r * WIDTH + few, mask=real, other=0.0)
+                tl.store(_at(table, r, place, delta) + few, values, mask=real)
+        place += PLACE // RANKS
+    _meet(table, error, me, program, 0, epoch, polls, RANKS, MOST)
+    place, sums = region, region + RANKS * HOLD
+    real = (few < WIDTH) & (me * WIDTH + few < SIZE)
+    for row in range(program, rows, programs):
+        own = delta + row * delta_stride + me * WIDTH + few
+        total = _sum(own, few, table, me, place, HOLD, real, RANKS)
+        for r in tl.static_range(RANKS):
+            tl.store(_at(table, r, sums, delta) + me * WIDTH + few, total, mask=real)
+        place += PLACE // RANKS
+        sums += PLACE
+    _meet(table, error, me, program, 1, epoch, polls, RANKS, MOST)
+    sums = region + RANKS * HOLD
+    for row in range(program, rows, programs):
+        total = tl.load(_at(table, me, sums, delta) + columns, mask=inside, other=0.0, cache_modifier=".cg")
+        _finish(total, row, x, behind, weight, bias, out, delta, x_stride, delta_stride, out_stride, eps,
+                SIZE, BLOCK, NORM, BEHIND, LAYER)  # fmt: skip
+        sums += PLACE
+    tl.store(counters + program, epoch)
+
+
+@quick
+@triton.jit(do_not_specialize=["me", "polls"])
+def _gather(
+    x, out, table, counters, error, me, polls, count,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
+    MOST: tl.constexpr, FLAGS: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK numbers at once, of `count`; a rank's lie in HOLD bytes."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    epoch = tl.load(counters + program) + 1
+    region = FLAGS + (program * 2 + epoch % 2) * REGION
+    place = region + me * HOLD
+    for start in range(program * BLOCK, count, programs * BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < count
+        values = tl.load(x + columns, mask=inside, other=0)
+        tl.store(out + me * count + columns, values, mask=inside)
+        for r in tl.static_range(RANKS):
+            if r != me:
+                tl.store(_at(table, r, place, x) + tl.arange(0, BLOCK), values, mask=inside)
+        place += BLOCK * 4
+    _meet(table, error, me, program, 0, epoch, polls, RANKS, MOST)
+    place = region
+    for start in range(program * BLOCK, count, programs * BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < count
+        for r in tl.static_range(RANKS):
+            if r != me:
+                theirs = _at(table, me, place + r * HOLD, x) + tl.arange(0, BLOCK)
+                found = tl.load(theirs, mask=inside, other=0, cache_modifier=".cg")
+                tl.store(out + r * count + columns, found, mask=inside)
+        place += BLOCK * 4
+    tl.store(counters + program, epoch)
+
+
+class Shape(NamedTuple):
+    """How rows of `size` numbers are exchanged: `place` bytes each, `width` columns a rank in two phases, and how many
+    rows of a program fit, sent whole and in two phases."""
+
+    place: int
+    width: int
+    whole: int
+    parts: int
+
+
+def shape_of(ranks: int, size: int, itemsize: int) -> Shape:
+    """That of rows of `size` numbers of so many bytes; with parts 0 they are too long to be exchanged as rows."""
+    width = cdiv(cdiv(size, ranks) * itemsize, 16) * 16 // itemsize
+    place = ranks * width * itemsize
+    return Shape(place, width, REGION // (ranks * place), REGION // (2 * place))
+
+
+def add(peers: Peers, delta: Tensor, *, shots: int = 0, pdl: bool = False) -> Tensor:
+    """delta [T, size], in place and returned: the sum of all ranks'. Rows are contiguous, of any stride."""
+    _reduce(peers, None, delta, None, None, None, 0.0, None, shots, pdl)
+    return delta
+
+
+def add_norm(
+    peers: Peers, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *,
+    behind: Tensor | None = None, shots: int = 0, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [T, size] += the sum of all ranks' delta [T, size], in place, and its norm: as norm.layer_norm and, without a
+    bias, norm.rms_norm, bit for bit. `shots`: 1 or 2, or 0 for what suits the number of bytes. delta is left as it
+    was."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _reduce(peers, x, delta, behind, weight, bias, eps, out, shots, pdl)
+    return out
+
+
+def _reduce(
+    peers: Peers, x: Tensor | None, delta: Tensor, behind: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    eps: float, out: Tensor | None, shots: int, pdl: bool,
+) -> None:  # fmt: skip
+    rows, size = delta.shape
+    assert delta.stride(1) == 1, "rows are contiguous"
+    assert x is None or (x.shape, x.stride(1), x.dtype) == (delta.shape, 1, delta.dtype), "rows of one shape and dtype"
+    ranks, itemsize = peers.ranks, delta.itemsize
+    shape = shape_of(ranks, size, itemsize)
+    assert shape.parts, f"a row of {size} numbers is too long"
+    if not shots:
+        shots = 1 if shape.whole and rows * size * itemsize <= ONE_SHOT.get(ranks, FEW) else 2
+    fit = shape.whole if shots == 1 else shape.parts
+    block, more = power_of_2(size), {"launch_pdl": True} if pdl else {}
+    for at in range(0, rows, PROGRAMS * fit):
+        some = slice(at, at + PROGRAMS * fit)
+        d, a, o = delta[some], None if x is None else x[some], None if out is None else out[some]
+        grid = (min(len(d), PROGRAMS),)
+        given = (
+            a, d, behind, weight, bias, o, peers.table, peers.counters, peers.error, peers.rank, peers.polls, len(d),
+            0 if a is None else a.stride(0), d.stride(0), 0 if o is None else o.stride(0), eps,
+            size, block, x is not None, behind is not None, bias is not None, ranks, shape.place,
+        )  # fmt: skip
+        fixed = (MOST, FLAGS, REGION, pdl)
+        if shots == 1:
+            _one_shot[grid](*given, fit * shape.place, *fixed, num_warps=warps_of(block), **more)
+        else:
+            hold = fit * shape.place // ranks
+            _two_shot[grid](
+                *given, hold, shape.width, power_of_2(shape.width), *fixed, num_warps=warps_of(block), **more
+            )
+
+
+def gather(peers: Peers, x: Tensor, *, pdl: bool = False) -> Tensor:
+    """[ranks, *x.shape]: everybody's, in rank order. x has a multiple of 4 bytes."""
+    every = x.new_empty((peers.ranks, *x.shape))
+    words = x.contiguous().view(-1).view(torch.int32)
+    found = every.view(peers.ranks, -1).view(torch.int32)
+    hold = REGION // peers.ranks // (4 * WORDS) * WORDS
+    most = PROGRAMS * hold
+    for at in range(0, len(words), most):
+        piece = words[at : at + most]
+        out = found if len(piece) == len(words) else found.new_empty((peers.ranks, len(piece)))
+        _gather[(min(cdiv(len(piece), WORDS), PROGRAMS),)](
+            piece, out, peers.table, peers.counters, peers.error, peers.rank, peers.polls, len(piece),
+            peers.ranks, WORDS, 4 * hold, MOST, FLAGS, REGION, pdl, num_warps=4,
+            **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+        if out is not found:
+            found[:, at : at + most] = out
+    return every

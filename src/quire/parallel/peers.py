@@ -1,0 +1,82 @@
+"""The exchange memories of ranks on one host's GPUs, opened by one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quire.parallel import peer_memory
+from quire.parallel.peer_memory import HANDLE, PeerError
+from quire.parallel.shared import SharedExchange
+from quire.vocabulary.layout import Part
+
+
+def open_peers(
+    part: Part, device: torch.device, indices: Sequence[int], host: SharedExchange, seconds: float
+) -> tuple[Any, str]:
+    """A kernels.triton.reduce.Peers, or None and why there is none, alike on all ranks. `indices`: the ranks' GPUs."""
+    from quire.data.kernels.triton import reduce
+
+    why = _unreachable(part, indices)
+    mine = b""
+    if not why:
+        try:
+            address, mine = peer_memory.export(reduce.BYTES)
+        except PeerError as error:
+            why = str(error)
+    handles = host.gather(torch.tensor(list(mine.ljust(HANDLE, b"\0")), dtype=torch.uint8))
+    if not _all_well(why, host):
+        if mine:
+            peer_memory.free(address)
+        return None, _first(why, host)
+    addresses: list[int] = []
+    try:
+        for rank in range(part.ranks):
+            theirs = bytes(handles[rank].tolist())
+            addresses.append(address if rank == part.rank else peer_memory.opened(theirs))
+    except PeerError as error:
+        why = str(error)
+    if not _all_well(why, host):
+        for one in addresses:
+            if one != address:
+                peer_memory.close(one)
+        why = _first(why, host)
+        peer_memory.free(address)
+        return None, why
+    polls = min(int(seconds * reduce.POLLS), 2**31 - 1)
+    counters = torch.zeros(reduce.PROGRAMS, dtype=torch.int64, device=device)
+    word = torch.zeros(
+        1, dtype=torch.int64, pin_memory=device.type == "cuda"
+    )  # the host reads it without asking the device
+    table = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return reduce.Peers(table, counters, word, part.rank, part.ranks, polls), ""
+
+
+def _unreachable(part: Part, indices: Sequence[int]) -> str:
+    """Why this rank's GPU doesn't reach another one's memory, if so."""
+    from quire.data.kernels.triton import reduce
+
+    here = indices[part.rank]
+    if part.ranks > reduce.MOST:
+        return f"more than {reduce.MOST} ranks"
+    if torch.cuda.get_device_properties(here).multi_processor_count < reduce.PROGRAMS:
+        return f"GPU {here} has fewer than {reduce.PROGRAMS} multiprocessors"
+    for there in set(indices) - {here}:
+        if not torch.cuda.can_device_access_peer(here, there):
+            return f"GPU {here} has no access to the memory of GPU {there}"
+        if not peer_memory.atomics(here, there):
+            return f"GPU {here} has no NVLink to GPU {there}"
+    return ""
+
+
+def _all_well(why: str, host: SharedExchange) -> bool:
+    """No rank has a reason against it."""
+    return not host.gather(torch.tensor([bool(why)])).any()
+
+
+def _first(why: str, host: SharedExchange) -> str:
+    """The first rank's reason that has one: all say the same."""
+    said = host.gather(torch.tensor(list(why.encode()[:200].ljust(200, b"\0")), dtype=torch.uint8))
+    return next(filter(None, (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in said)))

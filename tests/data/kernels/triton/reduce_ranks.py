@@ -1,0 +1,140 @@
+"""Ranks as processes that share memory and interpret the kernels of `reduce`: `reduce_ranks.py RANKS`.
+
+A program of its own: what the interpreter runs of one process can't wait for what it runs in another thread of it. The
+processes are forked, so they have the memory at one address. Each prints nothing unless something differs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from quire.data.kernels.triton import norm, reduce
+
+EPS = 1e-5
+MOST = 8 << 20  # bytes of a tensor
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def summed(every: list[Tensor]) -> Tensor:
+    total = every[0].float()
+    for other in every[1:]:
+        total = total + other.float()
+    return total.to(every[0].dtype)
+
+
+class Rank:
+    """One end; `case` counts, so that each has numbers of its own."""
+
+    def __init__(self, rank: int, ranks: int, addresses: list[int], polls: int = 1 << 24) -> None:
+        self.counters = torch.zeros(reduce.PROGRAMS, dtype=torch.int64)
+        self.error = torch.zeros(1, dtype=torch.int64)
+        table = torch.tensor(addresses, dtype=torch.int64)
+        self.peers = reduce.Peers(table, self.counters, self.error, rank, ranks, polls)
+        self.case = 0
+
+    def every(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """What each rank has."""
+        self.case += 1
+        return [random(*shape, seed=100 * self.case + rank, dtype=dtype) for rank in range(self.peers.ranks)]
+
+    def add(self, rows: int, size: int, shots: int, dtype: torch.dtype = torch.float32) -> None:
+        every = self.every(rows, size, dtype=dtype)
+        got = reduce.add(self.peers, every[self.peers.rank].clone(), shots=shots)
+        assert torch.equal(got, summed(every)), f"{rows} rows of {size}, {shots} shots: sums differ"
+
+    def norm(self, rows: int, size: int, shots: int, kind: str) -> None:
+        every, x, weight = self.every(rows, size), random(rows, size, seed=1), random(size, seed=2)
+        bias = random(size, seed=3) if kind == "layer" else None
+        behind = random(size, seed=4) if kind == "behind" else None
+        wide = torch.zeros(rows, size + 16)  # rows of another stride
+        wide[:, :size] = every[self.peers.rank]
+        want_x, delta = x.clone(), summed(every)
+        if bias is not None:
+            want = norm.layer_norm(want_x, weight, bias, EPS, delta=delta)
+        else:
+            want = norm.rms_norm(want_x, weight, EPS, delta=delta, behind=behind)
+        got = reduce.add_norm(self.peers, x, wide[:, :size], weight, bias, EPS, behind=behind, shots=shots)
+        assert torch.equal(x, want_x), f"{kind}, {rows} rows of {size}, {shots} shots: x differs"
+        assert torch.equal(got, want), f"{kind}, {rows} rows of {size}, {shots} shots: norms differ"
+
+    def gather(self, *shape: int, dtype: torch.dtype) -> None:
+        every = self.every(*shape, dtype=dtype)
+        got = reduce.gather(self.peers, every[self.peers.rank])
+        assert torch.equal(got, torch.stack(every)), f"{shape} of {dtype}: gathered ones differ"
+
+
+def cases(rank: Rank) -> None:
+    """All kinds, mixed, in grids of all sizes: regions are used in turn by each program on its own."""
+    size = 40 if rank.peers.ranks == 3 else 48
+    for rows, shots in ((1, 1), (5, 2), (2, 1), (1, 2), (3, 0), (1, 1), (19, 2), (18, 1), (1, 1)):
+        rank.add(rows, size, shots)
+    for kind in ("rms", "layer", "behind"):
+        for shots in (1, 2):
+            rank.norm(3, size, shots, kind)
+    rank.add(2, 72, 1, torch.float16)
+    rank.gather(3, 2, dtype=torch.float64)
+    rank.gather(2600, dtype=torch.float32)
+    rank.gather(1, dtype=torch.int32)
+    rank.add(1, 12288, 2)  # rows of which few fit
+    reduce.PROGRAMS = 2  # as if there were fewer: several launches
+    rank.add(2 * reduce.shape_of(rank.peers.ranks, 8192, 4).parts + 1, 8192, 2)
+    rank.gather(2 * reduce.REGION // 4 + 5, dtype=torch.float32)
+    assert rank.error.item() == 0, "somebody was waited for in vain"
+    assert 20 < rank.counters[0] < 60, f"the first program has counted {rank.counters[0]} calls"
+    assert rank.counters[7] == 2, f"one that is seldom needed has counted {rank.counters[7]}"
+
+
+def early(rank: Rank) -> None:
+    """Ranks that come late, and that read late what they have waited for: regions aren't written over before."""
+
+    def late(builder: InterpreterBuilder) -> None:
+        if turn % rank.peers.ranks == rank.peers.rank:
+            time.sleep(0.05)
+
+    InterpreterBuilder.create_barrier = late
+    for turn in range(8):
+        rank.add(1, 32, 1 + turn // 2 % 2)
+        rank.gather(4, dtype=torch.int32)
+
+
+def silent(rank: Rank) -> None:
+    """One that never comes is told of, and nobody waits for ever."""
+    if rank.peers.rank:
+        reduce.add(rank.peers._replace(polls=50), torch.ones(1, 16), shots=1)
+        assert rank.error.item() == 1, f"rank 0 is missed, and the word is {rank.error.item()}"
+
+
+def forked(ranks: int, work: Callable[[Rank], None]) -> int:
+    """How many ranks failed."""
+    shared = [mmap.mmap(-1, reduce.BYTES) for _ in range(ranks)]
+    addresses = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in shared]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            try:
+                work(Rank(rank, ranks, addresses))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    reduce.PROGRAMS = 8  # the interpreter runs one after another
+    failed = [work.__name__ for work in (cases, early, silent) if forked(int(sys.argv[1]), work)]
+    sys.exit(", ".join(failed) or 0)

@@ -1,0 +1,69 @@
+"""A rank whose GPU is a piece of shared memory, and whose exchange is the kernels of `reduce`, interpreted: everything
+between a MEET and the tokens but the calls of CUDA's driver. `main` is a program's."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from quire.data.kernels.triton import reduce
+from quire.parallel import devices, peer_memory, peers
+from quire.parallel.device_exchange import DeviceExchange
+from quire.parallel.frames import Hello
+from quire.parallel.rank import main as rank_main
+from quire.parallel.shared import SharedExchange
+
+WHERE = struct.Struct("<QQ")  # a process, and a descriptor of it
+kept: list[mmap.mmap] = []
+
+
+def _mapped(descriptor: int) -> int:
+    kept.append(mmap.mmap(descriptor, reduce.BYTES))
+    return torch.frombuffer(kept[-1], dtype=torch.uint8).data_ptr()
+
+
+def export(nbytes: int) -> peer_memory.Exported:
+    descriptor = os.memfd_create("peer")
+    os.ftruncate(descriptor, nbytes)
+    return peer_memory.Exported(_mapped(descriptor), WHERE.pack(os.getpid(), descriptor))
+
+
+def opened(handle: bytes) -> int:
+    process, descriptor = WHERE.unpack_from(handle)
+    if os.environ.get("UNREACHABLE"):
+        raise peer_memory.PeerError("no such memory")
+    return _mapped(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR))
+
+
+class Seat(devices.Seat):
+    """On a CPU."""
+
+    def __init__(self, hello: Hello) -> None:
+        self.index, self.device, self.notices = hello.part.rank, torch.device("cpu"), ()
+        self.exchange: DeviceExchange | None = None
+        if hello.part.ranks > 1:
+            host = SharedExchange(hello.part, hello.meeting, hello.seconds)
+            found, why = peers.open_peers(hello.part, self.device, range(hello.part.ranks), host, hello.seconds)
+            if found is None:
+                raise devices.StartupError(f"rank {hello.part.rank} has no peers: {why}")
+            self.exchange = DeviceExchange(hello.part, self.device, host, found, None)
+            with self.exchange.rehearsing():  # one after another, and each meets nobody
+                before = found.counters.clone()
+                self.exchange.add(torch.ones(1, 16))
+            assert torch.equal(found.counters, before), "a rehearsal counts as a call"
+            self.exchange.check()
+
+    def told(self) -> dict[str, Any]:
+        return {"name": "a CPU", "index": self.index, "free": 3 << 30, "total": 4 << 30}
+
+
+def main() -> None:
+    reduce.PROGRAMS = 4
+    peer_memory.export, peer_memory.opened, peers._unreachable = export, opened, lambda *_: ""
+    rank_main(seat=Seat)

@@ -1,0 +1,88 @@
+"""Ranks that have a device each: opened before anything is planned, met through each other's memory, and refused where
+they can't be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_tensor_parallel import PARAMS, PROMPTS, SETTINGS
+
+import quire.parallel.remote
+import quire.parallel.starting
+from quire import LLM
+from quire.errors import StartupError
+from quire.link.child import BOOT
+from quire.parallel import devices
+from quire.parallel.remote import RemoteRunner
+from quire.parallel.sides import start_program
+
+GIB = 2**30
+PROGRAM = ("-P", "-c", BOOT, str(Path(__file__).parent), "peer_ranks")
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Ranks that meet as on GPUs; what their memory is planned for."""
+    seen: list[Any] = []
+    build = quire.parallel.starting.build
+
+    def met(ranks: RemoteRunner, config: Any, *more: Any) -> None:
+        seen.append(quire.parallel.starting.meet(ranks, config))
+        build(ranks, config, *more)
+
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    monkeypatch.setattr(quire.parallel.starting, "build", met)
+    start = partial(start_program, program=PROGRAM)
+    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", partial(RemoteRunner, start=start))
+    return seen
+
+
+def test_ranks_with_peers_memory_say_what_one_says(peers: list[Any]) -> None:
+    """Sums with norms, the embedding's, and what split sampling tells."""
+    settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 4}
+    several, alone = (LLM("tiny", tp=tp, **settings) for tp in (2, 1))
+    for params in PARAMS[:2]:
+        few = replace(params, max_tokens=4)
+        said = [[list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS[1:3], few)] for llm in (several, alone)]
+        assert said[0] == said[1]
+    several.close()
+    assert peers == [(4 * GIB, 3 * GIB, "GPU 0, of which 3.00 of 4.00 GiB are free")]
+
+
+def test_ranks_that_reach_nobody_say_so(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNREACHABLE", "1")
+    with pytest.raises(StartupError, match=r"rank [01] has no peers: no such memory"):
+        LLM("tiny", tp=2, **SETTINGS)
+    assert peers == []
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-7")
+    devices.check_gpus(2)
+    with pytest.raises(
+        StartupError, match=r"--tp is 4, and torch finds 2 GPUs \(CUDA_VISIBLE_DEVICES is 'GPU-1,GPU-7'"
+    ):
+        devices.check_gpus(4)
+    monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
+    devices.check_gpus(4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(StartupError, match="torch finds 0 GPUs"):
+        devices.check_gpus(2)
+
+
+def told(index: int, free: int, name: str = "H") -> dict[str, Any]:
+    return {"name": name, "index": index, "free": free * GIB, "total": 80 * GIB}
+
+
+def test_the_gpu_with_the_least_room_decides() -> None:
+    found = devices.room_of([told(0, 70), told(1, 30), told(2, 60)], 0.9)
+    assert found == (80 * GIB, 30 * GIB, "GPU 1, of which 30.00 of 80.00 GiB are free")
+    assert devices.room_of([told(0, 70), told(0, 70)], 0.9)[:2] == (40 * GIB, 35 * GIB)
+    with pytest.raises(StartupError, match=r"GPU 0 is H, and GPU 2 is A: .*CUDA_VISIBLE_DEVICES"):
+        devices.room_of([told(0, 70), told(1, 70), told(2, 70, "A")], 0.9)
