@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.bench.document import short, table
 from quire.bench.shapes import built
@@ -22,8 +22,10 @@ from quire.control import matching
 from quire.control.engine import Engine
 from quire.errors import StartupError
 from quire.text.grammars import CompiledGrammar, Grammars
-from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.params import SamplingParams, Structured, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
 
 SENTENCES = {"type": "array", "minItems": 400, "items": {"type": "string"}}
 """Free text within some form: as good as nothing of it is forced."""
@@ -170,6 +172,8 @@ def made_up(size: int, end: int = 0) -> Tokenizer:
     """A byte-level vocabulary of so many tokens: an end token, all bytes, and words of syllables."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
+
+    from quire.text.tokenizer import Tokenizer
 
     rng = random.Random(size)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

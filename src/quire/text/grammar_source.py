@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import InputError
-from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.structured import NAME, OPTIONS, Structured
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
 
 SPACES = r"( |\r?\n[ \t]{0,20})"  # between parts of a JSON text: a model may indent, but not for ever
 MAX_DEPTH = 64  # of a schema, as far as it is looked into here

@@ -4,7 +4,10 @@ From tokenizer.json it would make the same, but for seconds in which no other th
 
 from __future__ import annotations
 
-from quire.text.tokenizer import Tokenizer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
 
 
 class Vocabulary:

@@ -20,11 +20,12 @@ import numpy as np
 from quire.errors import InputError
 from quire.text.grammar_source import place_of, source_of
 from quire.text.grammar_tokens import Vocabulary
-from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.structured import NAME, Structured
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from quire.text.tokenizer import Tokenizer
 
 HELD = 128  # grammars; with their sources' characters bounded by MAX_SOURCE each
 WALKS, WALKED = 3, 12  # tried before a grammar is accepted, and tokens of each
