@@ -175,8 +175,8 @@ def test_ranks_that_are_started_anew_say_the_same(folders: Any, monkeypatch: pyt
     def built(hello: Hello) -> Any:
         runner = build_rank(hello)
         if not hello.part.first and (step := next(left, None)) is not None:
-            collect = runner.collect
-            monkeypatch.setattr(runner, "collect", lambda ticket: collect(ticket) if ticket < step else 1 // 0)
+            collect, steps = runner.collect, iter(range(1, step))
+            monkeypatch.setattr(runner, "collect", lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0)
         return runner
 
     remote = partial(RemoteRunner, start=partial(ThreadRank, built))
@@ -220,3 +220,9 @@ def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> No
 def test_what_cannot_be_divided_is_refused(folders: Any, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(StartupError, match=told):
         engine_of(folders("llama"), **settings)
+
+
+@pytest.mark.parametrize("tp", [True, 2.0, "2", -1])
+def test_ranks_are_a_whole_number(tp: object) -> None:
+    with pytest.raises(StartupError, match=r"--tp is .* must be between 1 and"):
+        LLM("tiny", tp=tp)

@@ -181,8 +181,11 @@ class EngineConfig:
             ("rank_timeout", 0.1, 86400),
         ):
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise StartupError(f"{_flag(name)} is {value}", f"It must be between {low} and {high}")
+            kind = "__index__" if isinstance(low, int) else "__float__"
+            if value is None:
+                continue
+            if isinstance(value, bool) or not hasattr(value, kind) or not low <= value <= high:
+                raise StartupError(f"{_flag(name)} is {str(value)[:80]}", f"It must be between {low} and {high}")
         self._check_the_rest()
         self._check_ranks()
 

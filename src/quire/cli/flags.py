@@ -200,6 +200,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def _add_request_flags(group: Any) -> None:
     group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names to answer to")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
+    group.add_argument("--tool-call-parser", metavar="NAME", help="how the model writes calls of tools: hermes, json, "
+                       "llama3_json, mistral or pythonic (default: as its chat template says)")  # fmt: skip
     group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must present, one a line "
                        "(or one in the environment: QUIRE_API_KEY)")  # fmt: skip
     group.add_argument("--admin-key-file", metavar="FILE", help="keys for the admin routes, one a line "
@@ -221,6 +223,7 @@ def _add_log_flags(group: Any) -> None:
                        help="what the HTTP library logs (default: %(default)s)")  # fmt: skip
     group.add_argument("--metrics-prefix", choices=("quire", "vllm"), default="quire",
                        help="names of metrics: quire_... or vllm:..., for dashboards of vLLM")  # fmt: skip
+    group.add_argument("--no-console", dest="console", action="store_false", help="no page at /console")
 
 
 def _add(group: Any, flag: Flag, default: object) -> None:

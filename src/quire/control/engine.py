@@ -10,54 +10,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
 from quire.control.edge import Limits, check_media, check_pixels, check_salt
+from quire.control.matching import masks_of
 from quire.control.outcomes import Outcomes, Output, Stats
 from quire.control.recovery import OF_PREFIXES, Restarts, recover
 from quire.control.request import Request, Sequence
+from quire.control.runners import Holding, Runner
 from quire.control.scheduler import Scheduler
 from quire.control.turns import Turns
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, RanksLost
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.pictures import Tiling
-from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.plan import StepPlan
 from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.specs import Geometry
-
-
-class Runner(Protocol):
-    """The data plane. `submit` only enqueues; up to `depth` plans may be in flight, collected in order."""
-
-    depth: int
-
-    def bind(self, geometry: Geometry) -> None:
-        """Allocate the tensors of a memory."""
-        ...
-
-    def see(self, pixels: Pixels) -> None:
-        """Keep a picture: plans that are submitted from now on may encode it."""
-        ...
-
-    def forget(self, key: bytes) -> None:
-        """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
-        ...
-
-    def submit(self, plan: StepPlan) -> Any:
-        """Enqueue a step; returns a ticket."""
-        ...
-
-    def collect(self, ticket: Any) -> StepResult:
-        """Wait for the step of a ticket. Steps in flight overlap, but the `seconds` of their results don't: they add up
-        to no more than has passed."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...
+from quire.vocabulary.structured import Grammar, Structured
 
 
 class Accepted(NamedTuple):
@@ -91,6 +62,8 @@ class Engine:
         self.seed = seed
         self.requests: dict[str, Request] = {}
         self.flight: deque[tuple[StepPlan, Any]] = deque()
+        self.held = False  # the last of them waits for masks
+        scheduler.late = self.depth > 1 and isinstance(runner, Holding)
         self.outbox: list[Output] = []  # outputs that no step brought: aborts
         self.stats = Stats()
         self.outcomes = Outcomes(self.stats)
@@ -102,6 +75,7 @@ class Engine:
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
         self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
+        self.grammar_of: Callable[[Structured], Grammar] | None = None  # where fronts send forms of outputs to it
 
     # In
 
@@ -148,6 +122,8 @@ class Engine:
             )
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
+        if params.structured is not None and params.grammar is None:
+            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
         accepted: dict[str, Accepted] = {}
         for i, (id, prompt) in enumerate(prompts):
             if id in self.requests or id in accepted:
@@ -204,6 +180,7 @@ class Engine:
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), accepted.tokens, seed=seed, salt=salt)
         seq.media = accepted.media
+        seq.matcher = None if params.grammar is None else params.grammar.matcher()
         seq.branches, seq.final = accepted.width - 1, len(accepted.tokens) + accepted.max_tokens
         if params.prompt_logprobs is not None:
             seq.reusable = 0
@@ -335,12 +312,12 @@ class Engine:
 
     def _advance(self, outputs: list[Output]) -> bool:
         """Plan and submit, and add what the oldest step in flight brings to `outputs`. False if there is none."""
-        while len(self.flight) < self.depth:
+        while len(self.flight) < self.depth and not self.held:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
             self._planned(plan)
-            self.flight.append((plan, self.runner.submit(plan)))
+            self._submit(plan)
         if not self.flight:
             return False
         plan, ticket = self.flight.popleft()
@@ -348,8 +325,29 @@ class Engine:
         self.stats.step_seconds += result.seconds
         self.stats.idle_seconds += result.idle
         self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
-        outputs += self.told(self.outcomes.of(self.scheduler.update(plan, result), self.clock()))
+        events = self.scheduler.update(plan, result)
+        if self.held and len(self.flight) == 1:
+            self._release()
+        outputs += self.told(self.outcomes.of(events, self.clock()))
         return True
+
+    def _submit(self, plan: StepPlan) -> None:
+        """Hand a plan to the runner. What the rows of a grammar may draw depends on all tokens before: with steps in
+        flight they begin, and draw once those are taken in."""
+        if not self.scheduler.late or not self.scheduler.matched:
+            self.flight.append((plan, self.runner.submit(plan)))
+            return
+        assert isinstance(self.runner, Holding), "masks may be late"
+        self.held = True
+        self.flight.append((plan, self.runner.hold(plan)))
+        if len(self.flight) == 1:
+            self._release()
+
+    def _release(self) -> None:
+        assert isinstance(self.runner, Holding), "masks may be late"
+        plan, ticket = self.flight.pop()
+        self.flight.append((plan, self.runner.release(ticket, masks_of(plan.rows, self.scheduler.by_slot))))
+        self.held = False
 
     def _stuck(self) -> None:
         """Nothing can be planned: others hold the memory, or something is wrong."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.control.request import Request, Sequence, Status
-from quire.control.scheduler import Event
+from quire.control.request import Event, Request, Sequence, Status
 from quire.vocabulary.plan import Top
 
 

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from quire.control.memory import KVMemory
 from quire.control.outcomes import Output
-from quire.control.request import Request, Sequence, Status
-from quire.control.scheduler import Event, Scheduler
+from quire.control.request import Event, Request, Sequence, Status
+from quire.control.scheduler import Scheduler
 from quire.control.sight import Sight
 from quire.errors import EngineDead, RanksLost, StartupError
 from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.control.engine import Engine, Runner
+    from quire.control.engine import Engine
+    from quire.control.runners import Runner
 
 MOST, WINDOW = 3, 600.0  # restarts within so many seconds
 OF_PREFIXES = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -75,6 +76,7 @@ def recover(engine: Engine, lost: RanksLost) -> list[Output]:
     if restarts is None:
         raise lost
     engine.flight.clear()
+    engine.held = False
     engine.runner.close()
     prefixes = engine.scheduler.memory.prefixes
     count = restarts.count

@@ -6,17 +6,20 @@ the thread sleeps on a condition when there is nothing to do.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.control.request import Request
+from quire.control.scene import scene
 from quire.errors import EngineDead, InputError
 from quire.link.held_pixels import HeldPixels
 from quire.link.messages import (
@@ -27,6 +30,7 @@ from quire.link.messages import (
     Facts,
     FromEngine,
     FromFront,
+    Look,
     Prefixes,
     Progress,
     Register,
@@ -96,7 +100,7 @@ class Host:
         self._patience = CHECK_EVERY if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
-            Prefixes: self._prefixes, Left: self._leave,
+            Prefixes: self._prefixes, Look: self._look, Left: self._leave,
         }  # fmt: skip
 
     # From any thread
@@ -109,6 +113,16 @@ class Host:
             self._sent.append((front, message))
             self._wake.notify()
             return True
+
+    def compiled(self, message: Add) -> Add:
+        """What a front in another process sent, with the grammar that it asks for: made here, on the thread that reads,
+        not on the engine's. InputError if it can't be."""
+        if message.params.structured is None:
+            return message
+        if self.engine.grammar_of is None:
+            raise InputError("structured output isn't offered here", "structured_outputs")
+        grammar = self.engine.grammar_of(message.params.structured)
+        return message._replace(params=replace(message.params, grammar=grammar))
 
     def close(self) -> None:
         """End `run`, after the step under way."""
@@ -302,6 +316,12 @@ class Host:
         held, live = self.engine.prefixes, self.engine.requests
         ready = tuple(name for name in held if f"prefix:{name}" not in live)
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
+
+    def _look(self, front: int, message: Look) -> None:
+        began = time.perf_counter()
+        found = scene(self.engine)
+        took = time.perf_counter() - began
+        self._tell(front, Answer(message.key, value=json.dumps({"took": took, **found}, separators=(",", ":"))))
 
     def _leave(self, front: int, message: Left) -> None:
         self._abort(front, Abort(None))

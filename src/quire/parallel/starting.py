@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from quire.config import EngineConfig
 from quire.control.memory import KVMemory
+from quire.parallel import remote
 from quire.parallel.devices import room_of
 from quire.parallel.frames import Hello
 from quire.parallel.remote import RemoteRunner
@@ -49,7 +50,7 @@ def anew(
     """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build`. StartupError
     or RanksLost if they can't be."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    ranks = RemoteRunner(config.tp, config.rank_timeout)
+    ranks = remote.RemoteRunner(config.tp, config.rank_timeout)
     try:
         if config.device != "cpu":
             meet(ranks, config)

@@ -11,6 +11,7 @@ from typing import Any
 from quire.errors import InputError
 from quire.vocabulary.method import Method
 from quire.vocabulary.plan import Sampling
+from quire.vocabulary.structured import Grammar, Structured, StructuredOutputsParams
 
 MAX_N = 128
 MAX_BEAM_WIDTH = 64
@@ -102,7 +103,8 @@ class SamplingParams:
     `logprob_token_ids` those of exactly these tokens come in place of the most likely ones, and `logprobs` is None or
     as many (an empty list is None). `seed` makes the result a function of (seed, prompt) whatever else is in the batch.
     `bad_word_ids` and `stop_automaton` are filled from `bad_words` and `stop` by the engine's tokenizer, before the
-    request is queued.
+    request is queued. `structured` is the form of the output, given as such or by vLLM's names in `structured_outputs`;
+    `grammar` is made of it where it comes in, too.
     """
 
     n: int = 1
@@ -134,7 +136,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    structured: Structured | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     stop_automaton: Any = field(default=None, compare=False, repr=False)
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -181,6 +186,27 @@ class SamplingParams:
             _flag(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise InputError("stop strings need detokenize=True", "stop")
+        put("structured", self._structured())
+
+    def _structured(self) -> Structured | None:
+        """The form of the output, by whichever name it was given. Beams and methods have none: they choose among the
+        likeliest tokens, which a grammar would have to know before."""
+        found, name = self.structured, "structured_outputs"
+        if found is not None and not isinstance(found, Structured):
+            raise InputError(f"structured must be Structured, got {type(found).__name__}", "structured")
+        if (other := self.structured_outputs) is not None:
+            if not isinstance(other, StructuredOutputsParams):
+                raise InputError(f"{name} must be StructuredOutputsParams, got {type(other).__name__}", name)
+            if found not in (None, other.structured()):
+                raise InputError(f"{name} and structured ask for different forms: give one", name)
+            found = other.structured()
+        for what, clash in (("beam search", self.beam_width), ("a method", self.method)):
+            if found is not None and clash is not None:
+                raise InputError(f"{name} can't be combined with {what}", name)
+        for what, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
+            if found is not None and given:
+                raise InputError(f"{what} can't be combined with {name}: a grammar says when an output ends", what)
+        return found
 
     def _check_branches(self) -> None:
         if self.best_of is not None:

@@ -39,7 +39,7 @@ from quire.data.runner.store import Store
 from quire.errors import StartupError
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Encode, Mapped, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Encode, Mapped, Mask, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
@@ -79,6 +79,7 @@ class Ticket(NamedTuple):
     plan: StepPlan
     began: float
     span: Span | None  # on a GPU
+    held: Callable[[], Drawn] | None = None  # draws that wait for masks
 
 
 class ModelRunner:
@@ -107,6 +108,7 @@ class ModelRunner:
         self.common, self.state_dtype = common, state_dtype
         self.exchange = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
+        self.holding = False  # rows that are enqueued draw later
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
         self.store: Store
@@ -244,11 +246,26 @@ class ModelRunner:
             self.store.replay_ahead(plan.ahead)
         return ticket
 
+    def hold(self, plan: StepPlan) -> Ticket:
+        """As `submit`, up to the logits: its rows draw at `release`."""
+        self.holding = True
+        try:
+            return self.submit(plan)
+        finally:
+            self.holding = False
+
+    @torch.inference_mode()
+    def release(self, ticket: Ticket, masks: tuple[Mask, ...]) -> Ticket:
+        """Draw, under these masks."""
+        self.sampler.masks.take(masks)
+        return ticket._replace(drawn=ticket.held(), held=None) if ticket.held is not None else ticket
+
     def _rows(self, plan: StepPlan, began: float) -> Ticket:
         """Enqueue a plan's rows: as graphs where there are any for them."""
         rows, scores = plan.rows, []
         if not rows:
             return Ticket(None, [], plan, began, None)
+        self.sampler.masks.take(plan.masks)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
         sees = self.pictures is not None and self.pictures.sees(rows)
@@ -266,7 +283,8 @@ class ModelRunner:
             else:
                 replayed = False
                 drawn, scores = self._eager(rows, flat)
-        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed))
+        held, drawn = (drawn, None) if callable(drawn) else (None, drawn)
+        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), held)
 
     def _for_no_graph(self, rows: tuple[Row, ...]) -> bool:
         """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
@@ -297,8 +315,8 @@ class ModelRunner:
 
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
-        tail = self.sampler.tail_of(rows)
-        if tail in ("random", "cut"):
+        tail = "" if self.holding else self.sampler.tail_of(rows)
+        if tail not in ("", "greedy"):
             self.sampler.fill(rows)
         result = replay(tail)
         if tail:
@@ -308,7 +326,8 @@ class ModelRunner:
     def _draw(self, sampling: Sequence[Row], logits: Tensor) -> Drawn:
         """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
         rows = [(row.slot, row.start + len(row.tokens), row.sample) for row in sampling]
-        return self.sampler.sample(logits, rows, self.last)
+        draw = partial(self.sampler.sample, logits, rows, self.last)
+        return draw if self.holding else draw()
 
     def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
