@@ -84,7 +84,8 @@ class Echo(EchoRunner):
 
 
 class Saying(Echo):
-    """An Echo that says a text, whatever the prompt, then ends. For an engine in this process."""
+    """An Echo that says a text, whatever the prompt, then ends; something else where a grammar forbids it. For an engine
+    in this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +97,11 @@ class Saying(Echo):
 
     def compute(self, row: Row) -> Sampled:
         sampled = super().compute(row)
-        if not sampled.tokens or row.slot in self.masks:
-            return sampled
         slot, at = self.slots[row.slot], row.start + len(row.tokens) - self.groups[0].prompts[row.slot]
         token = self._script[at] if at < len(self._script) else 0
+        mask = self.masks.get(row.slot)
+        if not sampled.tokens or (mask is not None and not mask[token // 8] >> token % 8 & 1):
+            return sampled
         slot.last = token
         tops = tuple(top._replace(token=token) for top in sampled.tops)
         return sampled._replace(tokens=(token,) * len(sampled.tokens), tops=tops)

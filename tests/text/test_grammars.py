@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from quire.errors import InputError
 from quire.text.grammar_source import endless
 from quire.text.grammars import HELD, Grammars, Place
-from quire.vocabulary.structured import MAX_SOURCE, Structured, StructuredOutputsParams
+from quire.vocabulary.structured import MAX_SOURCE, Structured, StructuredOutputsParams, closed
 
 VOCAB, END = echo_service.VOCAB, 0
 FORMATS = jsonschema.FormatChecker()
+NO_MORE = {"additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
@@ -299,3 +300,33 @@ def test_many_schemas_and_patterns() -> None:
     many_patterns()
     assert done["schemas"] > 350, done
     assert done["patterns"] > 150, done
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed_"),
+    [
+        ({"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"a": {}}, **NO_MORE}),
+        ({"properties": {"a": {}}, "additionalProperties": True}, None),
+        ({"properties": {"a": {}}, "patternProperties": {"^b": {}}}, None),
+        ({"type": "object"}, None),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, None),
+        ({"$defs": {"A": {"properties": {}}}, "allOf": [{"$ref": "#/$defs/A"}]}, None),
+        ({"$defs": {"A": {"properties": {}}}}, {"$defs": {"A": {"properties": {}, **NO_MORE}}}),
+        ({"items": {"anyOf": [{"properties": {}}, {}]}}, {"items": {"anyOf": [{"properties": {}, **NO_MORE}, {}]}}),
+        ({"enum": [{"properties": {}}]}, None),
+        ({"additionalProperties": {"properties": {}}}, {"additionalProperties": {"properties": {}, **NO_MORE}}),
+        (True, None),
+    ],
+)
+def test_objects_are_closed_where_nothing_is_said_of_other_members(schema: Any, closed_: Any) -> None:
+    before = json.dumps(schema)
+    assert closed(schema) == (schema if closed_ is None else closed_)
+    assert json.dumps(schema) == before
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    schema: Any = {}
+    for _ in range(2000):
+        schema = {"items": schema}
+    with pytest.raises(InputError, match="nested too deep"):
+        closed(schema)

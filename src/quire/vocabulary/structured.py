@@ -70,6 +70,13 @@ class StructuredOutputsParams:
         return compact(found) if self.disable_any_whitespace else found
 
 
+NAMING = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of JSON Schema whose value has schemas by name; HOLDING: is a schema, or a list of some."""
+HOLDING = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+OTHERS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+COMPOSING = frozenset(("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
+
+
 def source_of(kind: Kind, value: Any, name: str = NAME) -> str:
     """The source that `value` is for a kind. InputError, for the parameter `name`, if it is of another type."""
     if kind == "json_object":
@@ -99,6 +106,37 @@ def compact(asked: Structured) -> Structured:
 def lenient(asked: Structured) -> Structured:
     """The same schema, whose keywords needn't all be enforced: those that can't be are passed over."""
     return _with_option(asked, "lenient", True)
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, whose objects have no other members than `properties` names, where it says nothing of others:
+    what OpenAI's `strict` has schemas say. One that composes objects of parts is left as it is: closed, each part would
+    exclude what the others name."""
+    try:
+        return schema if _composes(schema) else _closed(schema)
+    except RecursionError as error:
+        raise InputError("json: the schema is nested too deep to be read", NAME) from error
+
+
+def _composes(schema: Any) -> bool:
+    if isinstance(schema, dict):
+        beside = "properties" in schema and not COMPOSING.isdisjoint(schema)
+        return beside or "allOf" in schema or any(map(_composes, schema.values()))
+    return isinstance(schema, list) and any(map(_composes, schema))
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _closed(one) if name in HOLDING else one for name, one in schema.items()}
+    for name in NAMING:
+        if isinstance(parts := found.get(name), dict):
+            found[name] = {key: _closed(one) for key, one in parts.items()}
+    if "properties" in found and OTHERS.isdisjoint(found):
+        found["additionalProperties"] = False
+    return found
 
 
 def _with_option(asked: Structured, name: str, value: bool) -> Structured:
