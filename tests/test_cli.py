@@ -52,7 +52,7 @@ def test_help_is_immediate() -> None:
     done = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True)
     assert time.monotonic() - began < 2  # 0.1 s where nothing else runs
     assert done.returncode == 0
-    for command in ("generate", "chat", "serve", "plan", "bench", "reproduce", "env"):
+    for command in ("generate", "chat", "serve", "run-batch", "plan", "bench", "reproduce", "env"):
         assert command in done.stdout
 
 

@@ -210,6 +210,19 @@ def _add_request_flags(group: Any) -> None:
                        '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens')  # fmt: skip
 
 
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """Which file to answer, and how."""
+    group = parser.add_argument_group("batch")
+    group.add_argument("-i", "--input-file", required=True, metavar="FILE",
+                       help="requests, one a line: custom_id, method, url and body")  # fmt: skip
+    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where their answers go")
+    group.add_argument("--resume", action="store_true", help="keep what a run that was cut short answered")
+    group.add_argument("--max-in-flight", type=int, default=256, metavar="N",
+                       help="most lines answered at once (default: %(default)s)")  # fmt: skip
+    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that bodies may give")
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
+
+
 def _add_log_flags(group: Any) -> None:
     group.add_argument("--access-log", action="store_true", help="log every HTTP request")
     group.add_argument("--enable-log-requests", action="store_true",
