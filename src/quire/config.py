@@ -26,6 +26,7 @@ RETENTIONS = ("paper", "slack", "boundary")
 VISION_CACHES = ("pages", "inside", "off")
 AHEAD = ("inline", "thread", "off")
 EXECUTORS = ("auto", "inline", "process")
+POOLING = ("auto", "mean", "last")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
@@ -76,6 +77,8 @@ class EngineConfig:
     `tp` ranks divide each layer of the model (quire.parallel); `kv_gib` and `swap_gib` are sums over them. There are no
     stages yet: `pp` is 1. `executor` "process" gives a single rank a process of its own too, "inline" computes where
     the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start.
+    `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one; "auto": as the
+    checkpoint's 1_Pooling/config.json says, else the last one's.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
     `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from that file in the folder that it
     names; those in `override_generation_config` win.
@@ -132,6 +135,7 @@ class EngineConfig:
     tp: int = 1
     pp: int = 1
     executor: str = "auto"
+    pooling: str = "auto"
     rank_timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -154,6 +158,7 @@ class EngineConfig:
             ("retention", RETENTIONS),
             ("vision_cache", VISION_CACHES),
             ("executor", EXECUTORS),
+            ("pooling", POOLING),
         ):
             if getattr(self, name) not in allowed:
                 known = ", ".join(filter(None, allowed))

@@ -23,6 +23,7 @@ from quire.config import (
     KV_DTYPES,
     MEMORIES,
     PAGE_SIZES,
+    POOLING,
     PREEMPTIONS,
     QUANTIZATIONS,
     RETENTIONS,
@@ -126,6 +127,8 @@ ENGINE = (
          "the former", EXECUTORS),
     Flag("rank_timeout", float, "seconds that a rank may take for a step; five times as many to start",
          metavar="S"),
+    Flag("pooling", str, "what embeddings are made of: hidden states of all tokens of a text, or of the last; auto: as "
+         "the checkpoint says, else the last", POOLING),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )  # fmt: skip

@@ -46,7 +46,8 @@ class Sequence:
 
     __slots__ = (
         "branches", "computed", "cumulative_logprob", "final", "finish", "id", "index", "keys", "media", "pending",
-        "planned", "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason", "tokens", "tops",
+        "planned", "pooled", "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason",
+        "tokens", "tops",
     )  # fmt: skip
 
     def __init__(self, id: int, tokens: list[int], *, seed: int = 0, salt: str = "", index: int = 0) -> None:
@@ -68,6 +69,7 @@ class Sequence:
         self.tops: list[Top] = []  # of its own tokens, where they are kept: methods, best_of
         self.sibling: Sequence | None = None  # computes what this one shares and hasn't computed itself
         self.prompt_tops: list[Top] = []
+        self.pooled: tuple[float, ...] = ()  # hidden states of its prompt: their sum so far, or the last one
         self.finish: str | None = None  # why it ended; it may still be in flight
         self.stop_reason: int | str | None = None
 
