@@ -20,6 +20,8 @@ from quire.config import EngineConfig
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.errors import InputError
+from quire.link.messages import Queues, Stepped
+from quire.link.stepped import read_stepped, write_stepped
 from quire.text.embedding import vector
 from quire.vocabulary.params import SamplingParams
 
@@ -196,3 +198,17 @@ def test_pooling_generates_nothing(clash: dict[str, Any]) -> None:
         SamplingParams(pooling="mean", **clash)
     with pytest.raises(InputError, match="pooling must be one of"):
         SamplingParams(pooling="max")
+
+
+def test_an_engine_elsewhere(reference: Callable[[str], Reference]) -> None:
+    """Vectors cross to another process as they are; two ranks have what one has."""
+    oracle = reference("llama")
+    settings = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "kv_tokens": 512, "threads": 1}
+    with LLM(str(oracle.folder), tp=2, **settings) as llm:
+        for found, prompt in zip(llm.embed(PROMPTS), PROMPTS):
+            assert torch.allclose(torch.tensor(found).double(), oracle.pooled(prompt, "last"), atol=1e-4)
+    ends = Output("", 0, (), "", (), "stop", None, True, 0.0, pooled=(0.5, -2.0))
+    plain = Output("", 0, (5,), "", (), None, None, False, -1.0)
+    outputs = [(1, plain), (2, ends), (3, ends._replace(pooled=(), finish_reason="length")), (4, ends)]
+    said = Stepped(1.0, Queues(), 0, [], outputs)
+    assert read_stepped(memoryview(write_stepped(said))).outputs == outputs

@@ -126,6 +126,7 @@ def test_plans_are_read_as_they_were_said(plan: StepPlan) -> None:
 @example(StepResult((), 0.0))
 @example(a_result())
 @example(StepResult((Sampled(()),) * 300, math.nan))
+@example(StepResult((Sampled((), pooled=(0.5, -2.0)), Sampled((3,)), Sampled((), pooled=(1.0,))), 0.0))
 @example(StepResult((Sampled((), (Top(1, 0.0, 1),)),) * 2, math.inf))
 def test_results_are_read_as_they_were_said(result: StepResult) -> None:
     assert same(decode(encode(result)), result)
