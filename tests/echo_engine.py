@@ -14,12 +14,15 @@ from quire.control.engine import Engine
 from quire.link.hello import Hello
 from quire.link.messages import Ready, described
 from quire.link.program import main
+from quire.text.grammars import Grammars
 
 
 def build(hello: Hello) -> tuple[Engine, Ready]:
     """The echo of the recipe."""
     echo = echo_service.Echo(**RECIPE["echo"])
     model = echo_service.built(echo, text=RECIPE["text"], kv_tokens=RECIPE["kv_tokens"], **RECIPE["settings"])
+    if model.tokenizer is not None:
+        model.engine.grammar_of = Grammars(model.tokenizer, echo_service.VOCAB, (0,)).get
     return model.engine, described(model.engine, model.plan.lines(), model.notices)
 
 

@@ -33,7 +33,7 @@ from quire.text.chat import ChatTemplate
 from quire.text.prompts import Prompts
 from quire.text.sight import Sight
 from quire.text.tokenizer import Tokenizer
-from quire.vocabulary.plan import StepResult
+from quire.vocabulary.plan import Row, Sampled, StepResult
 from quire.vocabulary.specs import LayerSpec, ModelSpec
 
 APART = os.environ.get("QUIRE_TEST_ENGINE") == "process"  # the engine has a process of its own
@@ -83,6 +83,28 @@ class Echo(EchoRunner):
         return super().collect(ticket)
 
 
+class Saying(Echo):
+    """An Echo that says a text, whatever the prompt, then ends. For an engine in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._script: list[int] = []
+
+    def say(self, text: str) -> None:
+        """What all outputs from now on are."""
+        self._script = tokenizer().encode(text, add_special_tokens=False)
+
+    def compute(self, row: Row) -> Sampled:
+        sampled = super().compute(row)
+        if not sampled.tokens or row.slot in self.masks:
+            return sampled
+        slot, at = self.slots[row.slot], row.start + len(row.tokens) - self.groups[0].prompts[row.slot]
+        token = self._script[at] if at < len(self._script) else 0
+        slot.last = token
+        tops = tuple(top._replace(token=token) for top in sampled.tops)
+        return sampled._replace(tokens=(token,) * len(sampled.tokens), tops=tops)
+
+
 @functools.cache
 def tokenizer() -> Tokenizer:
     """Byte-level BPE over a few words, with ChatML's special tokens."""
@@ -99,28 +121,36 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "<|end|>"})
 
 
-def built(runner: EchoRunner | None = None, *, text: bool = True, kv_tokens: int = 1024, **settings: Any) -> EchoBuilt:
-    """An engine over `runner`; `settings` are EngineConfig's. End tokens are none, so that lengths are known."""
+def built(
+    runner: EchoRunner | None = None,
+    *,
+    text: bool = True,
+    kv_tokens: int = 1024,
+    max_len: int = MAX_LEN,
+    **settings: Any,
+) -> EchoBuilt:
+    """An engine over `runner`; `settings` are EngineConfig's. End tokens are none, so that lengths are known. One of
+    another length than MAX_LEN can't be made in another process."""
     runner = runner or Echo()
-    recipe: dict[str, Any] | None = getattr(runner, "recipe", None)
+    recipe: dict[str, Any] | None = getattr(runner, "recipe", None) if max_len == MAX_LEN else None
     if recipe is not None:
         recipe = {"echo": recipe, "text": text, "kv_tokens": kv_tokens, "settings": settings}
     config = EngineConfig(**{"page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, **settings})
-    spec = ModelSpec("echo", (LayerSpec(1, 8),), VOCAB, MAX_LEN, 8, 1, 8, 0)
-    memory = build_memory(config, spec, Size(kv_tokens, MAX_LEN, 2))
+    spec = ModelSpec("echo", (LayerSpec(1, 8),), VOCAB, max_len, 8, 1, 8, 0)
+    memory = build_memory(config, spec, Size(kv_tokens, max_len, 2))
     runner.bind(memory.geometry)
     scheduler = Scheduler(
         memory,
         budget=config.max_num_batched_tokens,
         max_seqs=config.max_num_seqs,
-        max_len=MAX_LEN,
+        max_len=max_len,
         eos_ids=(0,),
         preemption=config.preemption,
     )
     engine = Engine(
         scheduler,
         runner,
-        Limits(VOCAB, MAX_LEN, config.max_num_queued_reqs),
+        Limits(VOCAB, max_len, config.max_num_queued_reqs),
         clock=time.monotonic,
         seed=config.seed,
     )

@@ -44,7 +44,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_ranks_with_peers_memory_say_what_one_says(peers: list[Any]) -> None:
     """Sums with norms, the embedding's, and what split sampling tells."""
-    settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 4}
+    settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 4, "attention": "sdpa"}
     several, alone = (LLM("tiny", tp=tp, **settings) for tp in (2, 1))
     for params in PARAMS[:2]:
         few = replace(params, max_tokens=4)

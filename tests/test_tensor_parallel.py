@@ -103,8 +103,8 @@ def answers(engine: Engine, rounds: int) -> Iterator[Any]:
 
 
 def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engine, Engine]:
-    executor = settings.pop("executor", "auto")
-    one, several = engine_of(folder, **settings), engine_of(folder, tp=tp, executor=executor, **settings)
+    theirs = {name: settings.pop(name) for name in ("executor", "on_rank_failure") if name in settings}
+    one, several = engine_of(folder, **settings), engine_of(folder, tp=tp, **theirs, **settings)
     try:
         for wanted, got in zip(answers(one, rounds), answers(several, rounds), strict=True):
             assert got == wanted
@@ -167,6 +167,26 @@ def test_one_rank_in_a_process_says_the_same(folders: Any) -> None:
     both(folders("llama"), 1, 1, executor="process")
 
 
+@pytest.mark.usefixtures("threads")
+def test_ranks_that_are_started_anew_say_the_same(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their caches held, and whatever was in flight: greedy and sampled requests, branches, beams."""
+    left = iter((3, 9, 12))  # steps of each start
+
+    def built(hello: Hello) -> Any:
+        runner = build_rank(hello)
+        if not hello.part.first and (step := next(left, None)) is not None:
+            collect, steps = runner.collect, iter(range(1, step))
+            monkeypatch.setattr(runner, "collect", lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0)
+        return runner
+
+    remote = partial(RemoteRunner, start=partial(ThreadRank, built))
+    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
+    _, engine = both(folders("llama"), 2, 1, depth=2, on_rank_failure="restart", swap_gib=0.01)
+    assert engine.stats.restarts == 3
+    engine.scheduler.memory.check()
+    assert engine.scheduler.memory.account().sharing.tables == 0
+
+
 def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:
     llm = LLM(str(folders("llama")), tp=2, rank_timeout=60, **SETTINGS)
     alone = LLM(str(folders("llama")), **SETTINGS)
@@ -187,6 +207,11 @@ def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> No
         ({"tp": 3}, "--tp is 3, which doesn't divide the model: it has 4 heads.*Use 1, 2 or 4"),
         ({"tp": 2, "executor": "inline"}, "--executor is inline, and --tp is 2"),
         ({"pp": 2}, "--pp is 2"),
+        ({"tp": True}, "--tp is True"),
+        ({"tp": 2.0}, "--tp is 2.0"),
+        ({"on_rank_failure": "restart"}, "--on-rank-failure is restart, and the model is where the engine is"),
+        ({"tp": 2, "on_rank_failure": "again"}, "--on-rank-failure is 'again'. Choose one of: exit, restart"),
+        ({"tp": 2, "on_rank_failure": "restart", "log_plans": "log"}, "--on-rank-failure is restart, and --log-plans"),
         ({"tp": 2, "quantization": "int8"}, "--tp is 2, and a quantised model can't be divided"),
         ({"tp": 2, "attention": "triton"}, "--attention is triton, which needs a GPU"),
     ],
@@ -195,3 +220,9 @@ def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> No
 def test_what_cannot_be_divided_is_refused(folders: Any, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(StartupError, match=told):
         engine_of(folders("llama"), **settings)
+
+
+@pytest.mark.parametrize("tp", [True, 2.0, "2", -1])
+def test_ranks_are_a_whole_number(tp: object) -> None:
+    with pytest.raises(StartupError, match=r"--tp is .* must be between 1 and"):
+        LLM("tiny", tp=tp)

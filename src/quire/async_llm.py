@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from quire.control.memory import Account
 from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix
 from quire.link.front import Front, Link
-from quire.link.messages import MOST_ID, MOST_REQUESTS, Abort, Add, Asked, Prefixes, Register, Release, described
+from quire.link.messages import MOST_ID, MOST_REQUESTS, Abort, Add, Asked, Look, Prefixes, Register, Release, described
 from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
-from quire.text.prompts import Messages, Prompt, Prompts, characters, engine_config
+from quire.text.prompts import LONG_CHARS, Messages, Prompt, Prompts, characters, engine_config
 from quire.text.streams import Observer, Record, Stream, dead, named
 from quire.vocabulary.columns import MOST_PIXELS
 from quire.vocabulary.media import Medium, Pixels
@@ -120,6 +120,8 @@ class AsyncLLM(Front):
         self._check_open(len(prompts))
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
         checked = partial(self.prompts.checked, prompts, params, salt, media)
+        if not self.prompts.quick(params):
+            size += LONG_CHARS + 1  # a grammar's cost is unknown: on threads that hold up nothing else
         tokens, resolved = await self.prompts.apart(size, checked)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []
@@ -220,6 +222,13 @@ class AsyncLLM(Front):
         held, ready = await self._ask(asyncio.get_running_loop().create_future(), Prefixes)
         return held, frozenset(ready)
 
+    async def look(self) -> str:
+        """What is in memory now, page by page, as JSON: see control.scene; `took` is what looking took the engine, in
+        seconds. EngineDead if there is none."""
+        found = await self._ask(asyncio.get_running_loop().create_future(), Look)
+        assert isinstance(found, str), "a look is answered with text"
+        return found
+
     @property
     def account(self) -> Account:
         """The memory, as it was lately."""
@@ -313,5 +322,6 @@ def _threaded(built: Built, stall_after: float) -> tuple[Link, Prompts]:
     from quire.link.thread import ThreadLink
 
     ready = described(built.engine, built.plan.lines(), built.notices)
-    prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight)
+    ends = built.engine.scheduler.eos_ids
+    prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight, tuple(ends))
     return ThreadLink(built.engine, ready, stall_after), prompts

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ from quire.control.edge import Limits
 from quire.control.engine import Engine
 from quire.control.memory import Size, build_memory
 from quire.control.memory.virtual import capacity
+from quire.control.recovery import Restarts
 from quire.data.kernels.cpu import loading as kernels
 from quire.data.kernels.cpu.memory import memory
 from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
@@ -119,6 +121,9 @@ def build_engine(
     """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said. The
     memory is that of `member`, if any. With ranks in processes of their own the model is there, and not here."""
     if not config.remote:
+        if config.on_rank_failure == "restart":
+            cause = "--on-rank-failure is restart, and the model is where the engine is"
+            raise StartupError(cause, "Use --tp, or --executor process")
         return _assembled(config, source, named, progress, member, None)
     if member is not None:
         raise StartupError("--tp and --executor process aren't for models that share a pool", "Leave them out")
@@ -172,7 +177,8 @@ def _assembled(
     if config.log_plans:
         runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
-    memory = member.memory if member else build_memory(config, source.spec, size, model_id(config, source, dtype))
+    make_memory = partial(build_memory, config, source.spec, size, model_id(config, source, dtype))
+    memory = member.memory if member else make_memory()
     if config.memory == "virtual":  # pages and buffers aren't always filled
         plan = plan._replace(kv_tokens=capacity(memory.geometry))
     assert config.max_num_batched_tokens is not None, "sized above"
@@ -189,6 +195,12 @@ def _assembled(
         config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling_of(source),
         pooling=pooling_of(config, source),
     )  # fmt: skip
+    if ranks is not None and config.on_rank_failure == "restart":
+        from quire.parallel import starting
+
+        said = replace(config, dtype=dtype, device=device, attention=ranks.attention)
+        folder = str(source.folder or "")
+        engine.restarts = Restarts(partial(starting.anew, said, folder, ends, plan.max_len, make_memory))
     if member is not None:
         member.pool.turns.add(engine)
     return engine, plan, (*_computing(runner, ranks, device), *source.notes,

@@ -26,6 +26,7 @@ RETENTIONS = ("paper", "slack", "boundary")
 VISION_CACHES = ("pages", "inside", "off")
 AHEAD = ("inline", "thread", "off")
 EXECUTORS = ("auto", "inline", "process")
+ON_RANK_FAILURE = ("exit", "restart")
 POOLING = ("auto", "mean", "last")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
@@ -76,7 +77,8 @@ class EngineConfig:
     needed. `log_plans` names a file to write every plan and result to (quire.plan_log), for debugging.
     `tp` ranks divide each layer of the model (quire.parallel); `kv_gib` and `swap_gib` are sums over them. There are no
     stages yet: `pp` is 1. `executor` "process" gives a single rank a process of its own too, "inline" computes where
-    the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start.
+    the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start; `on_rank_failure` is
+    what follows if it fails: the engine's end, or ranks that are started anew (quire.control.recovery).
     `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one; "auto": as the
     checkpoint's 1_Pooling/config.json says, else the last one's.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
@@ -137,6 +139,7 @@ class EngineConfig:
     executor: str = "auto"
     pooling: str = "auto"
     rank_timeout: float = 300.0
+    on_rank_failure: str = "exit"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here
@@ -158,6 +161,7 @@ class EngineConfig:
             ("retention", RETENTIONS),
             ("vision_cache", VISION_CACHES),
             ("executor", EXECUTORS),
+            ("on_rank_failure", ON_RANK_FAILURE),
             ("pooling", POOLING),
         ):
             if getattr(self, name) not in allowed:
@@ -182,18 +186,28 @@ class EngineConfig:
             ("rank_timeout", 0.1, 86400),
         ):
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise StartupError(f"{_flag(name)} is {value}", f"It must be between {low} and {high}")
+            kind = "__index__" if isinstance(low, int) else "__float__"
+            if value is None:
+                continue
+            if isinstance(value, bool) or not hasattr(value, kind) or not low <= value <= high:
+                raise StartupError(f"{_flag(name)} is {str(value)[:80]}", f"It must be between {low} and {high}")
         self._check_the_rest()
         self._check_ranks()
 
     def _check_ranks(self) -> None:
+        for name in ("tp", "pp"):
+            if type(getattr(self, name)) is not int:
+                raise StartupError(f"--{name} is {str(getattr(self, name))[:80]}", "It must be a whole number")
         if self.pp != 1:
             raise StartupError(f"--pp is {self.pp}", "There are no stages yet: it must be 1; --tp divides layers")
         if self.tp > 1 and self.executor == "inline":
             raise StartupError(
                 f"--executor is inline, and --tp is {self.tp}: each rank is a process", "Use --executor process"
             )
+
+        if self.on_rank_failure == "restart" and self.log_plans:
+            raise StartupError("--on-rank-failure is restart, and --log-plans is given: a log is of one start of ranks",
+                               "Leave one out")  # fmt: skip
 
     def _check_the_rest(self) -> None:
         if self.kv_gib is not None and not 0 < self.kv_gib < 2**20:

@@ -11,6 +11,7 @@
     ├── Overloaded        the queue is full; come back after `retry_after` seconds
     ├── PeerLost          another rank is gone or doesn't answer: its own failure is the cause
     └── EngineDead        the engine stopped; nothing more will be served
+        ├── RanksLost         the processes that compute have ended, for this cause; they may be started anew
         └── FrontDead         a process of the server that speaks HTTP is gone, and the server ends
 
 Shortage of memory is never an exception: it is a return value of the memory. A broken invariant is an assert.
@@ -82,6 +83,10 @@ class PeerLost(QuireError):
 
 class EngineDead(QuireError):
     """The engine's loop ended; requests in flight fail with this."""
+
+
+class RanksLost(EngineDead):
+    """The ranks of an engine have ended, for this cause. Without them it ends, unless they are started anew."""
 
 
 class FrontDead(EngineDead):

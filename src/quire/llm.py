@@ -95,7 +95,8 @@ class LLM:
 
     def _start(self, built: Built) -> None:
         self.built, self.engine = built, built.engine
-        self.prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight)
+        ends = tuple(built.engine.scheduler.eos_ids)
+        self.prompts = Prompts(built.tokenizer, built.chat, built.engine.limits, built.defaults, built.sight, ends)
         # Offline, the caller's list is the queue.
         self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
         self._ids = count()

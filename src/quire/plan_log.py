@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from quire.errors import LogError, StartupError
 from quire.vocabulary.columns import MOST_BYTES, WireError
 from quire.vocabulary.geometry import check_size, number, read_geometry, write_geometry
-from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.plan import Mask, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
 from quire.vocabulary.wire import decode, encode
 
@@ -35,6 +35,7 @@ class Logged:
 
     def __init__(self, runner: Any, path: Path, vocab_size: int) -> None:
         self.runner, self.vocab_size = runner, vocab_size
+        self.held = StepPlan((), (), ())
         try:
             self.file = path.open("wb", buffering=BUFFER)
         except OSError as error:
@@ -53,6 +54,16 @@ class Logged:
         """Log the plan, then submit it."""
         self._write(encode(plan))
         return self.runner.submit(plan)
+
+    def hold(self, plan: StepPlan) -> Any:
+        """Hold the plan, to be logged with its masks."""
+        self.held = plan
+        return self.runner.hold(plan)
+
+    def release(self, ticket: Any, masks: tuple[Mask, ...]) -> Any:
+        """Log the plan that is held, then go on with it."""
+        self._write(encode(self.held._replace(masks=masks)))
+        return self.runner.release(ticket, masks)
 
     def collect(self, ticket: Any) -> StepResult:
         """Collect the result and log it."""

@@ -282,8 +282,11 @@ def test_every_field_does_something() -> None:
     import quire.server.render
     import quire.server.sampling
     import quire.server.service
+    import quire.server.structured
+    import quire.server.tools
 
-    modules = (quire.server.service, quire.server.render, quire.server.sampling)
+    server = quire.server
+    modules = (server.service, server.render, server.sampling, server.structured, server.tools)
     source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest):
         for name in model.model_fields:

@@ -202,7 +202,7 @@ def test_errors_have_openais_classes(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="echo", prompt="a", temperature=-1)
     assert bad.value.param == "temperature"
-    for extra in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
+    for extra in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "xml"}},
                   {"guided_json": {}, "structured_outputs": {"json": {}}}, {"chat_template": "x"}):  # fmt: skip
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="echo", messages=MESSAGES, extra_body=extra)

@@ -13,6 +13,9 @@ import pytest
 from echo_service import Echo
 from openai import OpenAI
 
+from quire.control.memory import KVMemory
+from quire.control.recovery import Restarts
+from quire.errors import RanksLost
 from quire.sim.echo import EchoRunner
 
 
@@ -103,3 +106,32 @@ def test_a_stalled_engine_is_unhealthy_until_it_moves_on() -> None:
             gate.set()
             assert waiting.result().status_code == 200
         assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on() -> None:
+    class Lost(Echo):
+        def collect(self, ticket: int) -> object:  # type: ignore[override]
+            raise RanksLost("rank 1 is gone")
+
+    def anew() -> tuple[Echo, KVMemory]:
+        assert gate.wait(20)
+        again = echo_service.built(Echo()).engine
+        return again.runner, again.scheduler.memory  # type: ignore[return-value]
+
+    gate, model = threading.Event(), echo_service.built(Lost())
+    model.engine.restarts = Restarts(anew)
+    body = {"prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5}
+    with echo_service.serving() as running:
+        wanted = httpx.post(f"{running.url}/v1/completions", json=body).json()["choices"]
+    with echo_service.serving(model) as running, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        waiting = pool.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=20)
+        end = time.monotonic() + 5
+        while httpx.get(f"{running.url}/health").status_code == 200 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert httpx.get(f"{running.url}/health").status_code == 503
+        assert running.llm.heartbeat().why == "rank 1 is gone; ranks are started anew"
+        gate.set()
+        assert waiting.result().json()["choices"] == wanted
+        assert httpx.get(f"{running.url}/health").status_code == 200
+        assert running.metric("quire_rank_restarts_total") == 1

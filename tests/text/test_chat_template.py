@@ -244,7 +244,7 @@ def test_what_a_template_raises_is_shown_cut_short() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "text must be a string, got int"),
         ([{"role": "user", "content": "a", "name": 5}], "name must be a string"),
         ([{"role": "user", "content": "a", "audio": {}}], "unsupported field 'audio'"),
-        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "unsupported field 'tool_calls'"),
+        ([{"role": "assistant", "content": "a", "function_call": {}}], "unsupported field 'function_call'"),
         ([{"role": "assistant", "content": "a", "refusal": ""}], "unsupported field 'refusal'"),
     ],
 )

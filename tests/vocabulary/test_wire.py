@@ -24,6 +24,7 @@ from quire.vocabulary.plan import (
     Encode,
     Entry,
     In,
+    Mask,
     Out,
     Poison,
     Row,
@@ -66,7 +67,10 @@ def some(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
     return st.lists(strategy, max_size=6).map(tuple)
 
 
-plans = st.builds(StepPlan, some(births), some(entries), some(rows) | some(decoding), some(entries))
+masks = st.integers(0, 3).flatmap(
+    lambda words: some(st.builds(Mask, numbers, st.binary(min_size=4 * words, max_size=4 * words)))
+)
+plans = st.builds(StepPlan, some(births), some(entries), some(rows) | some(decoding), some(entries), masks)
 results = st.builds(StepResult, some(samples) | some(drawn), floats)
 
 
@@ -99,6 +103,7 @@ def a_plan(count: int = 12) -> StepPlan:
             *(Row(10 + i, (LAST,), 100 * i, 1) for i in range(count)),
         ),
         (Copy(0, 1, 2),),
+        (Mask(3, b"\x01\x02\x03\x04\xff\xff\xff\x7f"), Mask(10, bytes(8))),
     )  # fmt: skip
 
 
@@ -156,6 +161,9 @@ def test_every_kind_of_entry_has_a_code() -> None:
         (StepPlan((), (), (Row(2**63, (1,), 0, 1),)), "row slots"),
         (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "row tokens"),
         (StepPlan((), (Copy(0, 2**64, 1),), ()), "journal numbers"),
+        (StepPlan((), (), (), (), (Mask(1, bytes(5)),)), "masks"),
+        (StepPlan((), (), (), (), (Mask(1, bytes(4)), Mask(2, bytes(8)))), "masks"),
+        (StepPlan((), (), (), (), (Mask(2**63, bytes(4)),)), "mask slots"),
         (StepPlan((Birth(1, 1, -1, None, 2**63, 5),), (), ()), "birth"),
         (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(b"short", 0, 1, 1),)),), (), ()), "medium"),
         (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(bytes(32), -1, 1, 1),)),), (), ()), "medium"),
@@ -196,10 +204,10 @@ def test_other_versions_and_kinds_are_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [2**16, 2**31, 2**32 - 1])
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("place", range(5))
 def test_counts_cost_nothing_before_they_are_proven(place: int, count: int) -> None:
     """Each number of a head, as large as it can be, with what makes long runs cheap behind it."""
-    for kind, form, size in ((wire.PLAN, wire.PLAN_HEAD, 4), (wire.RESULT, wire.RESULT_HEAD, 3)):
+    for kind, form, size in ((wire.PLAN, wire.PLAN_HEAD, 5), (wire.RESULT, wire.RESULT_HEAD, 3)):
         heads: list[Any] = [0] * size
         if size == 3 and place:
             continue

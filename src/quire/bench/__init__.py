@@ -25,6 +25,7 @@ from quire.bench import (
     runs,
     sights,
     start,
+    structured,
     traces,
     wire,
 )
@@ -245,6 +246,9 @@ ENTRIES: dict[str, Entry] = {
     "limits": Entry("what a CPU allows, and where each operation's time goes", _limits, _show_limits, _limits_flags),
     "kernels": Entry("every kernel beside what the device can do", _kernels, _show_kernels, _kernels_flags),
     "sights": Entry("what a picture costs, to encode and to decode beside", sights.run, sights.show, _sights_flags),
+    "structured": Entry(
+        "what grammars cost, and forced tokens save", structured.run, structured.show, structured.flags
+    ),
     "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),
     "memory": Entry("what memory went into, beside what was planned", memory.run, memory.show, add_engine_flags),
     "preemption": Entry(

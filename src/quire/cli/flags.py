@@ -22,6 +22,7 @@ from quire.config import (
     EXECUTORS,
     KV_DTYPES,
     MEMORIES,
+    ON_RANK_FAILURE,
     PAGE_SIZES,
     POOLING,
     PREEMPTIONS,
@@ -127,6 +128,8 @@ ENGINE = (
          "the former", EXECUTORS),
     Flag("rank_timeout", float, "seconds that a rank may take for a step; five times as many to start",
          metavar="S"),
+    Flag("on_rank_failure", str, "what follows when a rank fails: the engine's end, or ranks that are started anew "
+         "and compute all requests again", ON_RANK_FAILURE),
     Flag("pooling", str, "what embeddings are made of: hidden states of all tokens of a text, or of the last; auto: as "
          "the checkpoint says, else the last", POOLING),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
@@ -200,6 +203,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def _add_request_flags(group: Any) -> None:
     group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names to answer to")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
+    group.add_argument("--tool-call-parser", metavar="NAME", help="how the model writes calls of tools: hermes, json, "
+                       "llama3_json, mistral or pythonic (default: as its chat template says)")  # fmt: skip
     group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must present, one a line "
                        "(or one in the environment: QUIRE_API_KEY)")  # fmt: skip
     group.add_argument("--admin-key-file", metavar="FILE", help="keys for the admin routes, one a line "
@@ -234,6 +239,7 @@ def _add_log_flags(group: Any) -> None:
                        help="what the HTTP library logs (default: %(default)s)")  # fmt: skip
     group.add_argument("--metrics-prefix", choices=("quire", "vllm"), default="quire",
                        help="names of metrics: quire_... or vllm:..., for dashboards of vLLM")  # fmt: skip
+    group.add_argument("--no-console", dest="console", action="store_false", help="no page at /console")
 
 
 def _add(group: Any, flag: Flag, default: object) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from quire.config import EngineConfig
 from quire.control.costs import DEFAULT, Costs
 from quire.control.edge import Limits
-from quire.control.engine import Engine, Runner
+from quire.control.engine import Engine
 from quire.control.memory import KVMemory
 from quire.control.memory.reserved import STATIC
+from quire.control.runners import Runner
 from quire.control.scheduler import Scheduler
 from quire.vocabulary.pictures import Tiling
 

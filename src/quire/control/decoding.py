@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from operator import add
 
+from quire.control.matching import follow
 from quire.control.request import Request, Sequence
 from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending, Method
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Row, Sampled
 
 
-def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids: frozenset[int], max_len: int) -> None:
-    """Append the token of `draw` to `seq` and decide whether it ends there."""
+def append(
+    request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids: frozenset[int], max_len: int
+) -> tuple[int, ...]:
+    """Append the token of `draw` to `seq` and decide whether it ends there; the same of tokens that its grammar leaves
+    no choice about. What was appended."""
     token = sampled.tokens[draw]
     seq.tokens.append(token)
     if sampled.tops:
@@ -24,8 +28,13 @@ def append(request: Request, seq: Sequence, sampled: Sampled, draw: int, eos_ids
             seq.tops.append(sampled.tops[draw])
     if sampled.error:
         seq.finish, seq.stop_reason = "error", sampled.error
-        return
+        return (token,)
     seq.finish, seq.stop_reason = stop(request, seq, token, eos_ids, max_len)
+    if seq.matcher is None:
+        return (token,)
+    start = len(seq.tokens) - 1
+    follow(request, seq, token, eos_ids, lambda drawn: stop(request, seq, drawn, eos_ids, max_len))
+    return tuple(seq.tokens[start:])
 
 
 def pooled(request: Request, seq: Sequence, row: Row, sampled: Sampled) -> bool:

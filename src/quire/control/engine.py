@@ -10,53 +10,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from quire.control.checked import Checked, checked_method
 from quire.control.decoding import context_of
 from quire.control.edge import Limits, check_media, check_pixels, check_salt
+from quire.control.matching import masks_of
 from quire.control.outcomes import Outcomes, Output, Stats
+from quire.control.recovery import OF_PREFIXES, Restarts, recover
 from quire.control.request import Request, Sequence
+from quire.control.runners import Holding, Runner
 from quire.control.scheduler import Scheduler
 from quire.control.turns import Turns
-from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong
+from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, RanksLost
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.pictures import Tiling
-from quire.vocabulary.plan import StepPlan, StepResult
+from quire.vocabulary.plan import StepPlan
 from quire.vocabulary.seeds import branch_seed
-from quire.vocabulary.specs import Geometry
-
-
-class Runner(Protocol):
-    """The data plane. `submit` only enqueues; up to `depth` plans may be in flight, collected in order."""
-
-    depth: int
-
-    def bind(self, geometry: Geometry) -> None:
-        """Allocate the tensors of a memory."""
-        ...
-
-    def see(self, pixels: Pixels) -> None:
-        """Keep a picture: plans that are submitted from now on may encode it."""
-        ...
-
-    def forget(self, key: bytes) -> None:
-        """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
-        ...
-
-    def submit(self, plan: StepPlan) -> Any:
-        """Enqueue a step; returns a ticket."""
-        ...
-
-    def collect(self, ticket: Any) -> StepResult:
-        """Wait for the step of a ticket. Steps in flight overlap, but the `seconds` of their results don't: they add up
-        to no more than has passed."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...
+from quire.vocabulary.structured import Grammar, Structured
 
 
 class Accepted(NamedTuple):
@@ -92,15 +64,20 @@ class Engine:
         self.seed = seed
         self.requests: dict[str, Request] = {}
         self.flight: deque[tuple[StepPlan, Any]] = deque()
+        self.held = False  # the last of them waits for masks
+        scheduler.late = self.depth > 1 and isinstance(runner, Holding)
         self.outbox: list[Output] = []  # outputs that no step brought: aborts
         self.stats = Stats()
         self.outcomes = Outcomes(self.stats)
         self.added = 0
         self.ended = 0  # requests, those ended by a stop string aside
         self.turns: Turns | None = None  # with engines that have the memory in common
+        self.restarts: Restarts | None = None  # what to do once the runner is lost; None: nothing
+        self.again: set[str] = set()  # requests that compute registered prefixes once more
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
         self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
+        self.grammar_of: Callable[[Structured], Grammar] | None = None  # where fronts send forms of outputs to it
 
     # In
 
@@ -149,6 +126,8 @@ class Engine:
             params = self.limits.pooled(params, self.pooling)
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
+        if params.structured is not None and params.grammar is None:
+            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
         accepted: dict[str, Accepted] = {}
         for i, (id, prompt) in enumerate(prompts):
             if id in self.requests or id in accepted:
@@ -161,7 +140,7 @@ class Engine:
         for picture in pixels:
             if picture.key not in self.shown and picture.key in self.seen:
                 self.shown[picture.key] = picture
-                self.runner.see(picture)
+                self.say(self.runner.see, picture)
 
     def _accept(self, prompt: Seq[int], params: SamplingParams, waits: bool, media: tuple[Medium, ...]) -> Accepted:
         geometry = self.scheduler.memory.geometry
@@ -205,6 +184,7 @@ class Engine:
         self.added += 1
         seq = Sequence(self.scheduler.new_id(), accepted.tokens, seed=seed, salt=salt)
         seq.media = accepted.media
+        seq.matcher = None if params.grammar is None else params.grammar.matcher()
         seq.branches, seq.final = accepted.width - 1, len(accepted.tokens) + accepted.max_tokens
         if params.prompt_logprobs is not None or params.pooling == "mean":  # all of its rows count
             seq.reusable = 0
@@ -223,7 +203,7 @@ class Engine:
         told = [seq for seq in request.live if seq.finish is None]
         for seq in told:
             self.scheduler.finish(request, seq, "abort")
-        self.outbox += self._told(self.outcomes.aborted(request, told))
+        self.outbox += self.told(self.outcomes.aborted(request, told))
 
     def stop(self, id: str, branch: int, reason: str) -> bool | None:
         """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
@@ -253,7 +233,15 @@ class Engine:
             if not self.seen[key]:
                 del self.seen[key]
                 self.shown.pop(key, None)
-                self.runner.forget(key)
+                self.say(self.runner.forget, key)
+
+    def say(self, say: Callable[[Any], None], what: Any) -> None:
+        """Say what the runner is to keep. To one that is lost it will be said when there is another one."""
+        try:
+            say(what)
+        except RanksLost:
+            if self.restarts is None:
+                raise
 
     def _stop_all(self, request: Request, reason: str) -> bool:
         request.aborted = True  # no more is told of it
@@ -279,7 +267,7 @@ class Engine:
                 f"a prefix of {len(tokens)} tokens exceeds what is left of what is kept for prefixes (--prefix-tokens)",
                 "prefix",
             )
-        self.add(f"prefix:{name}", tokens, SamplingParams(temperature=0, max_tokens=1, detokenize=False), prefix=name)
+        self.add(f"prefix:{name}", tokens, OF_PREFIXES, prefix=name)
         self.prefixes[name] = len(tokens)
 
     def release_prefix(self, name: str) -> bool:
@@ -307,10 +295,20 @@ class Engine:
         outputs, self.outbox = self.outbox, []
         if self.turns is not None and self.turns.passes(self):
             return outputs
-        idle = not self._advance(outputs) and not outputs
+        try:
+            idle = not self._advance(outputs) and not outputs
+        except RanksLost as lost:
+            return outputs + recover(self, lost)
         if idle and self.scheduler.unfinished and not any(map(_waits, self.scheduler.running)):
             self._stuck()
         return outputs
+
+    def check(self) -> None:
+        """While nothing is to be done: notice a runner, which has a `check`, that is lost, and go on with another."""
+        try:
+            self.runner.check()  # type: ignore[attr-defined]
+        except RanksLost as lost:
+            self.outbox += recover(self, lost)
 
     def ahead(self) -> bool:
         """A step for the sake of others, whose outputs the next `step` returns. Whether there was anything to do."""
@@ -318,12 +316,12 @@ class Engine:
 
     def _advance(self, outputs: list[Output]) -> bool:
         """Plan and submit, and add what the oldest step in flight brings to `outputs`. False if there is none."""
-        while len(self.flight) < self.depth:
+        while len(self.flight) < self.depth and not self.held:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
             self._planned(plan)
-            self.flight.append((plan, self.runner.submit(plan)))
+            self._submit(plan)
         if not self.flight:
             return False
         plan, ticket = self.flight.popleft()
@@ -331,8 +329,29 @@ class Engine:
         self.stats.step_seconds += result.seconds
         self.stats.idle_seconds += result.idle
         self.stats.computed_tokens += sum(len(row.tokens) for row in plan.rows)
-        outputs += self._told(self.outcomes.of(self.scheduler.update(plan, result), self.clock()))
+        events = self.scheduler.update(plan, result)
+        if self.held and len(self.flight) == 1:
+            self._release()
+        outputs += self.told(self.outcomes.of(events, self.clock()))
         return True
+
+    def _submit(self, plan: StepPlan) -> None:
+        """Hand a plan to the runner. What the rows of a grammar may draw depends on all tokens before: with steps in
+        flight they begin, and draw once those are taken in."""
+        if not self.scheduler.late or not self.scheduler.matched:
+            self.flight.append((plan, self.runner.submit(plan)))
+            return
+        assert isinstance(self.runner, Holding), "masks may be late"
+        self.held = True
+        self.flight.append((plan, self.runner.hold(plan)))
+        if len(self.flight) == 1:
+            self._release()
+
+    def _release(self) -> None:
+        assert isinstance(self.runner, Holding), "masks may be late"
+        plan, ticket = self.flight.pop()
+        self.flight.append((plan, self.runner.release(ticket, masks_of(plan.rows, self.scheduler.by_slot))))
+        self.held = False
 
     def _stuck(self) -> None:
         """Nothing can be planned: others hold the memory, or something is wrong."""
@@ -353,16 +372,18 @@ class Engine:
                 request.scheduled = self.clock()
                 self.stats.prompt_tokens += birth.prompt_len
 
-    def _told(self, outputs: list[Output]) -> list[Output]:
-        """Forget the requests whose end is among these outputs, and the prefixes that were not registered."""
+    def told(self, outputs: list[Output]) -> list[Output]:
+        """Forget the requests that these outputs end, and prefixes not registered; nobody hears of those in `again`."""
+        asked = [output for output in outputs if output.request not in self.again]
         for output in outputs:
             if output.done:
                 self.ended += 1
+                self.again.discard(output.request)
                 request = self.requests[output.request]
                 self._forget(request)
                 if request.prefix is not None and output.finish_reason in ("abort", "error"):
                     self.prefixes.pop(request.prefix, None)
-        return outputs
+        return asked
 
     def close(self) -> None:
         """Release the runner. The engine can't be used afterwards."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.control.request import Request, Sequence, Status
-from quire.control.scheduler import Event
+from quire.control.request import Event, Request, Sequence, Status
 from quire.vocabulary.plan import Top
 
 
@@ -38,12 +37,13 @@ class Stats:
     """Counters since the start; plain numbers that a server exports."""
 
     __slots__ = (
-        "computed_tokens", "finished", "generated_tokens", "idle_seconds", "prompt_tokens", "rows", "step_seconds",
-        "steps",
+        "computed_tokens", "finished", "generated_tokens", "idle_seconds", "prompt_tokens", "restarts", "rows",
+        "step_seconds", "steps",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.steps = self.rows = self.prompt_tokens = self.generated_tokens = 0
+        self.restarts = 0  # of the runner, those that failed included
         self.computed_tokens = 0  # of prompts and outputs, in steps that were collected
         self.step_seconds = 0.0
         self.idle_seconds = 0.0  # in which the device waited for the host between two steps

@@ -6,11 +6,13 @@ Nothing here knows where tokens are kept: memory facts live in the memory.
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from quire.vocabulary.media import Medium
 from quire.vocabulary.method import Method
 from quire.vocabulary.params import MAX_TOKENS, SamplingParams
 from quire.vocabulary.plan import Top
+from quire.vocabulary.structured import Matcher
 
 
 def common_prefix(a: list[int], b: list[int], limit: int) -> int:
@@ -45,9 +47,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "branches", "computed", "cumulative_logprob", "final", "finish", "id", "index", "keys", "media", "pending",
-        "planned", "pooled", "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason",
-        "tokens", "tops",
+        "branches", "computed", "cumulative_logprob", "final", "finish", "id", "index", "keys", "matcher", "media",
+        "pending", "planned", "pooled", "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling",
+        "stop_reason", "tokens", "tops",
     )  # fmt: skip
 
     def __init__(self, id: int, tokens: list[int], *, seed: int = 0, salt: str = "", index: int = 0) -> None:
@@ -69,6 +71,7 @@ class Sequence:
         self.tops: list[Top] = []  # of its own tokens, where they are kept: methods, best_of
         self.sibling: Sequence | None = None  # computes what this one shares and hasn't computed itself
         self.prompt_tops: list[Top] = []
+        self.matcher: Matcher | None = None  # its place in the grammar of its output, behind `tokens`
         self.pooled: tuple[float, ...] = ()  # hidden states of its prompt: their sum so far, or the last one
         self.finish: str | None = None  # why it ended; it may still be in flight
         self.stop_reason: int | str | None = None
@@ -96,6 +99,7 @@ class Sequence:
         child.final, child.reusable, child.keys = self.final, self.reusable, list(self.keys)
         child.media = self.media
         child.cumulative_logprob, child.tops = self.cumulative_logprob, list(self.tops)
+        child.matcher = None if self.matcher is None else self.matcher.copy()
         child.prompt_tops = self.prompt_tops  # one prompt, scored once, before it is forked
         return child
 
@@ -142,3 +146,13 @@ class Request:
         if self.method is not None:
             return self.method.width
         return len(self.live) + sum(seq.branches for seq in self.live)
+
+
+class Event(NamedTuple):
+    """What one step did to one sequence: `tokens` it gained; the sequence says whether it ended. Without a sequence:
+    the request's method took a step, or all branches of a request ended."""
+
+    request: Request
+    seq: Sequence | None
+    tokens: tuple[int, ...] = ()
+    tops: tuple[Top, ...] = ()

@@ -9,26 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from quire.control.branching import Branching, Hands
 from quire.control.costs import DEFAULT, Costs
 from quire.control.decoding import append, context_of, pooled
+from quire.control.matching import masks_of, waits
 from quire.control.memory import KVMemory, Later
-from quire.control.request import Request, Sequence, Status
+from quire.control.request import Event, Request, Sequence, Status
 from quire.control.sight import Sight
-from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Top
+from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.seeds import branch_seed
-
-
-class Event(NamedTuple):
-    """What one step did to one sequence: `tokens` it gained; the sequence says whether it ended. Without a sequence:
-    the request's method took a step, or all branches of a request ended."""
-
-    request: Request
-    seq: Sequence | None
-    tokens: tuple[int, ...] = ()
-    tops: tuple[Top, ...] = ()
 
 
 class Scheduler:
@@ -61,6 +51,8 @@ class Scheduler:
         self.running: dict[Request, None] = {}  # in order of arrival
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.births: list[Birth] = []
+        self.matched = 0  # requests with a grammar
+        self.late = False  # the runner takes masks once a step is under way
         self.flight = 0  # plans made whose results are awaited
         self.next_seq = self.added = 0
         self.preempted = {"swap": 0, "recompute": 0}  # requests, by the way it was done
@@ -77,6 +69,7 @@ class Scheduler:
         """Queue a request that the memory `fits`."""
         self.added += 1
         request.order = self.added
+        self.matched += request.params.grammar is not None
         self.waiting.append(request)
 
     @property
@@ -113,7 +106,8 @@ class Scheduler:
         births, self.births = tuple(self.births), []
         now, ahead = self.memory.take_journal()
         self.flight += 1
-        return StepPlan(births, now, tuple(rows), ahead)
+        masks = masks_of(rows, self.by_slot) if self.matched and not self.late else ()
+        return StepPlan(births, now, tuple(rows), ahead, masks)
 
     def _continue_running(self, rows: list[Row]) -> bool | None:
         """Give each running sequence its next tokens, oldest request first; preempt the youngest when memory is short.
@@ -144,8 +138,10 @@ class Scheduler:
 
     def _wanted(self, request: Request, seq: Sequence, budget: int) -> int:
         """Tokens that the sequence could compute next, of `budget`."""
-        if seq.finish is not None or (seq.pending and (seq.branches or request.method is not None)):
-            return 0  # ended, or what follows is decided when its sample arrives
+        if seq.finish is not None:
+            return 0
+        if seq.pending and (seq.branches or request.method is not None or waits(request, seq, self.late)):
+            return 0  # what follows is decided when its sample arrives; others go on
         if seq.pending and len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
             return 0  # its last token is on its way
         if seq.sibling is not None:
@@ -329,14 +325,17 @@ class Scheduler:
                     request.status = Status.DONE
             return
         for draw, branch in enumerate(self._branches(request, seq) if seq.branches else (seq,)):
-            append(request, branch, sampled, draw, self.eos_ids, self.max_len)
-            events.append(Event(request, branch, sampled.tokens[draw : draw + 1], sampled.tops[draw : draw + 1]))
+            tokens = append(request, branch, sampled, draw, self.eos_ids, self.max_len)
+            events.append(Event(request, branch, tokens, sampled.tops[draw : draw + 1]))
             if branch is seq:
+                jumped = len(tokens) > 1  # over tokens that the device hasn't drawn
                 continue
             if branch.finish is not None:
                 self._retire(request, branch)
             elif request.status is Status.RUNNING:
                 self._born(request, branch, parent=self.memory.slot(seq))
+        if jumped and request.sampling.needs_history and seq.finish is None and request.status is Status.RUNNING:
+            self._born(request, seq, parent=self.memory.slot(seq))
         if request.prefix is not None and not sampled.error:
             assert self.memory.prefixes is not None, "a prefix is registered where none is kept"
             if not self.memory.prefixes.pin(request.prefix, seq):
@@ -393,6 +392,7 @@ class Scheduler:
             else:
                 (self.swapped if request.status is Status.SWAPPED else self.waiting).remove(request)
             request.status = Status.DONE
+            self.matched -= request.params.grammar is not None
 
 
 def _enqueue(queue: deque[Request], victim: Request) -> None:

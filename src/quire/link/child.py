@@ -22,6 +22,7 @@ BOOT = (
     "import sys; from importlib import import_module; "
     "sys.path.append(sys.argv.pop(1)); import_module(sys.argv.pop(1)).main()"
 )
+KILLED = 10.0  # seconds for a process that was killed to be gone
 
 
 def program_of(module: str) -> tuple[str, ...]:
@@ -78,7 +79,8 @@ class Child:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, on a GPU that is gone, say
+                self.process.wait(KILLED)
             return False
         return True
 

@@ -36,6 +36,7 @@ from quire.link.messages import (
     Died,
     FromEngine,
     FromFront,
+    Look,
     Prefixes,
     Register,
     Release,
@@ -45,6 +46,7 @@ from quire.link.messages import (
 from quire.link.stepped import read_stepped, write_stepped
 from quire.vocabulary.columns import MOST_BYTES, Reader, WireError, write_ints, write_runs
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.structured import Structured
 
 VERSION = 1
 HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
@@ -52,13 +54,14 @@ MOST_JSON = 1 << 24  # bytes
 MOST_TEXT = 1 << 16  # characters of an error
 COUNT = struct.Struct("<I")
 STOP = struct.Struct("<III")  # number, branch, bytes of the reason
-KINDS = (HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG) = (
-    range(1, 15)
-)
+KINDS = (
+    HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG, LOOK,
+) = range(1, 16)  # fmt: skip
 ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix)
 }
-UNSENT = ("stop", "bad_words", "method", "stop_automaton")  # of parameters: the front's own
+# Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
+UNSENT = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in UNSENT}
 T = TypeVar("T")
 
@@ -182,6 +185,8 @@ def write_front(message: FromFront) -> tuple[int, bytes]:
             return RELEASE, write_json({"key": key, "name": name})
         case Prefixes(key):
             return PREFIXES, write_json({"key": key})
+        case Look(key):
+            return LOOK, write_json({"key": key})
 
 
 def read_front(frame: Frame) -> FromFront:
@@ -256,6 +261,10 @@ def _read_prefixes(body: memoryview) -> Prefixes:
     return Prefixes(number(read_json(body), "key"))
 
 
+def _read_look(body: memoryview) -> Look:
+    return Look(number(read_json(body), "key"))
+
+
 def _at_end(reader: Reader) -> None:
     if reader.at != reader.end:
         raise reader.error("frame", f"{reader.end - reader.at} bytes follow its end")
@@ -263,7 +272,7 @@ def _at_end(reader: Reader) -> None:
 
 READERS: dict[int, Callable[[memoryview], FromFront]] = {
     ADD: _read_add, ABORT: _read_abort, STOPPED: _read_stop, REGISTER: _read_register, RELEASE: _read_release,
-    PREFIXES: _read_prefixes,
+    PREFIXES: _read_prefixes, LOOK: _read_look,
 }  # fmt: skip
 
 
@@ -273,6 +282,8 @@ def sent_params(params: SamplingParams) -> dict[str, Any]:
     if params.method is not None:
         raise InputError("a method can't be given to an engine in a process of its own", "method")
     given = {name: getattr(params, name) for name in DEFAULTS}
+    if (form := params.structured) is not None:
+        given["structured"] = form.kind, form.source, form.after
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
 
@@ -283,7 +294,12 @@ def read_params(data: dict[str, Any]) -> SamplingParams:
     words = data.get("bad_word_ids", ())
     if not isinstance(words, list | tuple) or not all(isinstance(word, list) for word in words):
         raise WireError("bad_word_ids", "no lists of token ids")
-    return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words))})
+    form = data.get("structured")
+    if form is not None:
+        if not isinstance(form, list | tuple) or len(form) != 3 or not isinstance(form[2], list | tuple):
+            raise WireError("structured", "no kind, source and marker")
+        form = Structured(form[0], form[1], tuple(form[2]))
+    return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words)), "structured": form})
 
 
 # What the engine sends
@@ -314,9 +330,9 @@ def read_engine(frame: Frame) -> FromEngine:
     return Answer(number(data, "key"), None if error is None else read_error(field(data, "error", dict)), _value(value))
 
 
-def _value(value: Any) -> bool | tuple[dict[str, int], tuple[str, ...]] | None:
+def _value(value: Any) -> bool | str | tuple[dict[str, int], tuple[str, ...]] | None:
     match value:
-        case None | bool():
+        case None | bool() | str():
             return value
         case [dict(held), list(ready)] if all(type(length) is int for length in held.values()):
             return held, tuple(map(str, ready))

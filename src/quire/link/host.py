@@ -6,17 +6,20 @@ the thread sleeps on a condition when there is nothing to do.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.control.engine import Engine
 from quire.control.outcomes import Output
 from quire.control.request import Request
+from quire.control.scene import scene
 from quire.errors import EngineDead, InputError
 from quire.link.held_pixels import HeldPixels
 from quire.link.messages import (
@@ -27,6 +30,7 @@ from quire.link.messages import (
     Facts,
     FromEngine,
     FromFront,
+    Look,
     Prefixes,
     Progress,
     Register,
@@ -93,11 +97,10 @@ class Host:
         self.pictures = HeldPixels()
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
         # A runner in other processes is looked at while there is nothing to do: one may end.
-        self._check: Callable[[], None] = getattr(engine.runner, "check", lambda: None)
         self._patience = CHECK_EVERY if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
-            Prefixes: self._prefixes, Left: self._leave,
+            Prefixes: self._prefixes, Look: self._look, Left: self._leave,
         }  # fmt: skip
 
     # From any thread
@@ -111,6 +114,16 @@ class Host:
             self._wake.notify()
             return True
 
+    def compiled(self, message: Add) -> Add:
+        """What a front in another process sent, with the grammar that it asks for: made here, on the thread that reads,
+        not on the engine's. InputError if it can't be."""
+        if message.params.structured is None:
+            return message
+        if self.engine.grammar_of is None:
+            raise InputError("structured output isn't offered here", "structured_outputs")
+        grammar = self.engine.grammar_of(message.params.structured)
+        return message._replace(params=replace(message.params, grammar=grammar))
+
     def close(self) -> None:
         """End `run`, after the step under way."""
         with self._wake:
@@ -119,7 +132,9 @@ class Host:
 
     def health(self) -> Health:
         """How the loop is, as long as it is."""
-        return self.pulse.health("")
+        health = self.pulse.health("")
+        restarts = self.engine.restarts
+        return health._replace(stalled=True, why=restarts.doing) if restarts is not None and restarts.doing else health
 
     # On the engine's thread
 
@@ -162,9 +177,16 @@ class Host:
                 if self._dirty:
                     self._tell_facts()
                 if not self._wake.wait(self._patience):
-                    self._check()
+                    break
             if self._closing:
                 return False
+            idle = not (self._sent or self.engine.unfinished)
+        if idle:
+            restarts = self.engine.stats.restarts
+            self.engine.check()
+            self._dirty |= self.engine.stats.restarts > restarts
+            return True
+        with self._wake:
             self._taken, self._sent = self._sent, self._taken
             self.pulse.turn(self.engine.stats.steps - len(self.engine.flight) + 1)
         late, self._late = self._late, []
@@ -294,6 +316,12 @@ class Host:
         held, live = self.engine.prefixes, self.engine.requests
         ready = tuple(name for name in held if f"prefix:{name}" not in live)
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
+
+    def _look(self, front: int, message: Look) -> None:
+        began = time.perf_counter()
+        found = scene(self.engine)
+        took = time.perf_counter() - began
+        self._tell(front, Answer(message.key, value=json.dumps({"took": took, **found}, separators=(",", ":"))))
 
     def _leave(self, front: int, message: Left) -> None:
         self._abort(front, Abort(None))

@@ -81,7 +81,13 @@ class Prefixes(NamedTuple):
     key: int
 
 
-FromFront = Add | Abort | Stop | Register | Release | Prefixes
+class Look(NamedTuple):
+    """What is in memory, page by page? The answer is JSON (control.scene), with the seconds that looking took."""
+
+    key: int
+
+
+FromFront = Add | Abort | Stop | Register | Release | Prefixes | Look
 
 # From the engine
 
@@ -91,7 +97,7 @@ class Answer(NamedTuple):
 
     key: int
     error: Exception | None = None
-    value: bool | tuple[dict[str, int], tuple[str, ...]] | None = None
+    value: bool | str | tuple[dict[str, int], tuple[str, ...]] | None = None
 
 
 class Progress(NamedTuple):

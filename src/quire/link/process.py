@@ -21,7 +21,7 @@ from quire.link.frames import FAILED, HELLO, PING, PONG, READY, Frame, Frames, r
 from quire.link.hello import Hello, failed, read_pulse, read_ready, write_hello
 from quire.link.messages import Died, Facts, FromEngine, FromFront, Queues, Ready, Stepped
 from quire.link.pulse import SILENT, Health
-from quire.source import Source, read_sight, read_source, read_text
+from quire.source import Source, eos_ids, read_sight, read_source, read_text
 from quire.text.prompts import Prompts
 from quire.vocabulary.columns import WireError
 
@@ -278,4 +278,5 @@ def _read(
         if renderer is not None:
             renderer.close()
         raise
-    return link, Prompts(tokenizer, chat, link.ready.limits, source.defaults, sight), source
+    ends = None if tokenizer is None else eos_ids(source, tokenizer.eos_ids)
+    return link, Prompts(tokenizer, chat, link.ready.limits, source.defaults, sight, ends), source

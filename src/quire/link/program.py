@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from quire.control.engine import Engine
 from quire.errors import InputError, StartupError
@@ -38,10 +39,16 @@ from quire.link.frames import (
 )
 from quire.link.hello import Hello, read_hello, write_pulse, write_ready
 from quire.link.host import Host, Left
-from quire.link.messages import Answer, Died, FromEngine, Ready, Stepped, described
+from quire.link.messages import Add, Answer, Died, FromEngine, Ready, Stepped, described
 from quire.link.pulse import SILENT
 from quire.link.stacks import stacks
 from quire.vocabulary.columns import WireError
+from quire.vocabulary.structured import Grammar, Structured
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.source import Source
+    from quire.text.grammars import Grammars
 
 LAGS = 1 << 22  # bytes that wait for a front: from then on its outputs are merged, until none wait
 END_SECONDS = 20.0  # for the end once no front is left; then it is forced
@@ -97,7 +104,8 @@ class Side:
 
     def _take(self, host: Host, frame: Frame) -> None:
         try:
-            host.send(self.front, read_front(frame))
+            message = read_front(frame)
+            host.send(self.front, host.compiled(message) if isinstance(message, Add) else message)
         except InputError as error:  # of parameters that no honest front sends
             self.tell(Answer(add_key(frame), error))
 
@@ -234,7 +242,34 @@ def build_model(hello: Hello) -> tuple[Engine, Ready]:
     source = read_source(config)
     reserve(config, source)
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress)
+    engine.grammar_of = LateGrammars(config, source, engine).get
     return engine, described(engine, plan.lines(), notices)
+
+
+class LateGrammars:
+    """Makes grammars in the engine's process: fronts send the forms of outputs, which they have checked. The tokenizer
+    is read with the first."""
+
+    def __init__(self, config: EngineConfig, source: Source, engine: Engine) -> None:
+        self._config, self._source, self._engine = config, source, engine
+        self._lock = threading.Lock()
+        self._grammars: Grammars | None = None
+
+    def get(self, asked: Structured) -> Grammar:
+        """Its grammar."""
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = self._made()
+        return self._grammars.get(asked)
+
+    def _made(self) -> Grammars:
+        from quire.source import read_tokenizer
+        from quire.text.grammars import Grammars
+
+        tokenizer = read_tokenizer(self._config, self._source)
+        if tokenizer is None:
+            raise InputError("structured output needs a tokenizer to make a grammar of it", "structured_outputs")
+        return Grammars(tokenizer, self._engine.limits.vocab_size, tuple(self._engine.scheduler.eos_ids))
 
 
 def import_torch() -> None:

@@ -35,7 +35,7 @@ PROGRESS = struct.Struct("<IIddII")  # number, max_tokens, scheduled, first_toke
 MORE = struct.Struct("<BBBqI")  # why it ended, done, kind of the reason, reason as a number, bytes of the reason
 FINISHES = (None, "stop", "length", "abort", "error")
 NO_REASON, NUMBER, TEXT = range(3)
-COUNTED = ("computed_tokens", "generated_tokens", "prompt_tokens", "rows", "steps")
+COUNTED = ("computed_tokens", "generated_tokens", "prompt_tokens", "restarts", "rows", "steps")
 
 
 def write_stepped(message: Stepped) -> bytes:

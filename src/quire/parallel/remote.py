@@ -11,11 +11,12 @@ import logging
 import select
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
-from quire.errors import EngineDead, StartupError
+from quire.errors import EngineDead, RanksLost, StartupError
 from quire.link.frames import Frame, Frames, read_json, write_json
 from quire.link.pulse import SILENT
 from quire.parallel.frames import (
@@ -54,6 +55,7 @@ STARTS = 5  # times as long as a step may take a start
 SLICE = 0.1  # seconds of one wait; waits are counted, so that whoever was stopped itself blames nobody
 GRACE = 1.0  # seconds in which the cause of a failure is waited for, once its echo is heard
 INSIDE = frozenset(("store", "model", "sampler", "graphs", "mixed", "backend"))  # of a ModelRunner
+HALTED = 4  # looks at idle ranks in which one may be stopped
 CLOSING = 5.0  # seconds for ranks to end by themselves
 log = logging.getLogger("quire.parallel")
 
@@ -67,6 +69,7 @@ class RemoteRunner:
         self.depth, self.attention, self.device, self.notices = 1, "", "", tuple[str, ...]()
         self.submitted = self.collected = 0
         self._virtual = False
+        self._halted = Counter[int]()  # looks in which a rank was stopped, one after another
         self._orders = Frames(KINDS)
         with ExitStack() as undo:
             try:
@@ -142,7 +145,7 @@ class RemoteRunner:
         return self.submitted
 
     def collect(self, ticket: int) -> StepResult:
-        """Wait for the step of that number. EngineDead if a rank fails, or they don't agree in what they did."""
+        """Wait for the step of that number. RanksLost if a rank fails, or they don't agree in what they did."""
         self._order(COLLECT, b"")
         self.collected += 1
         assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
@@ -167,20 +170,32 @@ class RemoteRunner:
     @property
     def mapped(self) -> Mapped | None:
         """What was mapped on each rank, where memory is virtual: the most, and of seconds, the longest."""
-        if not self._virtual or self._dead:
-            return None
-        return Mapped(*map(max, zip(*self.ask("mapped"))))
+        told = self._asked("mapped") if self._virtual else []
+        return Mapped(*map(max, zip(*told))) if told else None
 
     @property
     def used(self) -> tuple[RankUse, ...]:
         """What each rank's process uses."""
-        return () if self._dead else tuple(RankUse(seconds, int(size)) for seconds, size in self.ask("used"))
+        return tuple(RankUse(seconds, int(size)) for seconds, size in self._asked("used"))
+
+    def _asked(self, question: str) -> list[Any]:
+        """The same; nothing where ranks have ended, as whoever wants a step next is told."""
+        try:
+            return self.ask(question)
+        except EngineDead:
+            return []
 
     def check(self) -> None:
-        """While nothing is to be done: EngineDead if a rank has ended."""
-        if not self._dead:
-            self._listen(0)
-            self._look("between steps")
+        """While nothing is to be done, asked every now and then: RanksLost if a rank has ended, or was stopped for some
+        time."""
+        if self._dead:
+            raise RanksLost(self._dead)
+        self._listen(0)
+        self._look("between steps")
+        for side in self.sides:
+            self._halted[side.rank] = self._halted[side.rank] + 1 if side.child.stopped() else 0
+            if self._halted[side.rank] > HALTED:
+                self._die(f"rank {side.rank} was stopped (SIGSTOP) between steps, and is given up")
 
     def close(self) -> None:
         """End the ranks. Nothing of them is left."""
@@ -202,7 +217,7 @@ class RemoteRunner:
 
     def _order(self, kind: int, body: bytes) -> None:
         if self._dead:
-            raise EngineDead(self._dead)
+            raise RanksLost(self._dead)
         try:
             self._ring.write(self._orders.write(kind, body), self.seconds, self._waiting)
         except RingFull as full:
@@ -215,10 +230,10 @@ class RemoteRunner:
         self._look("between steps")
 
     def _all(self, kind: int, seconds: float, when: str) -> list[Frame]:
-        """The next frame of each rank, which must be of that kind. EngineDead, or at start StartupError, if one fails
+        """The next frame of each rank, which must be of that kind. RanksLost, or at start StartupError, if one fails
         or says nothing for so many seconds."""
         if self._dead:
-            raise EngineDead(self._dead)
+            raise RanksLost(self._dead)
         waited = 0.0
         while not all(side.inbox for side in self.sides):
             if not self._listen(SLICE):
@@ -274,7 +289,7 @@ class RemoteRunner:
         self._dead = cause
         log.error("%s; all ranks are ended", cause)
         self._release()
-        raise StartupError(cause, remedy) if when == "at start" else EngineDead(cause)
+        raise StartupError(cause, remedy) if when == "at start" else RanksLost(cause)
 
 
 def _refused(ranks: int, error: Exception) -> StartupError:

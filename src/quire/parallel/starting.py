@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from quire.config import EngineConfig
+from quire.control.memory import KVMemory
+from quire.parallel import remote
 from quire.parallel.devices import room_of
 from quire.parallel.frames import Hello
 from quire.parallel.remote import RemoteRunner
@@ -35,6 +38,31 @@ def build(
         for part in Layout(config.tp).parts()
     ])  # fmt: skip
     ranks.wait()
+
+
+def anew(
+    config: EngineConfig,
+    folder: str,
+    eos_ids: tuple[int, ...],
+    max_len: int,
+    make_memory: Callable[[], KVMemory],
+) -> tuple[RemoteRunner, KVMemory]:
+    """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build`. StartupError
+    or RanksLost if they can't be."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    ranks = remote.RemoteRunner(config.tp, config.rank_timeout)
+    try:
+        if config.device != "cpu":
+            meet(ranks, config)
+        build(ranks, config, folder, eos_ids, max_len, progress=False)
+        memory = make_memory()
+        ranks.bind(memory.geometry)
+        if config.warm_up:
+            ranks.warm_up(config.max_num_batched_tokens, max_len)
+    except BaseException:
+        ranks.abandon()
+        raise
+    return ranks, memory
 
 
 def shared_out(threads: int | None, ranks: int) -> int | None:

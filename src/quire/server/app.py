@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.server.console import FILES, OPEN, PAGE, Console
 from quire.server.embeddings import Embeddings
 from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
@@ -59,24 +60,30 @@ def create_app(
     max_logprobs: int = MAX_LOGPROBS,
     log_requests: bool = False,
     peers: Peers | None = None,
+    tool_format: str | None = None,
+    console: bool = True,
 ) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
     `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
     whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
     `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `peers` are
-    the fronts that this is one of."""
+    the fronts that this is one of. `tool_format` is how the model writes calls of tools; None: as its template says.
+    `console`: there is one (server.console)."""
     metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, names, metrics, terms, log_requests, peers)
+    service = Service(llm, names, metrics, terms, log_requests, peers, tool_format)
     before = partial(front, counts=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
     app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
+    if console:
+        add_console(app, Console(llm))
     add_handlers(app, metrics)
     sight, share = llm.prompts.sight, service.peers.count
     pictures = sight.limits.body if sight is not None else 0
     app.add_middleware(BoundBody, max_body=max_body, max_len=llm.prompts.max_len, share=share, pictures=pictures)
-    app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys)  # around the other: added last
+    open = OPEN if console else ()
+    app.add_middleware(RequireKey, keys=keys, admin_keys=admin_keys, open=open)  # around the other: added last
     return app
 
 
@@ -117,3 +124,15 @@ def add_routes(app: FastAPI, service: Service) -> None:
             responses=responses(method, path),
             dependencies=[Depends(require_admin)],
         )
+
+
+def add_console(app: FastAPI, console: Console) -> None:
+    """The page, its files, and what it is told; in no document."""
+    paths = {
+        "/": console.page,
+        PAGE: console.page,
+        f"{PAGE}/": console.page,
+        **{f"{PAGE}/{name}": console.file for name in FILES},
+    }
+    for path, route in {**paths, f"{PAGE}/events": console.events}.items():
+        app.add_api_route(path, route, methods=["GET"], response_model=None, include_in_schema=False)

@@ -31,11 +31,13 @@ def route_path(scope: Scope) -> str:
 
 
 class RequireKey:
-    """Refuses every request without "Authorization: Bearer KEY", except to the open routes. An admin key opens all that
-    a key does; whether a request has one, `require_admin` asks."""
+    """Refuses every request without "Authorization: Bearer KEY", except to OPEN routes and `open` ones. An admin key
+    opens all that a key does; whether a request has one, `require_admin` asks."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
-        self.app = app
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = (), open: Sequence[str] = ()
+    ) -> None:
+        self.app, self.open = app, (*OPEN, *open)
         self.keys = [key.encode() for key in keys]
         self.admin_keys = [key.encode() for key in admin_keys]
 
@@ -43,7 +45,7 @@ class RequireKey:
         admin = self._knows(scope, self.admin_keys)
         known = self._knows(scope, self.keys)
         scope[ADMIN] = admin
-        if scope["type"] == "lifespan" or not self.keys or route_path(scope) in OPEN or known or admin:
+        if scope["type"] == "lifespan" or not self.keys or route_path(scope) in self.open or known or admin:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             headers = {"WWW-Authenticate": "Bearer"}

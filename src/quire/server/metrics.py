@@ -280,6 +280,7 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
         ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
         ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),
         ("generation_tokens", "Tokens generated", stats.generated_tokens),
+        ("rank_restarts", "Times that ranks were started anew, with --on-rank-failure restart", stats.restarts),
         ("engine_steps", "Steps of the engine", stats.steps),
         ("engine_idle_seconds", "Seconds that the device waited for the host between two steps", stats.idle_seconds),
         ("engine_step_seconds", "Seconds of steps, overlap counted once", stats.step_seconds),

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from quire.errors import InputError
+from quire.text.tools import MAX_CALLS, MAX_TOOLS
 from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
 
 MAX_PROMPTS = 256
@@ -52,19 +53,92 @@ MULTI_MODAL = {
         {"type": "null"},
     ]
 }
-MESSAGE = {
+NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+FUNCTION = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": NAME,
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+}
+TOOLS = {"anyOf": [{"type": "array", "items": TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}
+NAMED_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"],
+                                                              "properties": {"name": NAME}}},
+}  # fmt: skip
+TOOL_CHOICE = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, NAMED_TOOL]}
+CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": NAME, "arguments": {"type": ["string", "object", "null"]}},
+        },
+    },
+}
+CONTENT = [{"type": "string"}, {"type": "array", "items": PART, "minItems": 1, "maxItems": 1024}]
+BESIDE = {name: {"type": ["string", "null"]} for name in ("name", "reasoning_content", "tool_call_id")}
+SAID = {
     "type": "object",
     "required": ["role", "content"],
     "additionalProperties": False,
     "properties": {
         "role": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART, "minItems": 1, "maxItems": 1024}]},
-        **{name: {"type": ["string", "null"]} for name in ("name", "reasoning_content", "tool_call_id")},
+        "content": {"anyOf": CONTENT},
+        "tool_calls": {"enum": [None, []]},
+        **BESIDE,
     },
 }
-TEXT_ONLY = {
-    "anyOf": [{"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}, {"type": "null"}]
+CALLED = {
+    "type": "object",
+    "required": ["role", "tool_calls"],
+    "additionalProperties": False,
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": {"anyOf": [*CONTENT, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": CALL, "minItems": 1, "maxItems": MAX_CALLS},
+        **BESIDE,
+    },
 }
+MESSAGE = {"anyOf": [SAID, CALLED]}
+OBJECT = {"type": "object"}
+SCHEMA = {
+    "type": "object",
+    "required": ["schema"],
+    "properties": {"schema": OBJECT, "strict": {"type": ["boolean", "null"]}},
+}
+TAG = {"structures": {"type": "array", "items": OBJECT}, "triggers": {"type": "array", "items": {"type": "string"}}}
+FORMAT = {
+    "anyOf": [
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {"type": {"const": "json_schema"}, "json_schema": SCHEMA},
+        },
+        {
+            "type": "object",
+            "required": ["type", *TAG],
+            "properties": {"type": {"const": "structural_tag"}, **TAG},
+        },
+        {"type": "null"},
+    ]
+}
+JSON_TEXT = {"anyOf": [OBJECT, {"type": "string"}, {"type": "null"}]}
 TEXT_MODALITY = {"anyOf": [{"const": ["text"]}, {"type": "null"}]}
 BIASES = {
     "anyOf": [
@@ -87,19 +161,18 @@ Messages = Annotated[
     WithJsonSchema({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}),
 ]
 PromptField = str | Ids | Strings | Annotated[list[Ids], First(), Field(max_length=MAX_PROMPTS)]
-NoTemplate = Annotated[Any, WithJsonSchema({"type": "null"})]
+Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]  # a field to refuse
 
 # They don't change the output, so they are taken and dropped.
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "prediction", "session_id",
+    "prediction", "session_id", "guided_decoding_backend",
 })  # fmt: skip
 
 # They change the output in ways not offered: ignoring them would be worse than saying so.
 REFUSED = frozenset({
-    "tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag", "suffix",
-    "prompt_embeds", "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
+    "functions", "function_call", "guided_whitespace_pattern", "structural_tag", "suffix", "prompt_embeds",
+    "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
     "kv_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget", "priority",
 })  # fmt: skip
 NOTHING = (None, False, 0, "", [], {})
@@ -173,8 +246,14 @@ class Sampling(Truncation):
     beam_width: int | None = ranged(1, MAX_BEAM_WIDTH)
     length_penalty: float | None = ranged(-10, 10)
     early_stopping: bool | Literal["never"] | None = None
-    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(TEXT_ONLY)] = None
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": [None, "none", "auto"]})] = None
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(FORMAT)] = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Annotated[dict[str, Any] | str | None, WithJsonSchema(JSON_TEXT)] = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
     modalities: Annotated[Strings | None, WithJsonSchema(TEXT_MODALITY)] = None
 
 
@@ -186,6 +265,7 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     logprobs: int | None = ranged(0, MAX_LOGPROBS)
     add_special_tokens: bool = True
+    tools: Nothing = None
 
 
 class Conversation(Fields):
@@ -196,8 +276,9 @@ class Conversation(Fields):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     documents: Objects | None = None
+    tools: Annotated[Objects | None, WithJsonSchema(TOOLS)] = None
     reasoning_effort: str | None = None
-    chat_template: NoTemplate = None
+    chat_template: Nothing = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -15,8 +15,12 @@ from typing import NamedTuple
 from quire.control.outcomes import Output
 from quire.server.pieces import SLICE, Pace, Pieces, Words, array, finite, numbers
 from quire.server.protocol import ChatRequest, CompletionRequest
+from quire.server.reading import Parts, Reading
+from quire.server.tools import Toolbox
 from quire.text.prompts import Prompt, Prompts
 from quire.vocabulary.plan import Top
+
+NO_TOOLS = Toolbox()
 
 
 class Usage:
@@ -278,8 +282,17 @@ class ChatRenderer(Answer):
     around = '"delta":{"content":', '},"logprobs":'
     request: ChatRequest
 
-    def __init__(self, id: str, model: str, request: ChatRequest, prompts: list[Prompt], words: Words) -> None:
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        request: ChatRequest,
+        prompts: list[Prompt],
+        words: Words,
+        box: Toolbox = NO_TOOLS,
+    ) -> None:
         super().__init__(id, model, request, prompts, words)
+        self._readings = None if box.choice == "none" else [Reading(box) for _ in range(self.n)]
         self.before = last_said(request) if request.echo else ""
         self.named = len(request.logprob_token_ids or ())
         self.scored = bool(request.logprobs) or self.named > 0
@@ -296,6 +309,22 @@ class ChatRenderer(Answer):
             for index in range(self.n)
         ]
 
+    def brief(self, at: int, output: Output) -> Choice | None:
+        if self._readings is None:
+            return super().brief(at, output)
+        self.usage.add(at, output.branch, len(output.tokens), output.cached_tokens)
+        parts, output = self._read(self._readings[output.branch], output)
+        if not parts and output.finish_reason is None:
+            return None
+        pieces = f'{{"index":{output.branch},"delta":{parts.delta()},"logprobs":null{ending(output)}}}'
+        return Choice(at, output.branch, [pieces])
+
+    @staticmethod
+    def _read(reading: Reading, output: Output) -> tuple[Parts, Output]:
+        """What an output's text is, and how it ended."""
+        parts = reading.push(output.text, output.finish_reason is not None)
+        return parts, output._replace(finish_reason=reading.finish_reason(output.finish_reason))
+
     async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
         """What `output` adds to its choice; None when there is nothing to show."""
         if self.plain and not whole:
@@ -307,12 +336,13 @@ class ChatRenderer(Answer):
         news = output.text or output.finish_reason or (output.tops and self.scored) or (output.tokens and self.with_ids)
         if not news:
             return None
-        text = quoted(self.before + output.text if whole else output.text)
-        before, after = self.around
-        if whole:
-            before, after = '"message":{"role":"assistant","content":', ',"refusal":null},"logprobs":'
+        parts = Parts(output.text)
+        if self._readings is not None:
+            parts, output = self._read(self._readings[index], output)
+        name, text = ("message", parts.message(self.before)) if whole else ("delta", parts.delta())
         await self.pace(text)
-        pieces = [f'{{"index":{index},{before}', text, after, *await self._content(output), ending(output)]
+        scores = await self._content(output)
+        pieces = [f'{{"index":{index},"{name}":', text, ',"logprobs":', *scores, ending(output)]
         if whole or self.with_ids:
             pieces += await self._ids("token_ids", output.tokens)
         return Choice(at, index, [*pieces, "}"])

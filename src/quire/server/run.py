@@ -48,11 +48,13 @@ class ServeOptions(NamedTuple):
     prefixes: str | None = None  # a file of them
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_call_parser: str | None = None  # None: as the template says
     root_path: str = ""
     shutdown_timeout: float = 30.0
     access_log: bool = False
     allowed_origins: tuple[str, ...] = ()  # of web pages that may ask from a browser
     metrics_prefix: str = "quire"
+    console: bool = True
     strict: bool = False  # refuse unknown fields of requests
     max_logprobs: int = MAX_LOGPROBS
     log_requests: bool = False
@@ -119,6 +121,7 @@ def application(
         llm, options.served_model_name or (name,), keys=keys, admin_keys=admin_keys, root_path=options.root_path,
         config=config, allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix,
         strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests, peers=peers,
+        tool_format=options.tool_call_parser, console=options.console,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from quire.errors import InputError
 from quire.server.protocol import (
     MAX_PROMPTS,
+    NOTHING,
     REQUEST_ID,
     ChatRequest,
     CompletionRequest,
@@ -16,6 +17,7 @@ from quire.server.protocol import (
     check_supported,
     unknown,
 )
+from quire.server.structured import structured_of
 from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
 
 MAX_ALLOWED = 1 << 15  # allowed_token_ids: what the event loop reads in some milliseconds
@@ -40,10 +42,10 @@ def check_known(request: Fields, strict: bool) -> None:
 
 def _check(request: Sampling, terms: Terms) -> None:
     check_known(request, terms.strict)
-    if request.tool_choice not in (None, "none", "auto"):
-        raise InputError("tool_choice is not supported: there are no tools", "tool_choice")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise InputError("response_format is not supported, except {'type': 'text'}", "response_format")
+    if isinstance(request, CompletionRequest):
+        for name, nothing in (("tools", NOTHING), ("tool_choice", (None, "none", "auto"))):
+            if getattr(request, name) not in nothing:
+                raise InputError(f"{name} is for chats: completions have no tools", name)
     if request.modalities not in (None, ["text"]):
         raise InputError('modalities may only be ["text"]', "modalities")
     if request.spaces_between_special_tokens is False:
@@ -75,7 +77,9 @@ def _given(request: Sampling, terms: Terms) -> dict[str, Any]:
     given = {name: getattr(request, name) for name in _PASSED if getattr(request, name) is not None}
     if request.prompt_logprobs is not None:
         _logprobs("prompt_logprobs", request.prompt_logprobs, terms)
-    return {**terms.defaults, "detokenize": terms.text, **given, **_branches(request)}
+    return {
+        **terms.defaults, "detokenize": terms.text, **given, **_branches(request), "structured": structured_of(request)
+    }  # fmt: skip
 
 
 def _branches(request: Sampling) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Finish = Literal["stop", "length", "abort", "error"] | None
+Finish = Literal["stop", "length", "tool_calls", "abort", "error"] | None
 
 
 class Exact(BaseModel):
@@ -92,10 +92,22 @@ class ChatLogprobs(Exact):
     refusal: None
 
 
+class CalledFunction(Exact):
+    name: str
+    arguments: str
+
+
+class ToolCall(Exact):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Exact):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(Exact):
@@ -119,12 +131,32 @@ class ChatCompletion(Exact):
     usage: Usage
 
 
+class FunctionPiece(Exact):
+    name: str = ""
+    arguments: str
+
+
+class ToolCallPiece(Exact):
+    """The first of a call has its id, type and name; the arguments of all pieces joined are its arguments."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionPiece
+
+
+class Delta(Exact):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    tool_calls: list[ToolCallPiece] = []
+
+
 class StreamedChoice(Exact):
     """A completion's chunk has `text`, a chat's `delta`."""
 
     index: int
     text: str = ""
-    delta: dict[str, str] = {}
+    delta: Delta = Delta()
     logprobs: CompletionLogprobs | ChatLogprobs | None
     finish_reason: Finish
     stop_reason: int | str | None = None

@@ -32,17 +32,22 @@ from quire.server.request_log import log_request
 from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
 from quire.server.size import Held, Shown, bounded
 from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
+from quire.server.structured import field_of
+from quire.server.tools import toolbox
+from quire.text.calls.formats import format_of
 from quire.text.prompts import Cut, Prompt
 from quire.text.sight import pictured
+from quire.text.tools import Tool, read_tools
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.structured import NAME
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",
-                      "self"})  # fmt: skip
+                      "tools", "self"})  # fmt: skip
 
 
 class Service:
     """`names` are the model's names; the first is the one shown. `log_requests` logs each. `peers` are the whole server
-    that this is a front of."""
+    that this is a front of. `tool_format` is how the model writes calls; None: as its template says."""
 
     def __init__(
         self,
@@ -52,11 +57,14 @@ class Service:
         terms: Terms,
         log_requests: bool = False,
         peers: Peers | None = None,
+        tool_format: str | None = None,
     ) -> None:
         self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
         self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
         self.peers = peers or Peers()
         self.peers.join(llm, metrics)
+        template = self.prompts.chat_template
+        self.tool_format = tool_format or format_of(template.source if template is not None else "")
         self.held, self.turns, self.log_requests = Held(self.peers.count), Turns(), log_requests
 
     # Generation
@@ -79,12 +87,13 @@ class Service:
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
         self.check_model(body.model)
-        params = chat_params(body, self.terms)
+        box = toolbox(body, self.tool_format)
+        params = box.applied(chat_params(body, self.terms), body)
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
-        prompt = await self._render(body, self.cut(body, max_tokens))
+        prompt = await self._render(body, self.cut(body, max_tokens), box.tools)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
-        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body))
+        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body), box)
         return await self._answer(call, renderer, body, [prompt], params, http)
 
     def _call(
@@ -107,7 +116,12 @@ class Service:
         http: Request,
     ) -> Response:
         headers = warnings(body, self._unread(body))
-        await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+        try:
+            await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
+        except InputError as error:
+            if error.param == NAME:  # what the engine calls it
+                error.param = field_of(body)
+            raise
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
         renderer.pace.turns = self.turns
@@ -122,8 +136,9 @@ class Service:
             return None
         return self.prompts.cut(body.truncate_prompt_tokens, body.truncation_side == "right", max_tokens or 1)
 
-    async def _render(self, body: ChatRequest | TokenizeRequest, cut: Cut | None) -> Prompt:
-        """A conversation as a prompt. Templates are programs of unknown cost, so always on another thread."""
+    async def _render(self, body: ChatRequest | TokenizeRequest, cut: Cut | None, tools: Sequence[Tool]) -> Prompt:
+        """A conversation as a prompt, with tools to call. Templates are programs of unknown cost, so always on another
+        thread."""
         given = dict(body.chat_template_kwargs or {})
         if taken := RESERVED & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
@@ -138,6 +153,7 @@ class Service:
             cut=cut,
             variables=given,
             salt=getattr(body, "cache_salt", None) or "",
+            tools=tools,
         )
 
     def _unread(self, body: Sampling | TokenizeRequest) -> list[str]:
@@ -164,7 +180,7 @@ class Service:
             raise InputError("give either prompt or messages", "prompt")
         cut = self.cut(body, 1)
         if body.messages is not None:
-            prompt = await self._render(body, cut)
+            prompt = await self._render(body, cut, read_tools(body.tools or []))
         else:
             [prompt] = await self.prompts.read([body.prompt], body.add_special_tokens is not False, cut)
         pieces = [f'{{"count":{len(prompt.ids)},"max_model_len":{self.prompts.max_len},"tokens":']

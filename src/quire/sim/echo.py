@@ -30,6 +30,7 @@ from quire.vocabulary.plan import (
     Encode,
     Entry,
     In,
+    Mask,
     Out,
     Poison,
     Row,
@@ -52,10 +53,15 @@ def _state(token: int, position: int, seen: Seq[bytes]) -> int:
     return digest(struct.pack("<qq", token, position) + b"".join(seen))
 
 
-def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int) -> int:
-    """A token for (state, seed); of all tokens so far too, when the parameters need them."""
+def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int, mask: bytes | None = None) -> int:
+    """A token for (state, seed) that `mask` allows; of all tokens so far too, when the parameters need them."""
     past = b"" if history is None else array("q", history).tobytes()
-    return digest(struct.pack("<qq", state, seed) + past) % vocab_size
+    drawn = digest(struct.pack("<qq", state, seed) + past)
+    if mask is None:
+        return drawn % vocab_size
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size])
+    assert len(allowed), "a mask leaves no token"
+    return int(allowed[drawn % len(allowed)])
 
 
 def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, ...] = ()) -> Top:
@@ -115,9 +121,14 @@ def expected(
     tokens, known = list(prompt), list[int]()
     limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
+    grammar = params.grammar
+    matcher = None if grammar is None else grammar.matcher()
     for count in range(1, limit + 1):
         known = states(tokens, groups, known, len(prompt), media, both_ways)
-        tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size))
+        mask = None if grammar is None or matcher is None else grammar.masks([matcher])[0]
+        tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size, mask))
+        if matcher is not None and matcher.accept(tokens[-1]):
+            break
         if tokens[-1] in ends and count >= params.min_tokens:
             break
     return tokens[len(prompt) :]
@@ -197,6 +208,7 @@ class EchoRunner:
         self.submitted = self.collected = 0
         self.applied = 0  # a hash over all entries of journals that were replayed, in order
         self.slots: dict[int, Slot] = {}
+        self.masks: dict[int, bytes] = {}  # of the step that is performed
         self.groups: list[Pages] = []
         self.part: Callable[[int, int, int], int] | None = None  # see Geometry
         self.sights: Sights | None = None
@@ -228,6 +240,17 @@ class EchoRunner:
         self.submitted += 1
         return self.submitted
 
+    def hold(self, plan: StepPlan) -> int:
+        """As `submit`: nothing of a plan happens early here."""
+        assert not plan.masks, "what is held has no masks yet"
+        return self.submit(plan)
+
+    def release(self, ticket: int, masks: tuple[Mask, ...]) -> int:
+        """The masks of the last plan."""
+        assert ticket == self.submitted, "a plan followed one that is held"
+        self.queue.append(self.queue.pop()._replace(masks=masks))
+        return ticket
+
     def collect(self, ticket: int) -> StepResult:
         """Perform the oldest plan: births, journal, rows."""
         self.collected += 1
@@ -241,6 +264,7 @@ class EchoRunner:
         for entry in plan.journal:
             self.replay(entry)
         # From the last to the first: no row may need what another row of the same step writes.
+        self.masks = {mask.slot: mask.allowed for mask in plan.masks}
         samples = tuple([self.compute(row) for row in reversed(plan.rows)][::-1])
         for entry in plan.ahead:
             self.replay(entry)
@@ -308,7 +332,7 @@ class EchoRunner:
             if i < len(row.score):
                 scores.append(fake_top(state, row.score[i], max(slot.sampling.prompt_logprobs, 0), self.vocab_size))
         seeds = [branch_seed(slot.seed, i) for i in range(row.sample)]
-        tokens = tuple(_draw(state, seed, slot.history, self.vocab_size) for seed in seeds)
+        tokens = tuple(_draw(state, seed, slot.history, self.vocab_size, self.masks.get(row.slot)) for seed in seeds)
         if tokens:
             slot.last = tokens[0]
             if slot.history is not None:

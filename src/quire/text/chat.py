@@ -19,6 +19,7 @@ from quire.text.eyes import Eyes
 from quire.text.folder import special_tokens, tokenizer_config
 from quire.text.messages import Conversation, Forms, marked, read_messages
 from quire.text.renderer import Renderer, RenderError
+from quire.text.tools import Tool, untaught
 
 MAX_DOCUMENTS = 1024
 MAX_ENTRIES = 64  # of a document
@@ -64,6 +65,11 @@ class ChatTemplate:
         """What a request may set."""
         return self._read - {*RESERVED, *self.special}
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes descriptions of tools."""
+        return "tools" in self._read
+
     def with_special(self, special: Mapping[str, str]) -> ChatTemplate:
         """The same template, in the same process, with other special tokens."""
         other = copy.copy(self)
@@ -84,6 +90,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt of messages without pictures, as `write`."""
         conversation = read_messages(messages)
+        if "tools" in kwargs:  # `write` takes them, as they were read
+            self._check_read("tools", "chat_template_kwargs")
         return self.write(conversation, None, add_generation_prompt, continue_final_message, documents, **kwargs)
 
     def write(
@@ -93,9 +101,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         documents: Sequence[Mapping[str, str]] | None = None,
+        tools: Sequence[Tool] = (),
         **kwargs: Any,
     ) -> str:
-        """The prompt. `kwargs` may set the variables that the template itself reads (`variables`): plain JSON values.
+        """The prompt. A template that doesn't read `tools` gets them in the system's message. `kwargs` may set the
+        variables that the template itself reads (`variables`): plain JSON values.
 
         With `continue_final_message`, which excludes
         `add_generation_prompt`, the prompt ends within the last message. InputError says what is wrong with the
@@ -105,10 +115,13 @@ class ChatTemplate:
         for name in kwargs:
             self._check_read(name, "chat_template_kwargs")
         variables = {**self.special, **dict(zip(kwargs, _plain(list(kwargs.values()))))}
+        if not self.takes_tools:
+            conversation, tools = conversation._replace(messages=untaught(conversation.messages, tools)), ()
         checked = conversation.messages
         if eyes is not None:
             checked = conversation.formed(self.forms(), eyes.marker)
-        variables |= {"messages": checked, "tools": None, "documents": _documents(documents)}
+        entries = [tool.entry for tool in tools] or None
+        variables |= {"messages": checked, "tools": entries, "documents": _documents(documents)}
         variables["add_generation_prompt"] = bool(add_generation_prompt)
         if not continue_final_message:
             return self._rendered(variables)

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from quire.errors import InputError, shown
 from quire.text.eyes import Eyes
+from quire.text.tools import check_results, checked_id, read_calls
 
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024
 FIELDS = ("role", "content", "name", "reasoning_content", "tool_call_id")
+MORE = ("tool_calls",)
 DETAILS = (None, "auto", "low", "high")
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -67,6 +69,7 @@ def read_messages(messages: Any, eyes: Eyes | None = None) -> Conversation:
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InputError(f"messages must have 1 to {MAX_MESSAGES} entries, got {len(messages)}", "messages")
     checked = [_message(f"messages[{i}]", message, eyes) for i, message in enumerate(messages)]
+    check_results(checked)
     contents = [message["content"] for message in checked if isinstance(message["content"], list)]
     return Conversation(checked, [part for content in contents for part in content if isinstance(part, Given)])
 
@@ -75,18 +78,26 @@ def _message(at: str, message: Mapping[str, Any], eyes: Eyes | None) -> Message:
     if not isinstance(message, Mapping):
         raise InputError(f"{at} must be an object, got {type(message).__name__}", "messages")
     said = {name: value for name, value in message.items() if value is not None and value not in ([], ())}
-    if unknown := [str(name) for name in said if name not in FIELDS]:
+    if unknown := [str(name) for name in said if name not in (*FIELDS, *MORE)]:
         raise InputError(f"{at} has an unsupported field {unknown[0][:60]!r}", "messages")
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InputError(f"{at}.role must be a word of 1 to 64 letters, digits, - or _", "messages")
-    checked: Message = {"role": role, "content": _content(f"{at}.content", message.get("content"), role, eyes)}
+    calls = read_calls(f"{at}.tool_calls", said["tool_calls"]) if "tool_calls" in said else []
+    if calls and role != "assistant":
+        raise InputError(f"{at}.tool_calls is in a message of the role {role!r}; only the assistant calls", "messages")
+    content = "" if calls and message.get("content") in (None, [], ()) else message.get("content")
+    checked: Message = {"role": role, "content": _content(f"{at}.content", content, role, eyes)}
+    if calls:
+        checked["tool_calls"] = calls
     for name in FIELDS[2:]:
         value = said.get(name)
         if value is not None and not isinstance(value, str):
             raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
         if value is not None:
             checked[name] = _text(f"{at}.{name}", value, eyes)
+    if "tool_call_id" in checked:
+        checked_id(f"{at}.tool_call_id", checked["tool_call_id"])
     return checked
 
 

@@ -17,6 +17,7 @@ from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong, StartupError
 from quire.text.messages import Given, read_messages
 from quire.text.sight import Sight, joined, pictured
+from quire.text.tools import Tool, read_tools
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
 
@@ -85,9 +86,11 @@ class Prompts:
         limits: Limits,
         defaults: Mapping[str, Any],
         sight: Sight | None = None,
+        eos_ids: Sequence[int] | None = None,
     ) -> None:
+        """`eos_ids` are the model's end tokens, where they aren't just the tokenizer's."""
         self.tokenizer, self.chat_template, self.limits, self.sight = tokenizer, chat, limits, sight
-        self.text = _text_of(tokenizer)
+        self.text = _text_of(tokenizer, limits.vocab_size, eos_ids)
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
         self._long: ThreadPoolExecutor | None = None
@@ -165,11 +168,12 @@ class Prompts:
         cut: Cut | None = None,
         variables: Mapping[str, Any],
         salt: str = "",
+        tools: Sequence[Tool] = (),
     ) -> Prompt:
         """A conversation, as `chat` takes it, cut. Templates are programs of unknown cost: always on another thread."""
         self._check_characters(spoken(messages))
         work = partial(
-            self.written, messages, add_generation_prompt, continue_final_message, documents, **variables
+            self.written, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
         text, pictures = await self._alone(work)
         seen = await self._look(pictures, salt)
@@ -268,10 +272,14 @@ class Prompts:
         continue_final_message: bool = False,
         documents: Messages | None = None,
         add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Prompt:
-        """A conversation, as `written`. The template adds the special tokens itself."""
-        text, pictures = self.written(messages, add_generation_prompt, continue_final_message, documents, **kwargs)
+        """A conversation, as `written`; `tools` as OpenAI has them. The template adds the special tokens itself."""
+        told = read_tools(tools) if tools else ()
+        text, pictures = self.written(
+            messages, add_generation_prompt, continue_final_message, documents, told, **kwargs
+        )
         seen = self._sight(pictures).see(pictures, "") if pictures else []
         return self._tokenised(text, add_special_tokens, seen)
 
@@ -281,10 +289,11 @@ class Prompts:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         documents: Messages | None = None,
+        tools: Sequence[Tool] = (),
         **kwargs: Any,
     ) -> tuple[str, list[Given]]:
-        """A conversation as the model's chat template writes it, and its pictures. `kwargs` are variables of the
-        template."""
+        """A conversation as the model's chat template writes it, with `tools` to call, and its pictures. `kwargs` are
+        variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
         eyes = self.sight.eyes if self.sight is not None else None
@@ -292,7 +301,7 @@ class Prompts:
         if self.sight is not None:
             self.sight.check_count(conversation.pictures)
         text = self.chat_template.write(
-            conversation, eyes, add_generation_prompt, continue_final_message, documents, **kwargs
+            conversation, eyes, add_generation_prompt, continue_final_message, documents, tools, **kwargs
         )
         return text, conversation.pictures
 
@@ -332,17 +341,25 @@ class Prompts:
         long, so it is done here and not on the engine's thread. InputError for words that can't be banned."""
         return params if self.text is None else self.text.resolve(params)
 
+    def quick(self, params: SamplingParams) -> bool:
+        """Whether `resolve` needn't compile a grammar, which is of unknown cost."""
+        asked = params.structured
+        if asked is None or params.grammar is not None or self.text is None or self.text.grammars is None:
+            return True
+        return self.text.grammars.holds(asked)
+
     def params(self, **given: Any) -> SamplingParams:
         """Parameters: what is `given`, else the model's defaults (generation_config.json), else SamplingParams'."""
         return SamplingParams(**{**self.defaults, **given})
 
 
-def _text_of(tokenizer: Tokenizer | None) -> TokenText | None:
+def _text_of(tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int] | None) -> TokenText | None:
     if tokenizer is None:
         return None
+    from quire.text.grammars import Grammars
     from quire.text.stream import TokenText
 
-    return TokenText(tokenizer)
+    return TokenText(tokenizer, Grammars(tokenizer, vocab_size, tokenizer.eos_ids if eos_ids is None else eos_ids))
 
 
 def characters(given: Any) -> int:

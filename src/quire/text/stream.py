@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from quire.errors import InputError
 from quire.text.detokenize import Detokenizer
+from quire.text.grammars import Grammars
 from quire.text.stop import Automaton, StopStrings
 from quire.text.tokenizer import Tokenizer
 from quire.vocabulary.params import MAX_BAD_WORD_IDS, SamplingParams
@@ -19,16 +20,21 @@ PROMPT_TAIL = 16  # tokens of the prompt that the detokenizer must have seen
 class TokenText:
     """What requests need of `tokenizer`: one TextFlow a sequence, and parameters with their words as ids."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, grammars: Grammars | None = None) -> None:
+        self.tokenizer, self.grammars = tokenizer, grammars
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> TextFlow:
         """The text of one sequence that continues `prompt`."""
         return TextFlow(self.tokenizer, prompt[-PROMPT_TAIL:], params)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
-        """`params` with its bad words as `bad_word_ids` and its stop strings compiled: once for all branches, and for
-        all requests that are given the result. InputError for a word without tokens, or for too many tokens."""
+        """`params` with its bad words as `bad_word_ids`, its stop strings and the form of its output compiled: once for
+        all branches, and for all requests that are given the result. InputError for a word without tokens, for too many
+        tokens, or for a form that can't be had."""
+        if params.structured is not None and params.grammar is None:
+            if self.grammars is None:
+                raise InputError("structured output isn't offered here", "structured_outputs")
+            params = replace(params, grammar=self.grammars.get(params.structured))
         automaton = compiled(params)
         if not params.bad_words and automaton is params.stop_automaton:
             return params

@@ -11,6 +11,7 @@ from typing import Any
 from quire.errors import InputError
 from quire.vocabulary.method import Method
 from quire.vocabulary.plan import Sampling
+from quire.vocabulary.structured import Grammar, Structured, StructuredOutputsParams
 
 MAX_N = 128
 MAX_BEAM_WIDTH = 64
@@ -105,7 +106,8 @@ class SamplingParams:
     With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean", the "last" token's, or
     what the engine was started with ("auto").
     `bad_word_ids` and `stop_automaton` are filled from `bad_words` and `stop` by the engine's tokenizer, before the
-    request is queued.
+    request is queued. `structured` is the form of the output, given as such or by vLLM's names in `structured_outputs`;
+    `grammar` is made of it where it comes in, too.
     """
 
     n: int = 1
@@ -138,7 +140,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     pooling: str | None = None
+    structured: Structured | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     stop_automaton: Any = field(default=None, compare=False, repr=False)
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -185,6 +190,7 @@ class SamplingParams:
             _flag(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise InputError("stop strings need detokenize=True", "stop")
+        put("structured", self._structured())
         if self.pooling is not None:
             self._check_pooling()
 
@@ -192,9 +198,29 @@ class SamplingParams:
         if self.pooling not in POOLINGS:
             raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {_shown(self.pooling)}", "pooling")
         for name, plain in (("n", 1), ("best_of", None), ("beam_width", None), ("method", None), ("logprobs", None),
-                            ("logprob_token_ids", None), ("prompt_logprobs", None)):  # fmt: skip
+                            ("logprob_token_ids", None), ("prompt_logprobs", None), ("structured", None)):  # fmt: skip
             if getattr(self, name) != plain:
                 raise InputError(f"{name} can't be combined with pooling, which generates nothing", name)
+
+    def _structured(self) -> Structured | None:
+        """The form of the output, by whichever name it was given. Beams and methods have none: they choose among the
+        likeliest tokens, which a grammar would have to know before."""
+        found, name = self.structured, "structured_outputs"
+        if found is not None and not isinstance(found, Structured):
+            raise InputError(f"structured must be Structured, got {type(found).__name__}", "structured")
+        if (other := self.structured_outputs) is not None:
+            if not isinstance(other, StructuredOutputsParams):
+                raise InputError(f"{name} must be StructuredOutputsParams, got {type(other).__name__}", name)
+            if found not in (None, other.structured()):
+                raise InputError(f"{name} and structured ask for different forms: give one", name)
+            found = other.structured()
+        for what, clash in (("beam search", self.beam_width), ("a method", self.method)):
+            if found is not None and clash is not None:
+                raise InputError(f"{name} can't be combined with {what}", name)
+        for what, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
+            if found is not None and given:
+                raise InputError(f"{what} can't be combined with {name}: a grammar says when an output ends", what)
+        return found
 
     def _check_branches(self) -> None:
         if self.best_of is not None:

@@ -156,13 +156,23 @@ Entry = Table | Copy | Out | In | Poison | Encode
 Journal = tuple[Entry, ...]
 
 
+class Mask(NamedTuple):
+    """What the row of `slot` may draw in this step: `allowed` has a bit a token, 32 to a little-endian word, lowest bit
+    first. Bits beyond the vocabulary are 0."""
+
+    slot: int
+    allowed: bytes
+
+
 class StepPlan(NamedTuple):
-    """One step: births, then the journal in order, then the rows. `ahead` is journal work to do while it computes."""
+    """One step: births, then the journal in order, then the rows. `ahead` is journal work to do while it computes. Rows
+    of slots without one of `masks` may draw any token; all masks have one length."""
 
     births: tuple[Birth, ...]
     journal: Journal
     rows: tuple[Row, ...]
     ahead: Journal = ()
+    masks: tuple[Mask, ...] = ()
 
 
 class Top(NamedTuple):

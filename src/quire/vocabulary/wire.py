@@ -38,6 +38,7 @@ from quire.vocabulary.plan import (
     Entry,
     In,
     Journal,
+    Mask,
     Out,
     Poison,
     Row,
@@ -48,7 +49,7 @@ from quire.vocabulary.plan import (
     Table,
 )  # fmt: skip
 
-VERSION = 4
+VERSION = 6
 PLAN, RESULT = 1, 2
 
 Message = StepPlan | StepResult
@@ -67,7 +68,7 @@ ENTRIES = (Kind(Table, 3, run=True), Kind(Copy, 3), Kind(Out, 3), Kind(In, 3), K
 CODES = {kind.entry: code for code, kind in enumerate(ENTRIES)}
 
 HEAD = struct.Struct("<BB")  # version, kind
-PLAN_HEAD = struct.Struct("<IIII")  # births, entries of the journal, rows, entries of `ahead`
+PLAN_HEAD = struct.Struct("<IIIII")  # births, entries of the journal, rows, entries of `ahead`, masks
 RESULT_HEAD = struct.Struct("<Idd")  # samples, seconds, idle
 # slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling, pictures
 BIRTH = struct.Struct("<iqiqiiIBI")
@@ -90,9 +91,9 @@ def encode(message: Message) -> bytes:
 
 
 def _plan(plan: StepPlan) -> Iterator[bytes]:
-    births, journal, rows, ahead = plan
+    births, journal, rows, ahead, masks = plan
     yield HEAD.pack(VERSION, PLAN)
-    yield PLAN_HEAD.pack(len(births), len(journal), len(rows), len(ahead))
+    yield PLAN_HEAD.pack(len(births), len(journal), len(rows), len(ahead), len(masks))
     for birth in births:
         yield from _birth(birth)
     if journal:
@@ -107,6 +108,13 @@ def _plan(plan: StepPlan) -> Iterator[bytes]:
         yield from write_runs(drafts, "row drafts")
     if ahead:
         yield from _journal(ahead)
+    if masks:
+        size = len(masks[0].allowed)
+        if size % 4 or any(len(mask.allowed) != size for mask in masks):
+            raise WireError("masks", f"{size} bytes each are no words, or not all have as many")
+        yield COUNT.pack(size // 4)
+        yield write_ints([mask.slot for mask in masks], "mask slots")
+        yield from (mask.allowed for mask in masks)
 
 
 def _result(result: StepResult) -> Iterator[bytes]:
@@ -193,7 +201,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
 
 
 def _read_plan(reader: Reader) -> StepPlan:
-    births, entries, count, later = reader.take(PLAN_HEAD, "plan head")
+    births, entries, count, later, masked = reader.take(PLAN_HEAD, "plan head")
     if births * BIRTH.size > reader.end - reader.at:
         raise reader.error("births", f"{births} are announced, {reader.end - reader.at} bytes remain")
     born = tuple([_read_birth(reader) for _ in range(births)])
@@ -207,7 +215,16 @@ def _read_plan(reader: Reader) -> StepPlan:
         scores = reader.runs(count, "row scores")
         drafts = reader.runs(count, "row drafts")
         rows = tuple(map(new, repeat(Row), zip(slots, tokens, starts, samples, scores, drafts)))
-    return StepPlan(born, journal, rows, _read_journal(reader, later) if later else ())
+    ahead = _read_journal(reader, later) if later else ()
+    return StepPlan(born, journal, rows, ahead, _read_masks(reader, masked) if masked else ())
+
+
+def _read_masks(reader: Reader, count: int) -> tuple[Mask, ...]:
+    reader.bounded(count, "masks")
+    [words] = reader.take(COUNT, "masks")
+    slots = reader.ints(count, "mask slots")
+    at = [reader.skip(4 * words, "masks") for _ in slots]
+    return tuple([Mask(slot, bytes(reader.frame[start : start + 4 * words])) for slot, start in zip(slots, at)])
 
 
 def _read_result(reader: Reader) -> StepResult:

@@ -36,6 +36,11 @@ def coldest_of(pages: LargePages) -> Iterator[tuple[int, int]]:
     return ((home, pages.kind[home]) for home in pages.reclaimable)
 
 
+def cached_of(pages: LargePages, group: int) -> Iterator[int]:
+    """As Ledger.cached_of."""
+    return iter(pages.cached[group])
+
+
 def counts_of(pages: LargePages) -> LargeCounts:
     """For an allocator's statistics."""
     evicted = pages.evicted_large, pages.evicted_small

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.control.memory.audit import CACHED, EMPTY, audit, coldest_of, counts_of, dropped_of, space_of
+from quire.control.memory.audit import CACHED, EMPTY, audit, cached_of, coldest_of, counts_of, dropped_of, space_of
 from quire.control.memory.pages import NONE_RESTING, SCRATCH, WATERMARK, Resting
 from quire.control.memory.partial import Partial
 
@@ -394,6 +394,7 @@ class LargePages:
 
     space = space_of
     counts = counts_of
+    cached_of = cached_of
     coldest = coldest_of
     drop_cached = dropped_of
     check = audit

@@ -314,6 +314,11 @@ class Ledger:
             self.evict(group, self._oldest(pool, group))
             self.evictions += 1
 
+    def cached_of(self, group: int) -> Iterator[int]:
+        """The cached pages of a group."""
+        pool = self.of[group]
+        return (page for page in pool.cached if (pool.keys[page] or (-1,))[0] == group)
+
     def drop_cached(self) -> int:
         """Empty every cached page. Returns how many there were."""
         count = 0

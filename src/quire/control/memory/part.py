@@ -6,7 +6,7 @@ A memory's calls are for whole plans of pages, `reserve` and then `take`; so the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from quire.control.memory.answers import LargeCounts
@@ -151,6 +151,10 @@ class Part:
     def elsewhere(self) -> int:
         """Bytes of pages that the other models' tables name."""
         return sum(part.held for part in self.common.parts if part is not self)
+
+    def cached_of(self, group: int) -> Iterator[int]:
+        """As Ledger.cached_of."""
+        return self.ledger.cached_of(self.own.start + group)
 
     def space(self, sizes: Sequence[int]) -> Space:
         """As Ledger.space: cached pages and free ones are those of all models, as any may get them. What the others use

@@ -20,14 +20,14 @@ from torch import Tensor
 from quire.data.kernels.batch import to_device
 from quire.data.kernels.contiguous import ContiguousBackend
 from quire.data.kernels.cpu.loading import library
-from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
+from quire.data.kernels.limits import MOST_GRAPH_ROWS
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
 from quire.data.runner.crossing import CrossPictures
 from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
-from quire.data.runner.logprobs import details_of, top_of
+from quire.data.runner.logprobs import scores_of, top_of
 from quire.data.runner.pictures import Pictures
 from quire.data.runner.pooling import Pooling, sampled
 from quire.data.runner.prompts import Prompts
@@ -40,7 +40,7 @@ from quire.data.runner.store import Store
 from quire.errors import StartupError
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Encode, Mapped, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Encode, Mapped, Mask, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
@@ -81,6 +81,7 @@ class Ticket(NamedTuple):
     began: float
     span: Span | None  # on a GPU
     pooled: dict[int, Tensor]  # by slot
+    held: Callable[[], Drawn] | None = None  # draws that wait for masks
 
 
 class ModelRunner:
@@ -109,6 +110,7 @@ class ModelRunner:
         self.common, self.state_dtype = common, state_dtype
         self.exchange = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
+        self.holding = False  # rows that are enqueued draw later
         self.collected = -math.inf  # when the last step was
         self.idle = Idle(device)
         self.store: Store
@@ -248,11 +250,26 @@ class ModelRunner:
             self.store.replay_ahead(plan.ahead)
         return ticket
 
+    def hold(self, plan: StepPlan) -> Ticket:
+        """As `submit`, up to the logits: its rows draw at `release`."""
+        self.holding = True
+        try:
+            return self.submit(plan)
+        finally:
+            self.holding = False
+
+    @torch.inference_mode()
+    def release(self, ticket: Ticket, masks: tuple[Mask, ...]) -> Ticket:
+        """Draw, under these masks."""
+        self.sampler.masks.take(masks)
+        return ticket._replace(drawn=ticket.held(), held=None) if ticket.held is not None else ticket
+
     def _rows(self, plan: StepPlan, began: float) -> Ticket:
         """Enqueue a plan's rows: as graphs where there are any for them."""
         rows, scores, pooled = plan.rows, [], {}
         if not rows:
             return Ticket(None, [], plan, began, None, {})
+        self.sampler.masks.take(plan.masks)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
         sees = self.pictures is not None and self.pictures.sees(rows)
@@ -270,7 +287,8 @@ class ModelRunner:
             else:
                 replayed = False
                 drawn, scores, pooled = self._eager(rows, flat)
-        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), pooled)
+        held, drawn = (drawn, None) if callable(drawn) else (None, drawn)
+        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), pooled, held)
 
     def _for_no_graph(self, rows: tuple[Row, ...]) -> bool:
         """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
@@ -305,8 +323,8 @@ class ModelRunner:
 
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
-        tail = self.sampler.tail_of(rows)
-        if tail in ("random", "cut"):
+        tail = "" if self.holding else self.sampler.tail_of(rows)
+        if tail not in ("", "greedy"):
             self.sampler.fill(rows)
         result = replay(tail)
         if tail:
@@ -316,19 +334,14 @@ class ModelRunner:
     def _draw(self, sampling: Sequence[Row], logits: Tensor) -> Drawn:
         """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
         rows = [(row.slot, row.start + len(row.tokens), row.sample) for row in sampling]
-        return self.sampler.sample(logits, rows, self.last)
+        draw = partial(self.sampler.sample, logits, rows, self.last)
+        return draw if self.holding else draw()
 
     def _score(self, row: Row, offset: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
         targets = to_device(np.array(row.score, dtype=np.int64), self.device)
         width = min(MAX_LOGPROBS, self.spec.vocab_size) if self.sampler.sampling(row.slot).prompt_logprobs > 0 else 0
-        parts = [
-            details_of(self.model.logits(part).float(), wanted, width)
-            for part, wanted in zip(
-                hidden[offset : offset + len(row.score)].split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE)
-            )
-        ]
-        return torch.cat(parts)
+        return scores_of(self.model.logits, hidden[offset : offset + len(row.score)], targets, width)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step: its rows have run when this returns, so their pages may be moved by others. Its seconds run
@@ -340,9 +353,7 @@ class ModelRunner:
             self.exchange.check()
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
             return StepResult(tuple(finished), self._seconds(ticket), self.idle.collected(ticket.span))
-        drawn = iter(finished)
-        scores = iter(ticket.scores)
-        samples = []
+        drawn, scores, samples = iter(finished), iter(ticket.scores), []
         for row in ticket.plan.rows:
             sample = next(drawn) if row.sample else Sampled(())
             if row.slot in ticket.pooled:

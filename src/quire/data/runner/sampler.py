@@ -20,6 +20,7 @@ from quire.data.runner.drawn import Asked, Drawn
 from quire.data.runner.draws import MAX_VOCAB, draw, noise, token_weights
 from quire.data.runner.fused import FusedSampling, Tail
 from quire.data.runner.logprobs import Width, details_of, top_of, total_of
+from quire.data.runner.masks import Masks
 from quire.data.runner.native import NativeSampling
 from quire.data.runner.penalties import TokenStatistics
 from quire.data.runner.rules import Rules
@@ -59,6 +60,7 @@ class Sampler:
         self._until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
         self._tails = [-1] * slots  # of TAILS; -1: a draw from the logits isn't all there is
         self._waiting: set[int] = set()  # slots that have an `_until`
+        self.masks = Masks(slots, vocab_size, device)
         self._one, self._none = np.ones(slots, dtype=np.int64), np.full(slots, -1, dtype=np.int64)  # of a graph's rows
 
     def rehearsals(self, dtypes: Iterable[torch.dtype], most: int) -> Iterator[Callable[[], None]]:
@@ -105,11 +107,16 @@ class Sampler:
         """By kernels: what may follow the logits in a graph or on a tape of up to `largest` rows, by the names of
         `tail_of`. The result is for `from_graph`; tokens are written to `last` [slots] too."""
         assert self._fused is not None, "graphs sample by kernels"
-        return self._fused.tails(last, largest)
+        tails = self._fused.tails(last, largest)
+        if isinstance(self._fused, NativeSampling):
+            tails["masked"] = self.masks.tail(tails["cut"], largest)
+        return tails
 
     def tail_of(self, rows: Sequence[Row]) -> str:
-        """The tail that samples `rows`: "greedy", "random" or "cut"; or "" where that takes `sample`: for rows with
-        several draws, log-probabilities, masks, biases, penalties, a method."""
+        """The tail that samples `rows`: "greedy", "random", "cut" or, on a CPU, "masked"; or "" where that takes
+        `sample`: for rows with several draws, log-probabilities, masks, biases, penalties, a method."""
+        if self.masks.some and not isinstance(self._fused, NativeSampling):
+            return ""
         all_of_them = self._tails
         tails = [all_of_them[row.slot] for row in rows]
         if min(tails, default=0) < 0 or any(row.sample != 1 for row in rows):
@@ -118,15 +125,17 @@ class Sampler:
             row.slot in self._waiting and row.start + len(row.tokens) < self._until[row.slot] for row in rows
         ):
             return ""
-        return TAILS[max(tails, default=0)]
+        return "masked" if self.masks.some else TAILS[max(tails, default=0)]
 
     def fill(self, rows: Sequence[Row]) -> None:
-        """Before the replay of a graph or tape whose tail is "random" or "cut": give it what `rows` ask for, and their
-        noise. A row's first draw has the seed of its own."""
+        """Before the replay of a graph or tape whose tail is neither "greedy" nor "": give it what `rows` ask for, and
+        their noise. A row's first draw has the seed of its own."""
         assert self._fused is not None, "graphs sample by kernels"
         slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
         positions = np.fromiter((row.start + len(row.tokens) for row in rows), np.int64, len(rows))
         self._fused.fill(self._shape[slots], noise(self._seeds[slots], positions))
+        if self.masks.some:
+            self.masks.fill(slots)
 
     def from_graph(self, tokens: Tensor | np.ndarray, faults: Any, rows: Sequence[Row]) -> Drawn:
         """The samples of `rows` from what a tail left on the device, padding at the end. They are on their way to the
@@ -142,19 +151,21 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
         """Draw from logits [R, V]. A row is (slot, position, draws): `draws` >= 1 tokens for the index `position`.
 
-        In this order: log-probabilities are taken from the unchanged logits; then allowed_token_ids, bad words (their
-        earlier tokens are looked for in the prompt too), min_tokens, logit_bias; repetition, frequency and presence
-        penalty; greedy rows take the most likely token, of equals the lowest id; the others temperature, min_p, top_k,
-        top_p, and a draw. Tokens that are equally likely are kept or cut together by min_p, top_k and top_p. Draw i of
-        a row uses the seed branch_seed(seed, i). A row with a fault gets token 0 and leaves the others as they were.
-        The slot's Birth.top and logprob_token_ids say which log-probabilities come along. Those of a row whose request
-        has a method are what the method chooses from, so they are of the masked, biased and penalised logits,
-        normalised as the unchanged ones are (transformers' order); its token is the most likely one, whatever its
-        temperature.
+        In this order: log-probabilities are taken from the unchanged logits; then the step's masks, allowed_token_ids,
+        bad words (their earlier tokens are looked for in the prompt too), min_tokens, logit_bias; repetition, frequency
+        and presence penalty; greedy rows take the most likely token, of equals the lowest id; the others temperature,
+        min_p, top_k, top_p, and a draw. Tokens that are equally likely are kept or cut together by min_p, top_k and
+        top_p. Draw i of a row uses the seed branch_seed(seed, i). A row with a fault gets token 0 and leaves the others
+        as they were. The slot's Birth.top and logprob_token_ids say which log-probabilities come along. Those of a row
+        whose request has a method are what the method chooses from, so they are of the masked, biased and penalised
+        logits, normalised as the unchanged ones are (transformers' order); its token is the most likely one, whatever
+        its temperature.
         With `last` [slots], the first draw of each row is written there too.
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         asked = Asked.of(rows)
+        if self.masks.some:  # at once, unless the unchanged logits are still wanted
+            self.masks.apply(logits, np.where(self._tops[asked.slots] < 0, asked.slots, -1))
         if self._fused is not None:
             tokens, faults, changed = self._by_kernels(self._fused, logits, asked, rows, last)
         else:
@@ -174,9 +185,12 @@ class Sampler:
     def process(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Tensor:
         """Logits [R, V] after masks, biases and penalties: new ones, or `logits` itself if no row has any of these."""
         slots = [slot for slot, _, _ in rows]
-        if not (self._ruled[slots] | (self._until[slots] > 0)).any():
+        if not (self._ruled[slots] | (self._until[slots] > 0) | self.masks.of(slots)).any():
             return logits
         changed = logits
+        if self.masks.of(slots).any():
+            changed = changed.clone()
+            self.masks.apply(changed, np.array(slots))
         allowed = [i for i, slot in enumerate(slots) if self._rules[slot].allowed is not None]
         if allowed:
             masks = torch.stack([mask for i in allowed if (mask := self._rules[slots[i]].allowed) is not None])
@@ -279,7 +293,8 @@ class Sampler:
         return tokens, faults, changed
 
     def _ruled_rows(self, asked: Asked) -> np.ndarray:
-        return self._ruled[asked.slots] | (asked.positions < self._until[asked.slots])
+        kept = self.masks.of(asked.slots) & (self._tops[asked.slots] >= 0)
+        return self._ruled[asked.slots] | (asked.positions < self._until[asked.slots]) | kept
 
     def _draw(
         self, logits: Tensor, best: Tensor, shape: np.ndarray, owner: np.ndarray, random: np.ndarray, chance: np.ndarray

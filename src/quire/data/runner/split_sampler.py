@@ -29,8 +29,10 @@ class SplitSampler(Sampler):
     def sample(self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last: Tensor | None = None) -> Drawn:
         """See Sampler.sample."""
         asked = Asked.of(rows)
-        more = np.array([self._tails[slot] < 0 for slot in asked.slots.tolist()], np.bool_) | (
-            asked.positions < self._until[asked.slots]
+        more = (
+            self.masks.of(asked.slots)
+            | np.array([self._tails[slot] < 0 for slot in asked.slots.tolist()], np.bool_)
+            | (asked.positions < self._until[asked.slots])
         )
         if not more.any():
             return self._drawn(logits, asked, last)

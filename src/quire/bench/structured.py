@@ -1,0 +1,211 @@
+"""What structured output costs: rows of one schema beside as many that may draw anything; forced tokens in one row
+beside one a step; and masks over a large vocabulary, by themselves.
+
+The model is whichever it is: what it says is of no account, so one without weights or a tokenizer does too. Then, and
+for the masks, the vocabulary is a made-up one: bytes, and words of syllables with and without a space before them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.document import short, table
+from quire.bench.shapes import built
+from quire.cli.flags import add_engine_flags, config_from
+from quire.control import matching
+from quire.control.engine import Engine
+from quire.errors import StartupError
+from quire.text.grammars import CompiledGrammar, Grammars
+from quire.vocabulary.params import SamplingParams, Structured, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+SENTENCES = {"type": "array", "minItems": 400, "items": {"type": "string"}}
+"""Free text within some form: as good as nothing of it is forced."""
+BOUNDED = {"type": "array", "minItems": 400, "items": {"type": "string", "minLength": 20, "maxLength": 60}}
+"""The same with counted characters, which are many more states of a lexer."""
+KEYS = [f"the_measured_value_of_the_{name}_sensor" for name in ("first", "second", "third", "fourth", "fifth", "sixth")]
+RECORD = {
+    "type": "object",
+    "properties": {key: {"type": "integer", "minimum": 0, "maximum": 9} for key in KEYS},
+    "required": KEYS,
+    "additionalProperties": False,
+}
+"""Long keys, which are forced, and one digit each."""
+WALKED = {"text": SENTENCES, "record": {"type": "array", "items": RECORD}, "counted": BOUNDED}
+PROMPT = 32  # tokens
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The entry's own arguments."""
+    add_engine_flags(parser)
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--rows", type=int, default=64, metavar="N", help="of a schema (default: %(default)s)")
+    group.add_argument("--tokens", type=int, default=128, metavar="N", help="of each (default: %(default)s)")
+    group.add_argument("--repeat", type=int, default=5, metavar="N", help="runs of each kind (default: %(default)s)")
+    group.add_argument("--vocabulary", type=int, default=128_256, metavar="N",
+                       help="tokens of the made-up vocabulary of masks alone (default: %(default)s)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A result for each of the three."""
+    if min(args.rows, args.tokens, args.repeat) < 1 or not 1000 <= args.vocabulary <= 2**20:
+        raise StartupError("--rows, --tokens, --repeat and --vocabulary", "Give positive numbers, 1000 to 2**20 tokens")
+    with built(config_from(args)) as made:
+        engine, size = made.engine, made.spec.vocab_size
+        ends = tuple(engine.scheduler.eos_ids) or (0,)
+        grammars = Grammars(made.tokenizer or made_up(size, ends[0]), size, ends)
+        results = [
+            {"what": "rows of one schema", "model": made.name, **_rows(engine, grammars, args)},
+            {"what": "forced tokens at once", "model": made.name, **_forced(engine, grammars, args)},
+        ]
+    return [*results, {"what": "masks alone", **_masks(args.vocabulary, args.rows)}]
+
+
+def _rows(engine: Engine, grammars: Grammars, args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second of rows without a form, and of rows with one, in turns."""
+    grammar = grammars.get(form(SENTENCES))
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(args.repeat + 1):
+        for matched in (False, True):
+            speed = _speed(engine, args.rows, args.tokens, grammar if matched else None)
+            if i:  # the first warms up
+                speeds[matched].append(speed)
+    free, matched = median(speeds[False]), median(speeds[True])
+    return {"rows": args.rows, "tokens_per_second": {"free": free, "schema": matched}, "lost": 1 - matched / free,
+            "runs": {"free": speeds[False], "schema": speeds[True]}}  # fmt: skip
+
+
+def _forced(engine: Engine, grammars: Grammars, args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second of a schema with long keys: forced runs appended at once, and drawn one by one."""
+    grammar = grammars.get(form(RECORD, compact=True))
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(args.repeat + 1):
+        for at_once in (False, True):
+            with _jumping(at_once):
+                speed = _speed(engine, args.rows, 2048, grammar)
+            if i:
+                speeds[at_once].append(speed)
+    slow, fast = median(speeds[False]), median(speeds[True])
+    return {"rows": args.rows, "tokens_per_second": {"one by one": slow, "at once": fast}, "times": fast / slow,
+            "runs": {"one by one": speeds[False], "at once": speeds[True]}}  # fmt: skip
+
+
+@contextmanager
+def _jumping(at_once: bool) -> Iterator[None]:
+    least = matching.JUMP
+    matching.JUMP = least if at_once else 1 << 30
+    try:
+        yield
+    finally:
+        matching.JUMP = least
+
+
+def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar | None) -> float:
+    """Tokens a second of so many rows, from their first token to their last."""
+    for i in range(rows):
+        params = SamplingParams(
+            temperature=1, seed=i, max_tokens=min(tokens, engine.limits.max_len - PROMPT - 1), detokenize=False,
+            ignore_eos=grammar is None, structured=None if grammar is None else form(SENTENCES), grammar=grammar,
+        )  # fmt: skip
+        engine.add(str(i), [(5 * j) % 900 + 10 for j in range(PROMPT)], params)
+    drawn, began = 0, 0.0
+    while engine.unfinished:
+        drawn += sum(len(output.tokens) for output in engine.step()) if began else 0
+        if not began:
+            began = time.perf_counter()
+    return drawn / (time.perf_counter() - began)
+
+
+def form(schema: dict[str, Any], compact: bool = False) -> Structured:
+    """A schema as what is asked for."""
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=compact).structured()
+
+
+def _masks(vocabulary: int, rows: int, steps: int = 100) -> dict[str, Any]:
+    """Random walks through schemas, on one thread: what a row's mask takes, and going on behind a token."""
+    began = time.perf_counter()
+    grammars = Grammars(made_up(vocabulary), vocabulary, (0,))
+    grammars.get(form({"type": "null"}))
+    loaded = time.perf_counter() - began
+    found: dict[str, Any] = {"vocabulary": vocabulary, "first_grammar_s": loaded}
+    for name, schema in WALKED.items():
+        began = time.perf_counter()
+        grammar = grammars.get(form(schema))
+        compiled = time.perf_counter() - began
+        masking, going = _walked(grammar, rows, steps)
+        found[name] = {"masks": len(masking), "mask_us": _spread(masking), "accept_us": _spread(going),
+                       "grammar_s": compiled}  # fmt: skip
+    return found
+
+
+def _walked(grammar: CompiledGrammar, rows: int, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each mask, and of each token."""
+    rng, places = random.Random(0), [grammar.matcher() for _ in range(rows)]
+    masking, going = [], []
+    for _ in range(steps):
+        for place in places:
+            now = time.perf_counter()
+            [mask] = grammar.masks([place])
+            masking.append(time.perf_counter() - now)
+            token = rng.choice(grammar.masker.allowed(mask).tolist())
+            now = time.perf_counter()
+            place.accept(token)
+            going.append(time.perf_counter() - now)
+        places = [grammar.matcher() if place.forced() == (0,) else place for place in places]
+    return masking, going
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(1e6 * each for each in seconds)
+    return {"p50": ordered[len(ordered) // 2], "p99": ordered[int(0.99 * len(ordered))], "max": ordered[-1]}
+
+
+def made_up(size: int, end: int = 0) -> Tokenizer:
+    """A byte-level vocabulary of so many tokens: an end token, all bytes, and words of syllables."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from quire.text.tokenizer import Tokenizer
+
+    rng = random.Random(size)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id for id, token in enumerate(["<|end|>", *alphabet])}
+    syllables = [first + then for first in "bcdfghklmnprstvw" for then in ("a", "e", "i", "on", "us", "er", "ing")]
+    marks = ['"', '":', '",', "{", "}", "[", "]", ":", ",", "\n", " ", "  ", "0", "12", "_", "="]
+    while len(vocabulary) < size:
+        word = "".join(rng.choices(syllables, k=rng.randint(1, 4)))
+        token = rng.choice(("Ġ", "", "", "Ġ")) + rng.choice(
+            (word, word.title(), word + rng.choice(marks).strip() + "s")
+        )
+        vocabulary.setdefault(token.replace("\n", "Ċ").replace(" ", "Ġ"), len(vocabulary))
+    other = next(token for token, id in vocabulary.items() if id == end)
+    vocabulary[other], vocabulary["<|end|>"] = 0, end
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {"eos_token": "<|end|>"})
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """A line for each."""
+    lines = []
+    for one in results:
+        if "lost" in one:
+            said = f"{one['rows']} rows: {100 * one['lost']:.1f} % fewer tokens a second"
+        elif "times" in one:
+            said = f"{one['rows']} rows: {one['times']:.2f} times as many tokens a second"
+        else:
+            masks = [f"{name} {one[name]['mask_us']['p50']:.0f} ({one[name]['mask_us']['p99']:.0f})" for name in WALKED]
+            said = f"{one['vocabulary']} tokens: us a mask, p50 (p99): {', '.join(masks)}"
+        lines.append(
+            (one["what"], said, ", ".join(f"{k} {short(v)}" for k, v in one.get("tokens_per_second", {}).items()))
+        )
+    return table(("what", "result", "tokens/s"), lines)

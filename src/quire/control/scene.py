@@ -1,0 +1,92 @@
+"""What an engine holds at a moment, page by page, for whoever watches. It costs nothing while nobody asks."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+
+from quire.control.engine import Engine
+from quire.control.memory.tables import PageTables
+from quire.control.request import Request
+from quire.vocabulary.specs import Group
+
+FREE, CACHED, SHARED, PINNED, FIRST = range(5)
+"""What a page is, in a scene: free, or of another group; found by prefixes, used by nobody; named by several tables; a
+registered prefix's; and from FIRST on one request's: FIRST + its order % OWNERS."""
+OWNERS = 256 - FIRST
+MOST_CELLS = 1 << 14  # of a group; where it has more pages, a cell stands for several, and shows the greatest number
+MOST_REQUESTS = 128  # that are told one by one
+MOST_NAME = 80  # characters
+
+
+def scene(engine: Engine) -> dict[str, Any]:
+    """All of it, as JSON takes it: counts since the start, queues, bytes by category, pages by group, requests. For the
+    engine's thread, between two steps."""
+    scheduler, stats = engine.scheduler, engine.stats
+    memory: Any = scheduler.memory
+    account = memory.account()
+    holding = {*engine.requests.values(), *scheduler.running}  # what has ended may have a step under way
+    colours = {seq.id: FIRST + request.order % OWNERS for request in holding for seq in (*request.live, *request.done)}
+    shown = sorted(engine.requests.values(), key=lambda request: request.order)[:MOST_REQUESTS]
+    return {
+        "steps": stats.steps, "rows": stats.rows, "computed": stats.computed_tokens,
+        "prompts": stats.prompt_tokens, "generated": stats.generated_tokens, "step_seconds": stats.step_seconds,
+        "finished": dict(stats.finished), "preempted": dict(scheduler.preempted),
+        "waiting": len(scheduler.waiting), "running": len(scheduler.running), "swapped": len(scheduler.swapped),
+        "bytes": account.usage._asdict(), "sharing": account.sharing._asdict(),
+        "groups": _groups(memory, colours) if isinstance(memory, PageTables) else [],
+        "requests": [_told(request, memory, colours) for request in shown], "requests_in_all": len(engine.requests),
+    }  # fmt: skip
+
+
+def _groups(memory: Any, colours: Mapping[int, int]) -> list[dict[str, Any]]:
+    pinned = [list[int]() for _ in memory.groups]
+    for g, page in getattr(memory.prefixes, "pins", {}):
+        pinned[g].append(page)
+    found = []
+    for g, group in enumerate(memory.groups):
+        cells = _cells(memory, g, group, colours, pinned[g])
+        counts = [cells.count(kind) for kind in range(FIRST)]
+        per = -(-len(cells) // MOST_CELLS) or 1
+        shown = cells if per == 1 else bytes(map(max, zip(*(_padded(cells[i::per], cells, per) for i in range(per)))))
+        found.append({
+            "kind": group.kind, "window": group.window, "layers": len(group.layers), "page_bytes": group.page_bytes,
+            "page_tokens": group.run_tokens, "pages": len(cells), "used": len(cells) - counts[FREE] - counts[CACHED],
+            "shared": counts[SHARED], "pinned": counts[PINNED], "cached": counts[CACHED], "per": per,
+            "cells": b64encode(shown).decode(),
+        })  # fmt: skip
+    return found
+
+
+def _padded(part: bytearray, cells: bytearray, per: int) -> bytes:
+    return bytes(part).ljust(-(-len(cells) // per), b"\0")
+
+
+def _cells(memory: Any, g: int, group: Group, colours: Mapping[int, int], pinned: list[int]) -> bytearray:
+    """What each page of a group is."""
+    start = group.ids.start
+    cells = bytearray(len(group.ids))
+    for page in memory.pages.cached_of(g):
+        cells[page - start] = CACHED
+    for id, resident in memory.residents.items():
+        colour = colours.get(id, FIRST)
+        for page in resident.tables[g][resident.first[g] :]:
+            cells[page - start] = SHARED if cells[page - start] else colour
+    for page in pinned:
+        cells[page - start] = SHARED if cells[page - start] > CACHED else PINNED
+    return cells
+
+
+def _told(request: Request, memory: Any, colours: Mapping[int, int]) -> dict[str, Any]:
+    longest = max(request.live, key=lambda seq: len(seq.tokens), default=None)
+    residents = [memory.residents[seq.id] for seq in request.live if seq.id in memory.residents]
+    pages = sum(len(table) - resident.first[g] for resident in residents if hasattr(resident, "tables")
+                for g, table in enumerate(resident.tables))  # fmt: skip
+    return {
+        "id": request.id[:MOST_NAME], "state": request.status.value, "branches": len(request.live),
+        "colour": colours.get(longest.id, FREE) if longest is not None else FREE, "prompt": request.prompt_len,
+        "tokens": len(longest.tokens) - request.prompt_len if longest is not None else 0,
+        "computed": longest.computed if longest is not None else 0, "pages": pages, "found": request.cached_tokens,
+        "preempted": request.preemptions,
+    }  # fmt: skip

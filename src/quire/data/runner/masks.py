@@ -1,0 +1,89 @@
+"""What rows may draw in one step, where grammars say so: bits of the plan, applied to all rows in one launch.
+
+A step without masks costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.data.kernels.cpu.rows import take
+from quire.data.runner.staging import Staging
+from quire.vocabulary.plan import Mask
+
+
+class Masks:
+    """Those of one step, for `slots` slots over a vocabulary of `vocab_size`."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, device
+        self.words = -(-vocab_size // 32)
+        self.some = False
+        self._place = np.full(slots, -1, dtype=np.int64)  # by slot: which of `_bits` is its own
+        self._bits = np.zeros((0, self.words), dtype=np.int32)
+        self._staging = Staging(device, size=1 << 21) if device.type == "cuda" else None
+        self._tape: tuple[np.ndarray, np.ndarray] | None = None  # what a tape reads: places and bits of its rows
+
+    def take(self, masks: Sequence[Mask]) -> None:
+        """The masks of a step, before its rows are sampled; they hold until the next step's."""
+        if self.some:
+            self._place.fill(-1)
+        self.some = bool(masks)
+        if not masks:
+            return
+        size = 4 * self.words
+        assert all(len(mask.allowed) == size for mask in masks), f"a mask doesn't have {size} bytes"
+        self._bits = np.frombuffer(bytearray().join([mask.allowed for mask in masks]), dtype="<i4").reshape(
+            -1, self.words
+        )
+        self._place[[mask.slot for mask in masks]] = np.arange(len(masks))
+
+    def of(self, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Which of these slots have a mask."""
+        found: np.ndarray = self._place[slots] >= 0
+        return found
+
+    def apply(self, logits: Tensor, slots: np.ndarray) -> None:
+        """Put -inf in logits [R, V] where the mask of the row's slot has no bit; -1 is a slot without one."""
+        places = np.where(slots < 0, -1, self._place[slots])
+        if not (places >= 0).any():
+            return
+        if self._staging is not None:
+            from quire.data.kernels.triton.masking import mask_logits
+
+            mask_logits(logits, *self._staging.upload_all([places, self._bits]))
+        elif take(self.device, logits.dtype) and logits.stride(1) == 1:
+            from quire.data.kernels.cpu import masking
+
+            masking.mask_logits(logits, torch.from_numpy(places), torch.from_numpy(self._bits))
+        else:
+            rows = np.flatnonzero(places >= 0)
+            bits = np.unpackbits(self._bits[places[rows]].view(np.uint8), axis=1, bitorder="little")
+            barred, index = torch.from_numpy(bits[:, : self.vocab_size] == 0), torch.from_numpy(rows)
+            logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(barred, -torch.inf))
+
+    def tail(self, after: Any, largest: int) -> Any:
+        """A tape's tail that masks its rows, up to `largest` of them, and goes on as `after`. `fill` comes before."""
+        from quire.data.kernels.cpu import masking
+
+        # Zeros that nobody touches take no memory.
+        places, bits = torch.zeros(largest, dtype=torch.int64), torch.zeros((largest, self.words), dtype=torch.int32)
+        self._tape = places.numpy(), bits.numpy()
+
+        def tail(logits: Tensor, slots: Tensor) -> Any:
+            masking.mask_logits(logits, places[: len(logits)], bits)
+            return after(logits, slots)
+
+        return tail
+
+    def fill(self, slots: np.ndarray) -> None:
+        """What the tail reads at its next replay, for rows of these slots; padding has no mask."""
+        assert self._tape is not None, "there is a tail"
+        places, bits = self._tape
+        places[: len(slots)], places[len(slots) :] = self._place[slots], -1
+        bits[: len(self._bits)] = self._bits

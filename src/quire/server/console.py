@@ -1,0 +1,101 @@
+"""The console: a page that shows the engine at work, and what it is told of that, as server-sent events.
+
+The page's files hold no data, so they are open; whatever they ask for needs a key where one is set. All who watch share
+one look at the engine. A look waits a hundred times as long as the one before took, so watching costs the engine a
+hundredth at most; while nobody watches nothing is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+import quire
+from quire.errors import EngineDead
+from quire.server.errors import Failure
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+
+PAGE, FILES = "/console", {"console.js": "text/javascript", "console.css": "text/css"}
+OPEN = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
+MOST_WATCHERS = 32
+EVERY, SHARE = 0.1, 0.01  # seconds between two looks, at least; of the engine's time that looks may take
+LONGEST = 600.0  # seconds that a client is told; it asks again then
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}  # fmt: skip
+
+
+class Console:
+    """The page's files, and those who watch `llm`."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.llm, self.watchers = llm, 0
+        self.latest, self.number = "", 0
+        self._news = asyncio.Condition()
+        self._looking: asyncio.Task[None] | None = None
+        folder = Path(quire.__file__).parent / "assets" / "console"
+        self._page = (folder / "index.html").read_bytes()
+        self._files = {name: (folder / name).read_bytes() for name in FILES}
+
+    async def page(self, request: Request) -> Response:
+        """The page. Its files are named as lying below it, so other paths lead there."""
+        if not request.url.path.endswith(f"{PAGE}/"):
+            return RedirectResponse(f"{PAGE[1:]}/")
+        return Response(self._page, media_type="text/html", headers=HEADERS)
+
+    async def file(self, request: Request) -> Response:
+        """One of its files."""
+        name = request.url.path.rpartition("/")[2]
+        return Response(self._files[name], media_type=FILES[name], headers=HEADERS)
+
+    async def events(self, request: Request) -> Response:
+        """Scenes (quire.control.scene), as they come."""
+        if self.watchers >= MOST_WATCHERS:
+            return Failure(503, f"{MOST_WATCHERS} watch already", headers={"Retry-After": "10"}).response()
+        return StreamingResponse(
+            self._told(request), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+
+    async def _told(self, request: Request) -> AsyncIterator[str]:
+        """One client's events: the latest scene each time, whatever it missed."""
+        self.watchers += 1
+        try:
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look())
+            seen, end = 0, asyncio.get_running_loop().time() + LONGEST
+            while asyncio.get_running_loop().time() < end:
+                async with self._news:
+                    await self._news.wait_for(lambda seen=seen: self.number != seen)  # type: ignore[misc]
+                    seen, latest = self.number, self.latest
+                if not latest or await request.is_disconnected():
+                    return
+                yield f"data: {latest}\n\n"
+        finally:
+            self.watchers -= 1
+
+    async def _look(self) -> None:
+        """Ask the engine, as long as anybody watches."""
+        while self.watchers:
+            try:
+                latest = await self.llm.look()
+            except EngineDead:
+                latest = ""
+            async with self._news:
+                self.latest, self.number = latest, self.number + 1
+                self._news.notify_all()
+            if not latest:
+                return
+            await asyncio.sleep(max(EVERY, json.loads(latest)["took"] / SHARE))

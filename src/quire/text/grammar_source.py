@@ -1,0 +1,187 @@
+"""From what a request asks for to llguidance's form of a grammar; and where in a JSON schema a complaint is about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import InputError
+from quire.vocabulary.structured import NAME, OPTIONS, Structured
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+SPACES = r"( |\r?\n[ \t]{0,20})"  # between parts of a JSON text: a model may indent, but not for ever
+MAX_DEPTH = 64  # of a schema, as far as it is looked into here
+MAX_TAGS = 128
+MAX_LOOKS = 20_000  # parts of a schema that are looked at for endless references
+MAX_PROPERTIES = 2048  # named ones, in all of a schema
+TEXT = r"TAG_TEXT: /(.|\n)*/"
+
+
+def source_of(asked: Structured, tokenizer: Tokenizer) -> str:
+    """A grammar as LLMatcher takes it. InputError for what is no JSON, or none of the shape that its kind has."""
+    from llguidance import LLMatcher
+
+    match asked.kind:
+        case "json":
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(with_spaces(schema_of(asked)))))
+        case "json_object":
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(with_spaces({"type": "object"}))))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(asked.source))
+        case "choice":
+            return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, json.loads(asked.source)))))
+        case "grammar":
+            return str(LLMatcher.grammar_from_lark(asked.source))
+        case "structural_tag":
+            return str(LLMatcher.grammar_from_lark(tags(_json(asked), tokenizer)))
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(asked: Structured) -> Any:
+    try:
+        return json.loads(asked.source)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{asked.kind} is no JSON: {str(error)[:120]}", NAME) from error
+
+
+def schema_of(asked: Structured) -> Any:
+    """The schema of a `json`. InputError if it is none, or if nothing of finite length fulfils it."""
+    schema = _json(asked)
+    if not isinstance(schema, dict | bool):
+        raise InputError(f"json must be a schema, an object or true, got {type(schema).__name__}", NAME)
+    if (count := sum(place.rsplit("/", 2)[-2] == "properties" for place in _places(schema, "#", 0))) > MAX_PROPERTIES:
+        raise InputError(f"json: the schema has {count} properties; at most {MAX_PROPERTIES} are compiled", NAME)
+    if (place := endless(schema)) is not None:
+        raise InputError(f"json: the schema refers to itself for ever, at {place}", NAME)
+    return schema
+
+
+def with_spaces(schema: Any) -> Any:
+    """The same, with bounded space between parts, unless the schema itself says what there may be."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    given = schema.get(OPTIONS)
+    options = given if isinstance(given, dict) else {}
+    if options.get("whitespace_flexible") is False or "whitespace_pattern" in options:
+        return schema
+    return {**schema, OPTIONS: {**options, "whitespace_pattern": SPACES}}
+
+
+def tags(given: Any, tokenizer: Tokenizer) -> str:
+    """A Lark grammar of vLLM's structural tags: free text in which each of `triggers` begins one of `structures`, whose
+    `begin` it is the beginning of; between that and `end` there is JSON of `schema`."""
+    structures, triggers = (given.get(name) if isinstance(given, dict) else None for name in ("structures", "triggers"))
+    if not isinstance(structures, list) or not isinstance(triggers, list) or not 0 < len(structures) <= MAX_TAGS:
+        raise InputError(f"structural_tag must have 1 to {MAX_TAGS} structures, and triggers", NAME)
+    lines = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(structures)))})* tag_end", "tag_end: TAG_TEXT", TEXT]
+    for i, one in enumerate(structures):
+        begin, end = (one.get(name) if isinstance(one, dict) else None for name in ("begin", "end"))
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise InputError(f"structural_tag: structures[{i}] must have the texts begin and end", NAME)
+        trigger = next((text for text in triggers if isinstance(text, str) and text and begin.startswith(text)), None)
+        if trigger is None:
+            raise InputError(f"structural_tag: structures[{i}].begin starts with none of the triggers", NAME)
+        schema = one.get("schema", {"type": "object"})
+        if not isinstance(schema, dict) or endless(schema) is not None:
+            raise InputError(f"structural_tag: structures[{i}].schema is no schema that can be fulfilled", NAME)
+        body = [begin[len(trigger) :], f"%json {json.dumps(with_spaces(schema))}", end]
+        parts = " ".join(part if part.startswith("%json") else _literal(part) for part in body if part)
+        if tokenizer.find(trigger) in tokenizer.special_ids:
+            lines.append(f"tag_{i}: TAG_TEXT <[{tokenizer.find(trigger)}]> {parts}")
+        else:
+            lines += [f"tag_{i}_trigger[lazy]: TAG_TEXT {_literal(trigger)}", f"tag_{i}: tag_{i}_trigger {parts}"]
+    return "\n".join(lines)
+
+
+# Where
+
+
+def endless(schema: Any) -> str | None:
+    """Where a schema needs itself again: through references, what is required, and items that must be there. None:
+    something of finite length fulfils it, as far as MAX_DEPTH levels and MAX_LOOKS parts tell."""
+    finite: set[str] = set()  # references that end
+    looks = 0
+
+    def visit(at: Any, place: str, refs: tuple[str, ...]) -> str | None:
+        nonlocal looks
+        looks += 1
+        if not isinstance(at, dict) or len(refs) > MAX_DEPTH or looks > MAX_LOOKS or place.count("/") > 4 * MAX_DEPTH:
+            return None
+        kinds = at.get("type")
+        plain = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+        if any(kind not in ("object", "array") for kind in plain) or "enum" in at or "const" in at:
+            return None
+        ref = at.get("$ref")
+        if isinstance(ref, str) and ref.startswith("#") and ref not in finite:
+            if ref in refs:
+                return f"{place}/$ref"
+            if found := visit(_target(schema, ref), place, (*refs, ref)):
+                return found
+            finite.add(ref)
+        for name in ("anyOf", "oneOf"):
+            if isinstance(options := at.get(name), list) and options:
+                tried = [visit(one, f"{place}/{name}/{i}", refs) for i, one in enumerate(options)]
+                if all(tried):
+                    return tried[0]
+        return next(filter(None, (visit(one, where, refs) for where, one in _needed(at, place))), None)
+
+    return visit(schema, "#", ("#",) if isinstance(schema, dict) else ())
+
+
+def _needed(at: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    """The parts of a schema that whatever fulfils it has: where, and what."""
+    if isinstance(parts := at.get("allOf"), list):
+        yield from ((f"{place}/allOf/{i}", one) for i, one in enumerate(parts))
+    required, properties = at.get("required"), at.get("properties")
+    if isinstance(required, list) and isinstance(properties, dict):
+        names = (name for name in required if isinstance(name, str) and name in properties)
+        yield from ((f"{place}/properties/{name}", properties[name]) for name in names)
+    if isinstance(at.get("minItems"), int) and at["minItems"] > 0 and isinstance(at.get("items"), dict):
+        yield f"{place}/items", at["items"]
+
+
+def _target(schema: Any, ref: str) -> Any:
+    """What a local reference points at; None if there is nothing."""
+    for part in ref.lstrip("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
+
+
+def place_of(asked: Structured, why: str) -> str:
+    """ ", at #/..." where a complaint about a schema names a keyword of it, or the value of one; else nothing."""
+    if asked.kind != "json":
+        return ""
+    for place, key, value in _keywords(json.loads(asked.source), "#", 0):
+        said = value.lstrip("#") if isinstance(value, str) else ""
+        named = key in ("$ref", "format", "type", "pattern") and said and said in why
+        if named or f'"{key}"' in why:
+            return f", at {place[:200]}"
+    return ""
+
+
+def _places(at: Any, place: str, depth: int) -> Iterator[str]:
+    """Where objects and lists are in a schema."""
+    pairs = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+    for key, value in pairs:
+        where = f"{place}/{str(key).replace('/', '~1')}"
+        yield where
+        if depth < MAX_DEPTH:
+            yield from _places(value, where, depth + 1)
+
+
+def _keywords(at: Any, place: str, depth: int) -> Iterator[tuple[str, str, Any]]:
+    """What objects in a schema hold: the place, the name and the value of each."""
+    pairs = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+    for key, value in pairs:
+        where = f"{place}/{key}"
+        if isinstance(at, dict) and place.rsplit("/", 1)[-1] not in ("properties", "$defs", "definitions"):
+            yield where, key, value
+        if depth < MAX_DEPTH:
+            yield from _keywords(value, where, depth + 1)

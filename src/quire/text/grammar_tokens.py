@@ -1,0 +1,43 @@
+"""A vocabulary as llguidance reads one: the bytes of each token, and how the tokenizer itself would spell a text.
+
+From tokenizer.json it would make the same, but for seconds in which no other thread of Python runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+
+class Vocabulary:
+    """What llguidance.TokenizerWrapper asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
+        self.tokenizer, self.eos_token_id = tokenizer, end
+        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        self.special_token_ids = sorted(id for id in {*tokenizer.special_ids, end} if id < vocab_size)
+        special = set(self.special_token_ids)
+        self._ids = {token: id for id, token in enumerate(self.tokens) if token and id not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens that spell `text`: the tokenizer's, where their bytes are the text's. Some put a space before it, or
+        change it; then the longest token that fits is taken each time."""
+        if not isinstance(text, str):
+            raise TypeError("texts are strings")  # llguidance finds out whether bytes will do
+        data = text.encode()
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        if all(id < len(self.tokens) for id in found) and b"".join(self.tokens[id] for id in found) == data:
+            return found
+        found, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                return []  # no token has this byte: nothing is said of how to spell the text
+            found.append(self._ids[data[at:end]])
+            at = end
+        return found

@@ -1,0 +1,28 @@
+"""`quire bench structured`: three results of the bundled model, and a made-up vocabulary of the asked size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quire.bench import main
+from quire.bench.structured import made_up
+from quire.control import matching
+
+
+def test_structured(tmp_path: Path) -> None:
+    least, out = matching.JUMP, tmp_path / "found.json"
+    given = ["--rows", "2", "--tokens", "8", "--repeat", "1", "--vocabulary", "1500", "--max-model-len", "160"]
+    assert main(["structured", *given, "--max-num-seqs", "2", "--out", str(out)]) == 0
+    rows, forced, masks = json.loads(out.read_text())["results"]
+    assert set(rows["tokens_per_second"]) == {"free", "schema"}
+    assert forced["times"] > 0
+    assert all(masks[name]["mask_us"]["p50"] <= masks[name]["mask_us"]["p99"] for name in ("text", "record", "counted"))
+    assert least == matching.JUMP
+
+
+def test_made_up_vocabularies() -> None:
+    tokenizer = made_up(2000, 7)
+    assert tokenizer.vocab_size == 2000
+    assert tokenizer.eos_ids == (7,)
+    assert {tokenizer.token_bytes(id) for id in range(2000) if id != 7} >= {bytes([byte]) for byte in range(256)}

@@ -1,0 +1,163 @@
+"""Random traces in which some requests have a grammar: over every memory, with preemption, forks, prefixes and steps in
+flight, each output is the oracle's, also of those that have none."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from matched import NumberGrammar
+from memories import EVERY, Build
+from traces import Asked, Told, Trace
+
+from quire.vocabulary.params import SamplingParams, Structured
+from quire.vocabulary.plan import LAST, Mask, StepPlan
+
+FORM = Structured("regex", "numbers")
+
+
+class MatchedTrace(Trace):
+    """A trace with grammars. `waited` counts rows of requests without one in steps while a matched one waits."""
+
+    def __init__(self, *args: Any, late: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.masked = self.jumped = self.passed = self.early = 0
+        self.submitted = self.runner.submit
+        if late:
+            self.scheduler.late = True
+            self.runner.hold, self.runner.release = self.hold, self.release  # type: ignore[attr-defined]
+        else:
+            self.runner.submit = self.look  # type: ignore[method-assign]
+
+    def hold(self, plan: StepPlan) -> int:
+        """A step begins: its rows may follow tokens that nobody has seen."""
+        assert not plan.masks
+        self.early += any(LAST in row.tokens for row in plan.rows if self._matched(row.slot))
+        self.plan = plan
+        return self.submitted(plan)
+
+    def release(self, ticket: int, masks: tuple[Mask, ...]) -> int:
+        """Its masks: of all rows that sample, but for those whose sequences have ended meanwhile."""
+        ended = {row.slot for row in self.plan.rows if self.scheduler.by_slot[row.slot][1].finish is not None}
+        asked = {row.slot for row in self.plan.rows if row.sample and self._matched(row.slot)}
+        assert {mask.slot for mask in masks} == asked - ended
+        self.masked += len(masks)
+        self._count(self.plan)
+        return self.runner.runner.release(ticket, masks)
+
+    def _count(self, plan: StepPlan) -> None:
+        for row in plan.rows:
+            seq = self.scheduler.by_slot[row.slot][1]
+            self.jumped += seq.matcher is not None and row.start > seq.prompt_len and len(row.tokens) > 1
+
+    def draw(self, rng: random.Random, id: str) -> Asked:
+        asked = super().draw(rng, id)
+        if asked.params.beam_width is not None or rng.random() < 0.4:
+            return asked
+        params = replace(asked.params, structured=FORM, grammar=NumberGrammar(rng.randrange(5)), min_tokens=0,
+                         ignore_eos=False)  # fmt: skip
+        return asked._replace(params=params)
+
+    def look(self, plan: StepPlan) -> int:
+        """Masks are of rows that sample, one each; and no row of a matched sequence follows a token not yet seen."""
+        slots = [mask.slot for mask in plan.masks]
+        asked = {row.slot for row in plan.rows if row.sample and self._matched(row.slot)}
+        assert len(set(slots)) == len(slots)
+        assert set(slots) == asked
+        for row in plan.rows:
+            if self._matched(row.slot):
+                assert LAST not in row.tokens, "a mask was made before a token was known"
+        self._count(plan)
+        self.masked += len(slots)
+        self.passed += bool(self.engine.flight) and bool(plan.rows) and not slots
+        return self.submitted(plan)
+
+    def _matched(self, slot: int) -> bool:
+        return self.scheduler.by_slot[slot][1].matcher is not None
+
+
+def matched_trace(
+    name: str, seed: int, depth: int, tokens: int, preemption: str, late: bool = False
+) -> tuple[Told, MatchedTrace]:
+    build = Build(tokens, 16, host=1000 if preemption == "swap" else 0)
+    trace = MatchedTrace(EVERY[name](build), seed=seed, depth=depth, budget=16, max_seqs=6, preemption=preemption,
+                         late=late)  # fmt: skip
+    return trace.run(10), trace
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", ["paged-1", "paged-4", "mixed-16", "large", "virtual-4", "orca-max"])
+def test_matched_traces(name: str, depth: int, preemption: str) -> None:
+    room = 288 if "orca" in name else 160 if name in ("mixed-16", "large") else 72
+    pairs = [matched_trace(name, seed, depth, room, preemption) for seed in range(6)]
+    assert sum(trace.masked for _, trace in pairs) > 50
+    assert sum(trace.jumped for _, trace in pairs) > 2
+    assert name != "paged-4" or sum(told.preemptions for told, _ in pairs) > 0
+    assert depth == 1 or sum(trace.passed for _, trace in pairs) > 0, "nobody went on while others waited"
+    assert all(not trace.scheduler.matched for _, trace in pairs)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("name", ["paged-4", "mixed-16", "virtual-4"])
+def test_masks_that_come_late(name: str, depth: int) -> None:
+    """Steps begin before it is known what their rows may draw, and forced runs are still appended at once."""
+    pairs = [matched_trace(name, seed, depth, 96, ("swap", "recompute")[seed % 2], late=True) for seed in range(8)]
+    assert sum(trace.early for _, trace in pairs) > 50, "nothing began early"
+    assert sum(trace.jumped for _, trace in pairs) > 3
+    assert sum(trace.masked for _, trace in pairs) > 100
+    assert all(not trace.engine.held for _, trace in pairs)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", EVERY)
+def test_many_matched_traces(name: str, depth: int) -> None:
+    for seed in range(300):
+        matched_trace(name, seed, depth, 288 if "orca" in name else 96, ("swap", "recompute")[seed % 2],
+                      late=seed % 3 == 0)  # fmt: skip
+
+
+def test_log_probabilities_do_not_change_the_output() -> None:
+    """With them forced tokens are drawn one by one, and cost a step each."""
+    found = []
+    for logprobs in (None, 1):
+        trace = MatchedTrace(EVERY["paged-4"](Build(256, 64)), seed=0, depth=1, budget=64, max_seqs=8)
+        params = SamplingParams(
+            n=2, seed=3, max_tokens=40, logprobs=logprobs, structured=FORM, grammar=NumberGrammar(2)
+        )
+        trace.add(Asked("a", (1, 2, 3), params, ""))
+        while trace.engine.unfinished:
+            trace.step()
+        trace.drained()
+        told = trace.outputs["a"]
+        found.append(tuple(tuple(t for out in told if out.branch == i for t in out.tokens) for i in (0, 1)))
+        assert logprobs is None or all(len(out.tops) == len(out.tokens) for out in told)
+        assert (trace.jumped > 0) == (logprobs is None)
+    assert found[0] == found[1]
+
+
+def test_a_token_that_cannot_follow_ends_its_request_alone() -> None:
+    """As when a grammar grows too complex: the others go on."""
+
+    class Broken(NumberGrammar):
+        def matcher(self) -> object:  # type: ignore[override]
+            made = super().matcher()
+            real = made.accept
+            made.accept = lambda token: "too complex" if len(made.tokens) == 3 else real(token)  # type: ignore
+            return made
+
+    trace = MatchedTrace(EVERY["paged-4"](Build(256, 64)), seed=0, depth=2, budget=64, max_seqs=8)
+    broken = SamplingParams(seed=3, max_tokens=40, structured=FORM, grammar=Broken(1))
+    trace.add(Asked("a", (1, 2, 3), broken, ""))
+    trace.add(Asked("b", (1, 2, 3), SamplingParams(seed=4, max_tokens=20, ignore_eos=True), ""))
+    while trace.engine.unfinished:
+        trace.step()
+    last = trace.outputs["a"][-1]
+    assert (last.finish_reason, last.stop_reason) == ("error", "too complex")
+    assert sum(len(out.tokens) for out in trace.outputs["b"]) == 20
+    del trace.asked["a"]
+    trace.drained()

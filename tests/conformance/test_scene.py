@@ -1,0 +1,126 @@
+"""What an engine says of its pages to whoever watches: each page once, as the tables have it."""
+
+from __future__ import annotations
+
+import json
+import random
+from base64 import b64decode
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import soak as soaking
+from memories import MAX_LEN, VOCAB, Build, reserved
+from traces import Trace
+
+from quire.control import scene as scenes
+from quire.control.edge import Limits
+from quire.control.engine import Engine
+from quire.control.memory.paged import PagedMemory
+from quire.control.memory.virtual import VirtualMemory
+from quire.control.outcomes import Output
+from quire.control.scene import CACHED, FIRST, OWNERS, PINNED, SHARED, scene
+from quire.errors import InputError
+
+NAMES = ["paged-4", "window", "mixed", "large", "states", "virtual-4", "cross-4", "large-vision-4", "uncached"]
+
+
+def _check(engine: Engine, told: dict[str, Any]) -> None:
+    memory = engine.scheduler.memory
+    assert isinstance(memory, PagedMemory)
+    assert json.loads(json.dumps(told)) == told
+    tables = Counter((g, page) for resident in memory.residents.values() for g, table in enumerate(resident.tables)
+                     for page in table[resident.first[g] :])  # fmt: skip
+    holding = [*engine.requests.values(), *engine.scheduler.running]
+    order = {seq.id: request.order for request in holding for seq in (*request.live, *request.done)}
+    owner = {
+        (g, page): order[id]
+        for id, resident in memory.residents.items()
+        for g, table in enumerate(resident.tables)
+        for page in table[resident.first[g] :]
+    }
+    held = 0
+    for g, group in enumerate(told["groups"]):
+        named = memory.references()[g]
+        cells = b64decode(group["cells"])
+        assert len(cells) == group["pages"] == len(memory.groups[g].ids)
+        assert group["used"] == len(named) == sum(cell > CACHED for cell in cells)
+        assert group["cached"] == memory.pages.cached_pages[g] == cells.count(CACHED)
+        assert group["shared"] == cells.count(SHARED)
+        held += len(named) * group["page_bytes"]
+        for at, cell in enumerate(cells):
+            place = g, memory.groups[g].ids.start + at
+            pins = memory.prefixes.pins[place] > 0
+            if tables[place] + pins > 1:
+                assert cell == SHARED
+            elif pins:
+                assert cell == PINNED
+            elif tables[place]:
+                assert cell == FIRST + owner[place] % OWNERS
+    usage = told["bytes"]
+    taken = usage["used"] + usage["reserved"] + usage["internal"]
+    assert held <= taken if isinstance(memory, VirtualMemory) else held == taken  # the former maps ahead of tokens, too
+    assert {one["id"] for one in told["requests"]} <= engine.requests.keys()
+    states = Counter(one["state"] for one in told["requests"])
+    assert all(states[state] <= told[state] for state in ("waiting", "running", "swapped"))  # less those that ended
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_page_is_what_the_tables_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = Engine.step, Counter[str]()
+
+    def watched(engine: Engine) -> list[Output]:
+        outputs = step(engine)
+        if engine.stats.steps % 7 == 0:
+            told = scene(engine)
+            _check(engine, told)
+            seen.update(shared=any(group["shared"] for group in told["groups"]), looks=1)
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", watched)
+    soaking.soak(60, name=name)
+    assert seen["looks"] > 10
+    assert seen["shared"] > 2
+
+
+def test_cells_stand_for_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, looks = Engine.step, []
+
+    def watched(engine: Engine) -> list[Output]:
+        outputs = step(engine)
+        monkeypatch.setattr(scenes, "MOST_CELLS", 1 << 14)
+        whole = scene(engine)["groups"][0]
+        monkeypatch.setattr(scenes, "MOST_CELLS", 10)
+        few = scene(engine)["groups"][0]
+        cells, shown = b64decode(whole["cells"]), b64decode(few["cells"])
+        per = few["per"]
+        assert per == -(-len(cells) // 10) > 1
+        assert list(shown) == [max(cells[i : i + per]) for i in range(0, len(cells), per)]
+        assert few["used"] == whole["used"]
+        looks.append(max(shown))
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", watched)
+    soaking.soak(12)
+    assert max(looks) >= FIRST
+
+
+def test_memory_without_pages_is_told_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = reserved("orca-oracle", page_size=4)(Build(tokens=160, chunk=64, max_seqs=12, host=24))
+    trace = Trace(memory, seed=1, depth=1, budget=64, max_seqs=12, preemption="auto")
+    engine, rng = (
+        Engine(trace.scheduler, trace.runner, Limits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0),
+        random.Random(1),
+    )
+    for i in range(6):
+        asked = trace.draw(rng, str(i))
+        with suppress(InputError):
+            engine.add(asked.id, asked.prompt, asked.params)
+    told = [scene(engine)]
+    while engine.unfinished:
+        engine.step()
+        told.append(scene(engine))
+    assert all(one["groups"] == [] for one in told)
+    assert max(one["bytes"]["used"] for one in told) > 0
+    assert {sum(one["bytes"].values()) for one in told} == {memory.account().usage.total}

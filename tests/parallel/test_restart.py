@@ -1,0 +1,197 @@
+"""Ranks that fail and are started anew: what was under way ends as if nothing had been; how often, and what if not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from echo_ranks import FaultyEcho, processes, threaded
+from memories import MEMORIES, VOCAB, Build
+from traces import MAX_LEN
+from wired import drain
+
+from quire.control.edge import Limits
+from quire.control.engine import Engine
+from quire.control.memory import KVMemory
+from quire.control.recovery import Restarts
+from quire.control.scheduler import Scheduler
+from quire.errors import EngineDead
+from quire.parallel.remote import RemoteRunner
+from quire.sim.echo import EchoRunner
+from quire.vocabulary.params import SamplingParams
+
+Start = Callable[[], RemoteRunner]
+GONE = "rank 1 failed: RuntimeError: the device is gone"
+
+
+def memory_of() -> KVMemory:
+    return MEMORIES["paged-4"](Build(256, 32, prefix_tokens=16))
+
+
+def opened(runner: Any, start: Start | None = None, most: int = 3, clock: Callable[[], float] = lambda: 0.0) -> Engine:
+    """An engine over ranks; `start` starts others."""
+    memory = memory_of()
+    runner.bind(memory.geometry)
+    scheduler = Scheduler(memory, budget=32, max_seqs=16, max_len=MAX_LEN)
+    engine = Engine(scheduler, runner, Limits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0)
+
+    def anew() -> tuple[RemoteRunner, KVMemory]:
+        assert start is not None
+        made, memory = start(), memory_of()
+        made.bind(memory.geometry)
+        return made, memory
+
+    if start is not None:
+        engine.restarts = Restarts(anew, most, clock=clock)
+    return engine
+
+
+def ask(engine: Engine) -> None:
+    """32 requests: half of them sampled, some with branches, beams, penalties."""
+    for i in range(32):
+        more: dict[str, Any] = [{}, {"n": 3}, {"beam_width": 3, "n": 2}, {"frequency_penalty": 0.5}][i % 4]
+        params = SamplingParams(temperature=float(i >= 16 and i % 4 != 2), seed=i, max_tokens=5 + i % 9, **more)
+        engine.add(str(i), [(i * j) % 60 + 1 for j in range(1 + i % 23)], params)
+
+
+def heard(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    told: dict[tuple[str, int], list[int]] = {}
+    while engine.unfinished:
+        for output in engine.step():
+            told.setdefault((output.request, output.branch), []).extend(output.tokens)
+    return told
+
+
+def undisturbed(depth: int = 1) -> dict[tuple[str, int], list[int]]:
+    engine = opened(EchoRunner(depth, vocab_size=VOCAB))
+    ask(engine)
+    return heard(engine)
+
+
+def clean(engine: Engine) -> None:
+    """Nothing is left."""
+    engine.scheduler.memory.check()
+    assert engine.scheduler.memory.account().sharing.tables == 0
+    assert not engine.requests
+    assert not engine.scheduler.by_slot
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("place", "step"), [("collect", 2), ("submit", 9), ("collect", 14)])
+def test_streams_go_on_with_the_same_tokens(depth: int, place: str, step: int) -> None:
+    """One of the ranks raises in a prompt, or while requests decode; one of those that follow draws another token."""
+    starts = iter([{"how": "raise", "place": place, "step": step}, {"how": "draw", "step": 5}, {}])
+
+    def start() -> RemoteRunner:
+        fault = next(starts)
+        return threaded(2, lambda rank: FaultyEcho(depth, VOCAB, **(fault if rank == 1 else {})))
+
+    engine = opened(start(), start)
+    ask(engine)
+    assert heard(engine) == undisturbed(depth)
+    assert engine.stats.restarts == 2
+    clean(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("kill", "was ended by signal 9"), ("stop", "was stopped")],
+)
+def test_whatever_a_process_fails_of(how: str, cause: str, caplog: pytest.LogCaptureFixture) -> None:
+    faulty = processes(2, rank1={"depth": 2, "vocab_size": VOCAB, "how": how, "place": "collect", "step": 6},
+                       rank0={"depth": 2, "vocab_size": VOCAB})  # fmt: skip
+    engine = opened(faulty, partial(threaded, 2, lambda rank: FaultyEcho(2, VOCAB)))
+    ask(engine)
+    assert heard(engine) == undisturbed(2)
+    clean(engine)
+    engine.close()
+    said = [record.getMessage() for record in caplog.records if "started anew" in record.getMessage()]
+    assert len(said) == 1
+    assert f"rank 1 {cause}" in said[0]
+    assert said[0].endswith("ranks are started anew (1 of 3 within 600 s)")
+
+
+def failing(step: int, place: str = "collect") -> RemoteRunner:
+    """Ranks of which one raises so."""
+    fault = {"how": "raise", "place": place, "step": step}
+    return threaded(2, lambda rank: FaultyEcho(1, VOCAB, **(fault if rank == 1 else {})))
+
+
+def test_too_many_end_the_engine_and_the_first_cause_is_named() -> None:
+    steps = iter([4, 2, 3])
+    engine = opened(failing(4), lambda: failing(next(steps, 2)), most=2)
+    ask(engine)
+    told = f"^{GONE} in step 2; ranks were started anew 2 times within 600 s, first as {GONE} in step 4$"
+    with pytest.raises(EngineDead, match=told):
+        drain(engine)
+    assert engine.stats.restarts == 2
+    engine.close()
+
+
+def test_what_was_long_ago_does_not_count() -> None:
+    now = [0.0]
+
+    def start() -> RemoteRunner:
+        now[0] += 400.0
+        return failing(3 if now[0] < 2000 else 10**6)
+
+    engine = opened(failing(4), start, most=2, clock=lambda: now[0])
+    ask(engine)
+    assert heard(engine) == undisturbed()
+    assert engine.stats.restarts == 5
+    engine.close()
+
+
+def test_a_start_that_fails_counts_and_is_tried_again() -> None:
+    places = iter(["bind", "start"])
+    engine = opened(failing(4), lambda: failing(0, next(places, "never")))
+    ask(engine)
+    assert heard(engine) == undisturbed()
+    assert engine.stats.restarts == 3
+    engine.close()
+
+
+def test_where_no_start_succeeds_the_engine_ends() -> None:
+    engine = opened(failing(4), lambda: failing(0, "start"))
+    ask(engine)
+    told = f"^{GONE} at start; ranks were started anew 3 times within 600 s, first as {GONE} in step 4$"
+    with pytest.raises(EngineDead, match=told):
+        drain(engine)
+    engine.close()
+
+
+def test_without_it_the_first_failure_ends_the_engine() -> None:
+    engine = opened(failing(2))
+    ask(engine)
+    with pytest.raises(EngineDead, match=f"^{GONE} in step 2$"):
+        drain(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_that_go_while_nothing_is_done(sent: signal.Signals) -> None:
+    """Registered prefixes are computed again, of which nobody is told."""
+    runner = processes(2, all={"vocab_size": VOCAB})
+    engine = opened(runner, partial(threaded, 2, lambda rank: FaultyEcho(1, VOCAB)))
+    engine.register_prefix("p", range(1, 12))
+    drain(engine)
+    child = runner.sides[1].child
+    os.kill(child.process.pid, sent)
+    while not (child.stopped() or child.ended()):
+        time.sleep(0.01)
+    for _ in range(10):
+        engine.check()
+    assert engine.stats.restarts == 1
+    assert heard(engine) == {}
+    assert engine.scheduler.memory.account().sharing.prefix_tokens == 11
+    engine.add("0", [*range(1, 12), 40], SamplingParams(max_tokens=2, temperature=0))
+    assert len(heard(engine)["0", 0]) == 2
+    assert engine.release_prefix("p")
+    clean(engine)
+    engine.close()

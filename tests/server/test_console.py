@@ -1,0 +1,132 @@
+"""The console's files, and what it is told; how it looks in a browser is for test_console_browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Running
+
+import quire
+from quire.server import console as consoles
+from quire.server.console import EVERY, FILES, MOST_WATCHERS, OPEN, SHARE
+
+KEY = {"Authorization": "Bearer sk-quire-test-key"}
+FOLDER = Path(quire.__file__).parent / "assets" / "console"
+Scene = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with echo_service.serving(keys=["sk-quire-test-key"]) as found:
+        yield found
+
+
+def scenes(url: str, count: int) -> list[Scene]:
+    """The first `count` events."""
+    with httpx.stream("GET", f"{url}/console/events", headers=KEY, timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+        return [json.loads(next(lines)) for _ in range(count)]
+
+
+def test_its_files_are_open_and_hold_no_data(running: Running) -> None:
+    assert [httpx.get(running.url + path).headers["location"] for path in OPEN[:2]] == ["console/"] * 2
+    for path in OPEN[2:]:
+        answer = httpx.get(running.url + path)
+        name = path.rpartition("/")[2] or "index.html"
+        assert answer.content == (FOLDER / name).read_bytes()
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert httpx.get(f"{running.url}/console/other.js", headers=KEY).status_code == 404
+
+
+def test_what_it_is_told_needs_the_key(running: Running) -> None:
+    for headers in ({}, {"Authorization": "Bearer sk-quire-test-kez"}):
+        assert httpx.get(f"{running.url}/console/events", headers=headers).status_code == 401
+    assert scenes(running.url, 1)[0]["groups"]
+
+
+def test_the_page_asks_nothing_of_other_hosts_and_makes_no_html_of_text() -> None:
+    said = "".join((FOLDER / name).read_text() for name in ("index.html", *FILES))
+    assert not re.findall(r"https?:|//[a-z]+\.|@import|url\(", said.replace('href="data:,"', ""))
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|\son(?:click|load|error)", said
+    )
+
+
+def test_bytes_are_those_of_the_metrics(running: Running) -> None:
+    for i in range(3):
+        body = {"prompt": list(range(40 + i)), "max_tokens": 3 + i, "n": 1 + i}
+        assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
+        deadline = time.monotonic() + 10
+        while True:
+            text = httpx.get(f"{running.url}/metrics", headers=KEY).text
+            counted = {
+                name: float(value) for name, value in re.findall(r'quire_kv_bytes\{category="(\w+)".*?\} (\S+)', text)
+            }
+            [scene] = scenes(running.url, 1)
+            told = scene["bytes"]
+            if {name: told[name] for name in counted} == counted:
+                break
+            assert time.monotonic() < deadline, (told, counted)
+        assert counted["cached"] == sum(one["cached"] * one["page_bytes"] for one in scene["groups"])
+        assert scene["generated"] >= 3
+
+
+def test_requests_are_seen_as_they_run(running: Running) -> None:
+    body = {"prompt": list(range(20)), "max_tokens": 400, "ignore_eos": True, "n": 2, "stream": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, headers=KEY, timeout=20) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        found = next((one for scene in scenes(running.url, 5) for one in scene["requests"]), None)
+    assert found is not None
+    assert (found["prompt"], found["branches"], found["state"]) == (20, 2, "running")
+    assert found["pages"] > 0
+
+
+def test_looks_take_a_hundredth_of_the_time_at_most(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = 0.002
+    look = running.llm.look
+
+    async def longer() -> str:
+        return json.dumps({**json.loads(await look()), "took": slow})
+
+    monkeypatch.setattr(running.llm, "look", longer)
+    began = time.monotonic()
+    scenes(running.url, 4)
+    assert time.monotonic() - began >= 2 * max(EVERY, slow / SHARE) * 0.9
+
+
+def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = next(route.endpoint for route in running.app.routes if route.path == "/console/events").__self__
+    deadline = time.monotonic() + 10
+    while console.watchers and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert console.watchers == 0
+    monkeypatch.setattr(consoles, "MOST_WATCHERS", 1)
+    with httpx.stream("GET", f"{running.url}/console/events", headers=KEY, timeout=10) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        refused = httpx.get(f"{running.url}/console/events", headers=KEY)
+        assert refused.status_code == 503
+        assert "1 watch already" in refused.json()["error"]["message"]
+    while console.watchers and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(3 * EVERY)
+    number = console.number
+    time.sleep(3 * EVERY)
+    assert console.number == number
+    assert MOST_WATCHERS > 1
+
+
+def test_without_a_console() -> None:
+    with echo_service.serving(console=False) as found:
+        assert [httpx.get(found.url + path).status_code for path in (*OPEN, "/console/events")] == [404] * 6

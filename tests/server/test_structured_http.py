@@ -1,0 +1,193 @@
+"""Structured output over HTTP: every way to ask for it, every refusal with its place; what explodes disturbs nobody.
+
+The echo draws tokens by hashing: what it says is of the asked form only because masks leave nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import echo_service
+import httpx
+import jsonschema
+import pytest
+from echo_service import Running
+from openai import OpenAI
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 12},
+        "pages": {"type": "integer", "minimum": 1, "maximum": 900},
+        "kinds": {"type": "array", "items": {"enum": ["old", "new"]}, "maxItems": 3},
+    },
+    "required": ["title", "pages", "kinds"],
+    "additionalProperties": False,
+}
+TALK = [{"role": "user", "content": "a quire"}]
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=a>", "schema": {"enum": [1]}, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+
+
+def ask(http: httpx.Client, **body: Any) -> httpx.Response:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    return http.post(path, json={"max_tokens": 150, "temperature": 1, **body})
+
+
+@pytest.fixture(scope="module")
+def http(echo: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=echo.url, timeout=20) as found:
+        yield found
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "stop", answer.text
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": False}}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"structured_outputs": {"json": SCHEMA, "regex": None, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"},
+    ],
+)
+@pytest.mark.parametrize("place", ["messages", "prompt"])
+def test_schemas(http: httpx.Client, way: dict[str, Any], place: str, seed: int) -> None:
+    given = {"messages": TALK} if place == "messages" else {"prompt": "once"}
+    jsonschema.validate(json.loads(text_of(ask(http, seed=seed, **given, **way))), SCHEMA)
+
+
+def test_other_forms(http: httpx.Client) -> None:
+    assert re.fullmatch("[a-c]{2}-[0-9]{3}", text_of(ask(http, prompt="a", guided_regex="[a-c]{2}-[0-9]{3}")))
+    assert text_of(ask(http, prompt="a", guided_choice=["quire", 'page\n"two" é'])) in ("quire", 'page\n"two" é')
+    assert re.fullmatch("no[0-9]", text_of(ask(http, prompt="a", guided_grammar='start: "no" /[0-9]/')))
+    assert re.fullmatch("x+y", text_of(ask(http, messages=TALK, structured_outputs={"regex": "x{1,4}y"})))
+    plain = ask(http, prompt="a", seed=1, max_tokens=8).json()["choices"]
+    assert ask(http, prompt="a", seed=1, max_tokens=8, response_format={"type": "text"}).json()["choices"] == plain
+    assert ask(http, prompt="a", seed=1, max_tokens=8, structured_outputs={"json": None}).json()["choices"] == plain
+
+
+def test_structural_tags(http: httpx.Client) -> None:
+    """Text is free; a tag that begins has its schema, and its end."""
+    for seed in range(6):
+        answer = ask(http, prompt="once", seed=seed, response_format=TAG, max_tokens=120,
+                     logit_bias={str(ord("<") - 33 + 3): 10})  # fmt: skip
+        assert answer.status_code == 200, answer.text
+        text = answer.json()["choices"][0]["text"]
+        for piece in text.split("<f=")[1:]:
+            assert "a>1</f>".startswith(piece[:7]) or piece.startswith("a>1</f>"), text
+
+
+def test_streams_and_branches(client: OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    done = client.chat.completions.create(
+        model="echo", messages=TALK, n=3, max_tokens=150, seed=5, response_format=form, logprobs=True, top_logprobs=2
+    )  # type: ignore[call-overload]
+    texts = [choice.message.content for choice in done.choices]
+    for choice in done.choices:
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        assert len(choice.logprobs.content) > 5
+    pieces = ["", "", ""]
+    for chunk in client.chat.completions.create(
+        model="echo", messages=TALK, n=3, max_tokens=150, seed=5, response_format=form, stream=True
+    ):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.delta.content or ""
+    assert pieces == texts, "log-probabilities or streaming changed the output"
+
+
+def test_length_cuts(http: httpx.Client) -> None:
+    answer = ask(http, prompt="a", max_tokens=5, response_format={"type": "json_object"}).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("way", "param", "said"),
+    [
+        ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json", '["not"], at #/properties/a/not'),
+        ({"guided_json": {"items": {"$ref": "https://x/y"}}}, "guided_json", "at #/items/$ref"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "refers to itself for ever, at #/$ref"),
+        ({"guided_json": {"properties": {"a": {"format": "zip"}}}}, "guided_json", "format: zip, at #/properties/a"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "a{1000000000}"}, "guided_regex", "too many expressions"),
+        ({"guided_grammar": "x" * 300_000}, "guided_grammar", "300000 characters; at most 262144"),
+        ({"guided_choice": ["a"] * 4097}, "guided_choice", "1 to 4096 entries, got 4097"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"lua": "a"}}, "structured_outputs", "has no 'lua'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+            "response_format",
+            ".schema must",
+        ),
+        ({"response_format": TAG | {"triggers": ["<g="]}}, "response_format", "structures[0].begin"),
+        ({"guided_regex": "a", "use_beam_search": True}, "structured_outputs", "beam search"),
+        ({"guided_json": {"properties": {f"k{i}": {} for i in range(3000)}}}, "guided_json", "3000 properties"),
+    ],
+)
+def test_refusals_name_the_place(http: httpx.Client, way: dict[str, Any], param: str, said: str) -> None:
+    began = time.monotonic()
+    answer = ask(http, prompt="a", **way)
+    assert answer.status_code == 400, answer.text
+    assert time.monotonic() - began < 3
+    error = answer.json()["error"]
+    assert said in error["message"]
+    assert error["param"] == param
+    assert len(answer.content) < 1500
+
+
+def test_not_enforced_keywords_can_be_let_pass(http: httpx.Client) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    assert ask(http, prompt="a", response_format=form).status_code == 400
+    form["json_schema"]["strict"] = False  # type: ignore[index]
+    assert len(json.loads(text_of(ask(http, prompt="a", response_format=form, seed=2)))) <= 3
+
+
+def test_what_explodes_disturbs_nobody() -> None:
+    """While grammars that can't be had are refused, others' tokens come on, and the same ones."""
+    bad = [
+        {"guided_regex": "a{1000000000}"},
+        {"guided_regex": r"(\pL{1,50}\s?){1,400}"},
+        {"guided_grammar": "start: " + " | ".join(f'"w{i}"' for i in range(15_000))},
+        {"guided_json": {"anyOf": [{"type": "object", "properties": {f"k{i}": {}}} for i in range(2000)]}},
+    ]
+    model = echo_service.built(echo_service.Echo(pause=0.002))
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=30) as http:
+
+        def tokens() -> tuple[str, float]:
+            gap, seen, last = 0.0, [], time.monotonic()
+            with http.stream("POST", "/v1/completions", json={
+                "prompt": "a", "seed": 3, "max_tokens": 200, "stream": True, "ignore_eos": True
+            }) as answer:  # fmt: skip
+                for line in answer.iter_lines():
+                    now = time.monotonic()
+                    gap, last = max(gap, now - last), now
+                    if line.startswith("data: {"):
+                        seen.append(json.loads(line[6:])["choices"][0]["text"])
+            return "".join(seen), gap
+
+        quiet, _ = tokens()
+        with ThreadPoolExecutor(4) as pool:
+            busy = pool.submit(tokens)
+            answers = [pool.submit(ask, http, prompt="a", **way) for way in bad]
+            assert [one.result().status_code for one in answers] == [400] * len(bad)
+            disturbed, gap = busy.result()
+        assert disturbed == quiet
+        assert gap < 2, f"{gap:.2f} s without a token"

@@ -1,0 +1,272 @@
+"""Tools over HTTP: the official client, recorded outputs, constrained calls, histories, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import echo_service
+import httpx
+import jsonschema
+import pytest
+from asking import refusal
+from echo_service import Running, Saying
+from openai import OpenAI
+
+from quire.text.chat import ChatTemplate
+from quire.text.messages import read_messages
+from quire.text.tools import MAX_TOOLS, read_tools
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Paris", "Oslo"]}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time"}},
+]
+TALK: Any = [{"role": "user", "content": "Weather?"}]
+CALLED: Any = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+}
+HISTORY: Any = [*TALK, CALLED, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+SAID = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def said() -> Iterator[tuple[OpenAI, Callable[[str], None], Running]]:
+    """A server whose model says what it is told to."""
+    runner = Saying()
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(HERMES, {}))
+    with (
+        echo_service.serving(model) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
+    ):
+        yield client, runner.say, running
+
+
+def joined(chunks: Any) -> tuple[str, list[list[str]], str | None]:
+    """The text, the calls as [id, name, arguments], and the reason to end of a stream."""
+    text, calls, reason = "", list[list[str]](), None
+    for chunk in chunks:
+        [choice] = chunk.choices
+        text += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for piece in choice.delta.tool_calls or ():
+            if piece.id:
+                assert piece.index == len(calls)
+                assert piece.type == "function"
+                calls.append([piece.id, piece.function.name, ""])
+            calls[piece.index][2] += piece.function.arguments
+    return text, calls, reason
+
+
+def test_a_call_whole_and_streamed(said: Any) -> None:
+    client, say, _ = said
+    say(SAID)
+    asked = {"model": "echo", "messages": TALK, "tools": TOOLS}
+    [choice] = client.chat.completions.create(**asked).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Paris", "days": 2}
+    text, calls, reason = joined(client.chat.completions.create(**asked, stream=True))
+    assert (text, reason) == ("Let me see.", "tool_calls")
+    assert [call[1:] for call in calls] == [["weather", call.function.arguments]]
+    with client.chat.completions.stream(**asked) as stream:
+        [helped] = stream.get_final_completion().choices
+    assert helped.message.tool_calls[0].function.arguments == call.function.arguments
+
+
+def test_n_and_logprobs_beside_calls(said: Any) -> None:
+    client, say, _ = said
+    say(SAID)
+    asked = {"model": "echo", "messages": TALK, "tools": TOOLS, "n": 2, "logprobs": True}
+    choices = client.chat.completions.create(**asked).choices
+    assert [choice.message.tool_calls[0].function.name for choice in choices] == ["weather"] * 2
+    assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
+    tokens = [entry.token for entry in choices[0].logprobs.content]
+    seen = [
+        entry.token
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
+        if chunk.choices[0].index == 0
+    ]
+    assert seen == tokens
+
+
+def test_one_call_where_parallel_ones_are_off(said: Any) -> None:
+    client, say, _ = said
+    say(SAID + SAID)
+    asked = {"model": "echo", "messages": TALK, "tools": TOOLS}
+    for parallel, count in ((True, 2), (False, 1)):
+        done = client.chat.completions.create(**asked, parallel_tool_calls=parallel)
+        assert len(done.choices[0].message.tool_calls) == count
+        _, calls, _ = joined(client.chat.completions.create(**asked, parallel_tool_calls=parallel, stream=True))
+        assert len(calls) == count
+
+
+def test_text_stays_text(said: Any) -> None:
+    client, say, _ = said
+    for text, tools, choice in (("Hello.", TOOLS, "auto"), (SAID, TOOLS, "none"), (SAID, [], "none")):
+        say(text)
+        asked = {"model": "echo", "messages": TALK, "tools": tools, "tool_choice": choice}
+        [done] = client.chat.completions.create(**asked).choices
+        assert (done.message.content, done.message.tool_calls, done.finish_reason) == (text, None, "stop")
+        assert joined(client.chat.completions.create(**asked, stream=True)) == (text, [], "stop")
+
+
+def test_a_call_that_is_cut_keeps_its_reason(said: Any) -> None:
+    client, say, _ = said
+    say(SAID)
+    [choice] = client.chat.completions.create(model="echo", messages=TALK, tools=TOOLS, max_tokens=50).choices
+    assert choice.finish_reason == "length"
+    assert SAID.partition('"arguments": ')[2].startswith(choice.message.tool_calls[0].function.arguments)
+
+
+def test_templates_get_tools_and_calls(said: Any) -> None:
+    """As Hugging Face's do: tools as they are, arguments as objects, no content as an empty one."""
+    _, _, running = said
+    body = {"messages": HISTORY, "tools": TOOLS}
+    ids = httpx.post(f"{running.url}/tokenize", json=body).json()["tokens"]
+    text = httpx.post(f"{running.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    head, _, rest = text.partition("<tool_call>")
+    assert json.loads(head) == TOOLS
+    assert rest == "user:Weather?;assistant:Paris;tool:rain;"
+
+
+def test_templates_without_tools_are_told_of_them() -> None:
+    template = ChatTemplate(echo_service.TEMPLATE, {})
+    try:
+        text = template.write(read_messages(HISTORY), None, tools=read_tools(TOOLS))
+        system = template.write(read_messages([{"role": "system", "content": "Be brief."}, *TALK]), None,
+                                tools=read_tools(TOOLS))  # fmt: skip
+    finally:
+        template.close()
+    assert text.startswith("<|im_start|>system\nYou can call functions.")
+    assert json.dumps(TOOLS[0]["function"]) in text
+    assert '<|im_start|>assistant\n{"name": "weather", "arguments": {"city": "Paris"}}<|im_end|>' in text
+    assert "<|im_start|>user\nResult of the function:\nrain<|im_end|>" in text
+    assert system.startswith("<|im_start|>system\nBe brief.\n\nYou can call functions.")
+    assert system.count("<|im_start|>system") == 1
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto"])
+def test_a_conversation_that_had_a_tool(client: OpenAI, choice: str | None) -> None:
+    asked = {} if choice is None else {"tool_choice": choice}
+    done = client.chat.completions.create(model="echo", messages=HISTORY, max_tokens=4, **asked)
+    assert done.usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_required_and_named_calls_are_valid(said: Any, seed: int, stream: bool) -> None:
+    client = said[0]
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, parallel in (("required", False), (named, True)):
+        done: Any = client.chat.completions.create(
+            model="echo", messages=TALK, tools=TOOLS[:1], tool_choice=choice, seed=seed, stream=stream,
+            parallel_tool_calls=parallel, max_tokens=100,
+        )  # fmt: skip
+        if stream:
+            text, calls, reason = joined(done)
+            assert text == ""
+            [(id, name, arguments)] = calls
+        else:
+            [made] = done.choices[0].message.tool_calls
+            id, name, arguments, reason = (
+                made.id,
+                made.function.name,
+                made.function.arguments,
+                done.choices[0].finish_reason,
+            )
+        assert (name, reason) == ("weather", "tool_calls")
+        assert id.startswith("call_")
+        jsonschema.validate(json.loads(arguments), WEATHER)
+
+
+BAD = {
+    "no list": ({"tools": {}}, "tools", "list"),
+    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", r"tools[0].function.name"),
+    "name of spaces": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "got 'a b'"),
+    "another type": ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools", "tools[2] must be a function"),
+    "twice": ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "tools[2].function.name is 'weather', which another tool has"),
+    "many": ({"tools": TOOLS * MAX_TOOLS}, "tools", "at most 128 entries, got 256"),
+    "10000 parameters": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {
+            "type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}}}]},
+        "tools", "tools[0].function.parameters.properties has 10000 entries; the limit is 1024",
+    ),
+    "parameters of a list": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "be a JSON schema",
+    ),
+    "many values": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": [0] * 10_000}}}]},
+        "tools", "8192 JSON values",
+    ),
+    "required without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    "an unknown tool": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "names 'x'",
+    ),
+    "an unknown choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
+    "two forms": (
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice", "response_format",
+    ),
+    "a schema that can't be": (
+        {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters": {
+            "properties": {"x": {"$ref": "http://example.com/x"}}}}}]}, "tool_choice", "",
+    ),
+    "a result without a call": ({"messages": [*TALK, {"role": "tool", "content": "x"}]}, "messages", "messages[1]"),
+    "a result of another call": (
+        {"messages": [*HISTORY[:2], {"role": "tool", "tool_call_id": "c2", "content": "x"}]},
+        "messages", "messages[2].tool_call_id is 'c2'",
+    ),
+    "a user's call": ({"messages": [{**CALLED, "role": "user"}]}, "messages", "only the assistant calls"),
+    "arguments that aren't JSON": (
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}]},
+        "messages", "messages[1].tool_calls[0].function.arguments is no JSON",
+    ),
+    "arguments of a list": (
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+        "messages", "must be the JSON of an object",
+    ),
+    "deep arguments": (
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"}}]}]},
+        "messages", "messages[1].tool_calls[0].function.arguments",
+    ),
+    "a call without a name": (
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages", "function.name",
+    ),
+    "many calls": (
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": CALLED["tool_calls"] * 200}]}, "messages", "got 200",
+    ),
+    "tools as a variable": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_named(echo: Running, name: str) -> None:
+    body, param, says = BAD[name]
+    with httpx.Client(base_url=echo.url, timeout=20) as http:
+        error = refusal(http, "/v1/chat/completions", {"messages": TALK, "max_tokens": 1, **body})
+    assert error["param"] == param, error
+    assert says in error["message"]
+    assert echo.idle()
+
+
+def test_completions_have_no_tools(echo: Running) -> None:
+    with httpx.Client(base_url=echo.url) as http:
+        assert refusal(http, "/v1/completions", {"prompt": "a", "tools": TOOLS})["param"] == "tools"
+        assert refusal(http, "/v1/completions", {"prompt": "a", "tool_choice": "required"})["param"] == "tool_choice"

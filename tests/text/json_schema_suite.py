@@ -1,0 +1,72 @@
+"""JSON Schema's own test suite through the compile path: what is accepted, and why the rest is refused.
+
+    python tests/text/json_schema_suite.py FOLDER [--out counts.json]
+
+FOLDER is a checkout's `tests/draft2020-12`, or any other draft's. For each schema that compiles, every test's text is
+matched: one that fulfils the schema and isn't matched, or the reverse, is counted as wrong and named. Order of members
+and free space aside: a grammar takes members in the schema's order, so texts are written so where that is possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import echo_service
+
+from quire.errors import InputError
+from quire.text.grammars import Grammars
+from quire.vocabulary.structured import Structured
+
+
+def matches(grammars: Grammars, asked: Structured, value: Any) -> bool:
+    """Whether the text of a value is of the form."""
+    place = grammars.get(asked).matcher()
+    tokens = echo_service.tokenizer().encode(json.dumps(value, ensure_ascii=False), add_special_tokens=False)
+    return all(place.accept(token) == "" for token in (*tokens, 0))
+
+
+def counted(folder: Path) -> dict[str, Any]:
+    """Schemas and tests of a folder's files."""
+    grammars = Grammars(echo_service.tokenizer(), echo_service.VOCAB, (0,))
+    schemas, tests, reasons, wrong = Counter[str](), Counter[str](), Counter[str](), []
+    for path in sorted(folder.glob("*.json")):
+        for case in json.loads(path.read_text(encoding="utf-8")):
+            asked = Structured("json", json.dumps(case["schema"]))
+            try:
+                grammars.get(asked)
+            except InputError as error:
+                schemas["refused"] += 1
+                reasons[re.sub(r", at #.*|'[^']*'|\d+", "", str(error).removeprefix("json: "))[:90].strip()] += 1
+                continue
+            schemas["accepted"] += 1
+            for test in case["tests"]:
+                right = matches(grammars, asked, test["data"]) == test["valid"]
+                kind = "right" if right else "too narrow" if test["valid"] else "too wide"
+                tests[kind] += 1
+                if not right:
+                    wrong.append(f"{path.stem}: {case['description']}: {test['description']}: {kind}")
+    return {"schemas": dict(schemas), "tests": dict(tests), "refusals": dict(reasons.most_common()), "wrong": wrong}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="count what of JSON Schema's test suite compiles")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = counted(args.folder)
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps({name: found[name] for name in ("schemas", "tests", "refusals")}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

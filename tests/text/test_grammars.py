@@ -1,0 +1,301 @@
+"""Grammars by themselves: what compiles and what doesn't, walks through random schemas and patterns, what is held."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import threading
+from typing import Any
+
+import echo_service
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.errors import InputError
+from quire.text.grammar_source import endless
+from quire.text.grammars import HELD, Grammars, Place
+from quire.vocabulary.structured import MAX_SOURCE, Structured, StructuredOutputsParams
+
+VOCAB, END = echo_service.VOCAB, 0
+FORMATS = jsonschema.FormatChecker()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(echo_service.tokenizer(), VOCAB, (END,))
+
+
+def form(**given: Any) -> Structured:
+    return StructuredOutputsParams(**given).structured()
+
+
+def allowed(grammars: Grammars, place: Place) -> list[int]:
+    [mask] = grammars._made_masker().fill([place.inner]) if place.known() is None else [place.known()]
+    return grammars._made_masker().allowed(mask).tolist()
+
+
+def walk(grammars: Grammars, asked: Structured, rng: random.Random, most: int = 600) -> str | None:
+    """A text of the form, every token drawn from all that may follow; None if it isn't done after `most` of them. Ends
+    are drawn where they may be, so that most texts are short."""
+    place = grammars.get(asked).matcher()
+    tokens: list[int] = []
+    while len(tokens) < most:
+        tokens_now = allowed(grammars, place)
+        assert tokens_now, "nothing may follow"
+        assert max(tokens_now) < VOCAB
+        short = [token for token in tokens_now if len(echo_service.tokenizer().token_bytes(token)) < 2]
+        token = (
+            END
+            if END in tokens_now and rng.random() < 0.5
+            else rng.choice(rng.choice((tokens_now, short or tokens_now)))
+        )
+        assert place.accept(token) == ""
+        if token == END:
+            return b"".join(map(echo_service.tokenizer().token_bytes, tokens)).decode()
+        tokens.append(token)
+    return None
+
+
+# Keywords: what is enforced, and what is refused by name. A schema, what fulfils it, and what doesn't.
+ENFORCED: list[tuple[Any, list[Any], list[Any]]] = [
+    (True, [1, "a", None], []),
+    ({}, [1, [2], {"a": None}], []),
+    ({"type": "string"}, ["", "a\n"], [1]),
+    ({"type": ["integer", "null"]}, [3, None], ["a"]),
+    ({"type": "boolean"}, [True], [0]),
+    ({"enum": [1, "a", None]}, [1, "a", None], [2, "b"]),
+    ({"const": {"a": [1]}}, [{"a": [1]}], [{"a": [2]}]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^[a-f]+$"}, ["abc"], ["abg", ""]),
+    ({"type": "string", "format": "date"}, ["2024-02-29"], ["2024-2-9"]),
+    ({"type": "integer", "minimum": 3, "maximum": 11}, [3, 11], [2, 12]),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1]),
+    ({"type": "integer", "multipleOf": 5}, [15], [16]),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2}, [[None]], [[], [None] * 3]),
+    ({"type": "array", "prefixItems": [{"const": 1}], "items": False}, [[1]], [[1, 2], [2]]),
+    ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}, [{"a": None}], [{}, {"a": 1}]),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": False}, [{}, {"a": 1}], [{"b": 1}]),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, [{"x": 1}], [{"x": "a"}]),
+    ({"type": "object", "patternProperties": {"^x": {"type": "null"}}, "additionalProperties": False},
+     [{"x1": None}], [{"x1": 1}, {"y": None}]),
+    ({"anyOf": [{"type": "null"}, {"type": "string"}]}, [None, "a"], [1]),
+    ({"oneOf": [{"type": "null"}, {"type": "string"}]}, [None, "a"], [1]),
+    ({"allOf": [{"minimum": 2}, {"type": "integer", "maximum": 4}]}, [3], [1, 5]),
+    ({"$defs": {"a": {"type": "null"}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}, [[None]], [[1]]),
+    ({"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
+     [{"next": {"next": {}}}], [{"next": 1}]),
+]  # fmt: skip
+REFUSED: list[tuple[Any, str, str]] = [
+    ({"not": {"type": "null"}}, "not", "#/not"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems", "#/uniqueItems"),
+    ({"type": "array", "contains": {"const": 1}}, "contains", "#/contains"),
+    ({"type": "object", "properties": {"a": {"propertyNames": {"pattern": "a"}}}}, "propertyNames",
+     "#/properties/a/propertyNames"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", "#/dependentRequired"),
+    ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas", "#/dependentSchemas"),
+    ({"if": {}, "then": {}}, "if", "#/if"),
+    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties", "#/unevaluatedProperties"),
+    ({"items": {"$dynamicRef": "#a"}}, "dynamicRef", "#/items/$dynamicRef"),
+    ({"type": "colour"}, "colour", "#/type"),
+    ({"items": {"type": "string", "format": "iban"}}, "iban", "#/items/format"),
+    ({"$ref": "https://example.com/x.json"}, "example.com", "#/$ref"),
+    ({"$ref": "#/$defs/none"}, "none", "#/$ref"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), ENFORCED)
+def test_keywords_that_are_enforced(grammars: Grammars, schema: Any, good: list[Any], bad: list[Any]) -> None:
+    """Texts of what fulfils a schema are of its form, others aren't; jsonschema says the same of both."""
+    for value, fulfils in [(one, True) for one in good] + [(one, False) for one in bad]:
+        assert jsonschema.Draft202012Validator(schema, format_checker=FORMATS).is_valid(value) == fulfils
+        place = grammars.get(form(json=schema)).matcher()
+        text = json.dumps(value)
+        tokens = [*echo_service.tokenizer().encode(text, add_special_tokens=False), END]
+        assert all(place.accept(token) == "" for token in tokens) == fulfils, text
+
+
+@pytest.mark.parametrize(("schema", "said", "place"), REFUSED)
+def test_keywords_that_are_refused(grammars: Grammars, schema: Any, said: str, place: str) -> None:
+    with pytest.raises(InputError) as refused:
+        grammars.get(form(json=schema))
+    assert said in str(refused.value)
+    assert str(refused.value).endswith(f"at {place}")
+
+
+names = st.text('abcde_ é"\\', min_size=1, max_size=8)
+leaves = st.one_of(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "number"}, {"type": "string", "format": "date"}]),
+    st.tuples(st.integers(-500, 500), st.integers(0, 500)).map(
+        lambda t: {"type": "integer", "minimum": t[0], "maximum": t[0] + t[1]}
+    ),
+    st.tuples(st.integers(0, 3), st.integers(0, 5)).map(
+        lambda t: {"type": "string", "minLength": t[0], "maxLength": sum(t)}
+    ),
+    st.lists(st.one_of(st.integers(-9, 99), names, st.none()), min_size=1, max_size=4, unique_by=json.dumps).map(
+        lambda values: {"enum": values}
+    ),
+    st.sampled_from(["^[a-z]{1,4}$", "^(ab|cd)*$", r"^\d{2}-\d{2}$"]).map(lambda p: {"type": "string", "pattern": p}),
+)
+
+
+def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def made(properties: dict[str, Any], required: int) -> dict[str, Any]:
+        return {"type": "object", "properties": properties, "required": sorted(properties)[:required],
+                "additionalProperties": False}  # fmt: skip
+
+    return st.builds(made, st.dictionaries(names, parts, max_size=4), st.integers(0, 4))
+
+
+schemas = st.recursive(
+    leaves,
+    lambda parts: st.one_of(
+        objects(parts),
+        st.builds(lambda one, n: {"type": "array", "items": one, "maxItems": n}, parts, st.integers(0, 3)),
+        st.lists(parts, min_size=1, max_size=3).map(lambda some: {"anyOf": some}),
+    ),
+    max_leaves=8,
+)
+atoms = st.sampled_from(["a", "[b-d]", "[0-9_]", "é", "(xy|z)", ".", "[^a]", r"\.", " "])
+patterns = st.recursive(
+    atoms,
+    lambda parts: st.one_of(
+        st.lists(parts, min_size=1, max_size=3).map("".join),
+        st.builds(
+            lambda one, low, more: f"(?:{one}){{{low},{low + more}}}", parts, st.integers(0, 3), st.integers(0, 3)
+        ),
+        st.lists(parts, min_size=2, max_size=3).map(lambda some: f"(?:{'|'.join(some)})"),
+    ),
+    max_leaves=6,
+)
+
+
+def check_schema(grammars: Grammars, schema: Any, seed: int) -> bool:
+    text = walk(grammars, form(json=schema), random.Random(seed))
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema)  # a grammar knows no leap years
+    return text is not None
+
+
+def check_pattern(grammars: Grammars, pattern: str, seed: int) -> bool:
+    text = walk(grammars, form(regex=pattern), random.Random(seed))
+    assert text is None or re.fullmatch(pattern, text), (pattern, text)
+    return text is not None
+
+
+@given(schema=schemas, seed=st.integers(0, 9))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_drawn_fulfils_the_schema(schema: Any, seed: int) -> None:
+    check_schema(SHARED, schema, seed)
+
+
+@given(pattern=patterns, seed=st.integers(0, 9))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_drawn_fulfils_the_pattern(pattern: str, seed: int) -> None:
+    check_pattern(SHARED, pattern, seed)
+
+
+SHARED = Grammars(echo_service.tokenizer(), VOCAB, (END,))
+
+
+def test_a_marker_comes_first(grammars: Grammars) -> None:
+    """Before it all may be said but an end; behind it the grammar begins."""
+    asked = Structured("choice", '["yes"]', after=(7, 8))
+    place = grammars.get(asked).matcher()
+    for token in (9, 7, 7, 9, 8, 7):
+        assert place.forced() == ()
+        assert allowed(grammars, place) == [token for token in range(VOCAB) if token != END]
+        assert place.accept(token) == ""
+    other = place.copy()
+    assert place.accept(8) == ""
+    assert b"".join(map(echo_service.tokenizer().token_bytes, place.forced())).startswith(b"y")
+    assert allowed(grammars, place) == [place.forced()[0]]
+    assert other.forced() == ()
+
+
+def test_a_copy_goes_its_own_way(grammars: Grammars) -> None:
+    place = grammars.get(form(regex="ab|cd")).matcher()
+    ids = [echo_service.tokenizer().encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
+    other = place.copy()
+    assert place.accept(ids[0]) == other.accept(ids[2]) == ""
+    assert (place.forced(), other.forced()) == ((ids[1],), (ids[3],))
+    assert "can't go on" in place.accept(ids[3])
+
+
+def test_masks_together_are_those_alone(grammars: Grammars) -> None:
+    places = [grammars.get(form(regex=f"[a-e]{{{i + 1}}}|x*")).matcher() for i in range(6)]
+    together = grammars.get(form(regex="a")).masks(places)
+    assert together == [grammars.get(form(regex="a")).masks([place])[0] for place in places]
+    assert {len(mask) for mask in together} == {4 * -(-VOCAB // 32)}
+
+
+def test_few_are_held(grammars: Grammars) -> None:
+    """By digest, and HELD at most; several threads get the same one."""
+    first = grammars.get(form(regex="a+"))
+    assert grammars.get(form(regex="a+")) is first
+    for i in range(HELD):
+        grammars.get(form(regex=f"a{{{i}}}b"))
+    assert len(grammars._held) == HELD
+    assert not grammars.holds(form(regex="a+"))
+    found: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(grammars.get(form(json={"type": "null"})))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+
+
+def test_sizes_are_bounded() -> None:
+    with pytest.raises(InputError, match=f"at most {MAX_SOURCE}"):
+        form(grammar="a" * (MAX_SOURCE + 1))
+    with pytest.raises(InputError, match="at most 16 token ids"):
+        Structured("regex", "a", after=tuple(range(17)))
+    with pytest.raises(InputError, match="exactly one of"):
+        form()
+    with pytest.raises(InputError, match="exactly one of"):
+        form(regex="a", json_object=True)
+
+
+def test_references_that_fan_out_are_looked_through_once(grammars: Grammars) -> None:
+    """2**60 ways through the same 60 definitions, none of them endless; and a chain that is."""
+    defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    schema = {"$defs": {**defs, "d60": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    assert endless(schema) is None
+    defs["d60"] = {"$ref": "#/$defs/d3"}
+    with pytest.raises(InputError, match="refers to itself for ever"):
+        grammars.get(form(json={"$defs": defs, "$ref": "#/$defs/d0"}))
+
+
+def test_llguidance_is_loaded_with_the_first_grammar() -> None:
+    import subprocess
+
+    code = "import sys, quire.llm, quire.text.grammars, quire.link.program; sys.exit('llguidance' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_many_schemas_and_patterns() -> None:
+    """Most walks come to an end, and each that does fulfils what was asked."""
+    done = {"schemas": 0, "patterns": 0}
+
+    @given(schema=schemas, seed=st.integers(0, 99))
+    @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+    def many_schemas(schema: Any, seed: int) -> None:
+        done["schemas"] += check_schema(SHARED, schema, seed)
+
+    @given(pattern=patterns, seed=st.integers(0, 99))
+    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    def many_patterns(pattern: str, seed: int) -> None:
+        done["patterns"] += check_pattern(SHARED, pattern, seed)
+
+    many_schemas()
+    many_patterns()
+    assert done["schemas"] > 350, done
+    assert done["patterns"] > 150, done
