@@ -355,9 +355,7 @@ class ModelRunner:
             return StepResult(tuple(finished), self._seconds(ticket), self.idle.collected(ticket.span))
         drawn, scores, samples = iter(finished), iter(ticket.scores), []
         for row in ticket.plan.rows:
-            sample = next(drawn) if row.sample else Sampled(())
-            if row.slot in ticket.pooled:
-                sample = sampled(ticket.pooled[row.slot])
+            sample = next(drawn) if row.sample else sampled(ticket.pooled.get(row.slot))
             if row.score:
                 most = max(self.sampler.sampling(row.slot).prompt_logprobs, 0)
                 scored = zip(row.score, next(scores).tolist())

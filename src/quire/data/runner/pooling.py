@@ -48,7 +48,9 @@ class Pooling:
         return found
 
 
-def sampled(pooled: Tensor) -> Sampled:
-    """What a row brought; waits for the device."""
+def sampled(pooled: Tensor | None) -> Sampled:
+    """What a row brought that drew nothing; waits for the device."""
+    if pooled is None:
+        return Sampled(())
     numbers = tuple(pooled.tolist())
     return Sampled((), pooled=numbers) if all(map(math.isfinite, numbers)) else Sampled((), error=FAULT)
