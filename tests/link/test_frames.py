@@ -79,12 +79,12 @@ tokens = st.lists(small, max_size=5).map(tuple)
 tops = st.lists(st.builds(Top, small, finite, small, tokens, st.lists(finite, max_size=3).map(tuple)), max_size=3)
 outputs = st.builds(
     Output, st.just(""), st.integers(0, 300), tokens, st.just(""), st.just(()), st.none(), st.none(), st.just(False),
-    finite, st.none(), small,
+    finite, st.none(), small, st.just(()),
 )  # fmt: skip
 ended = st.builds(
     Output, st.just(""), st.integers(0, 300), tokens, st.just(""), tops.map(tuple),
     st.sampled_from(["stop", "length", "abort", "error"]), st.none() | small | texts, st.booleans(), finite,
-    st.none() | tops.map(tuple), small,
+    st.none() | tops.map(tuple), small, st.lists(finite, max_size=3).map(tuple),
 )  # fmt: skip
 progress = st.builds(Progress, unsigned, unsigned, st.none() | finite, st.none() | finite, unsigned, unsigned)
 

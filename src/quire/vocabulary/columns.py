@@ -79,10 +79,10 @@ def write_tops(tops: Sequence[Top]) -> Iterator[bytes]:
 
 
 def write_vectors(vectors: Sequence[Sequence[float]], field: str) -> Iterator[bytes]:
-    """Runs of numbers in 32 bits."""
+    """Runs of numbers."""
     yield write_ints(list(map(len, vectors)), field)
     try:
-        yield struct.pack(f"<{sum(map(len, vectors))}f", *chain.from_iterable(vectors))
+        yield struct.pack(f"<{sum(map(len, vectors))}d", *chain.from_iterable(vectors))
     except (struct.error, OverflowError) as error:
         raise WireError(field, str(error)) from error
 
@@ -165,10 +165,10 @@ def read_text(reader: Reader, length: int) -> str:
 
 
 def read_vectors(reader: Reader, count: int, field: str) -> list[tuple[float, ...]]:
-    """`count` runs of numbers in 32 bits. There must be other proof of `count`."""
+    """`count` runs of numbers. There must be other proof of `count`."""
     lengths = reader.lengths(count, field)
     total = sum(lengths)
-    return split(struct.unpack_from(f"<{total}f", reader.frame, reader.skip(4 * total, field)), lengths)
+    return split(reader.floats(total, field), lengths)
 
 
 def read_tops(reader: Reader, samples: int) -> Iterable[tuple[Top, ...]]:

@@ -69,7 +69,7 @@ CODES = {kind.entry: code for code, kind in enumerate(ENTRIES)}
 
 HEAD = struct.Struct("<BB")  # version, kind
 PLAN_HEAD = struct.Struct("<IIIII")  # births, entries of the journal, rows, entries of `ahead`, masks
-RESULT_HEAD = struct.Struct("<Idd")  # samples, seconds, idle
+RESULT_HEAD = struct.Struct("<I?dd")  # samples, whether some are pooled, seconds, idle
 # slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling, pictures
 BIRTH = struct.Struct("<iqiqiiIBI")
 MEDIUM = struct.Struct("<32s4I")  # key, start, tokens, rows, parts
@@ -120,7 +120,8 @@ def _plan(plan: StepPlan) -> Iterator[bytes]:
 def _result(result: StepResult) -> Iterator[bytes]:
     samples, seconds, idle = result
     yield HEAD.pack(VERSION, RESULT)
-    yield pack(RESULT_HEAD, "result head", len(samples), seconds, idle)
+    some = any(sample.pooled for sample in samples)
+    yield pack(RESULT_HEAD, "result head", len(samples), some, seconds, idle)
     if not samples:
         return
     tokens, tops, scores, errors, pooled = zip(*samples)
@@ -132,7 +133,7 @@ def _result(result: StepResult) -> Iterator[bytes]:
     for each in (tops, scores):
         yield write_counts(each, "numbers of tops")
         yield from write_tops(list(chain.from_iterable(each)))
-    if any(pooled):  # else nothing follows
+    if some:
         yield from write_vectors(pooled, "pooled")
 
 
@@ -228,7 +229,7 @@ def _read_masks(reader: Reader, count: int) -> tuple[Mask, ...]:
 
 
 def _read_result(reader: Reader) -> StepResult:
-    count, seconds, idle = reader.take(RESULT_HEAD, "result head")
+    count, some, seconds, idle = reader.take(RESULT_HEAD, "result head")
     if not reader.bounded(count, "samples"):
         return StepResult((), seconds, idle)
     lengths = reader.lengths(count, "error lengths")
@@ -236,7 +237,7 @@ def _read_result(reader: Reader) -> StepResult:
     tokens = reader.runs(count, "sampled tokens")
     tops = read_tops(reader, count)
     scores = read_tops(reader, count)
-    pooled = read_vectors(reader, count, "pooled") if reader.at < reader.end else repeat((), count)
+    pooled = read_vectors(reader, count, "pooled") if some else repeat((), count)
     return StepResult(tuple(map(new, repeat(Sampled), zip(tokens, tops, scores, errors, pooled))), seconds, idle)
 
 

@@ -40,7 +40,7 @@ from quire.data.runner.store import Store
 from quire.errors import StartupError
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Encode, Mapped, Mask, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Encode, Mapped, Mask, Row, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
