@@ -123,6 +123,7 @@ def chunk_of(case: str, chunk: int) -> int:
     return max(chunk, 64) if case == "paligemma" else chunk
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("page_size", "chunk", "preemption", "vision_cache"),
     [(1, 1, None, "pages"), (4, 7, "recompute", "pages"), (16, 512, "swap", "inside"), (4, 20, "recompute", "off")],

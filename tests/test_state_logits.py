@@ -129,6 +129,7 @@ SOME = [
 ]  # fmt: skip
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("case", "page_size", "chunk", "preemption"), SOME)
 def test_logits_of_branches(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
     how = {} if preemption is None else {"preemption": preemption}

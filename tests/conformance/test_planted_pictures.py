@@ -118,6 +118,7 @@ def run(name: str, depth: int) -> None:
         trace.run(16, 0.04)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", sorted({name for _, name in PLANTED.values()}))
 def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:

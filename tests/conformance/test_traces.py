@@ -39,6 +39,7 @@ def drawn_trace(name: str, seed: int, depth: int) -> Told:
     )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("name", EVERY)
 def test_random_traces(name: str, depth: int) -> None:

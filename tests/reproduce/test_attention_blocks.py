@@ -14,6 +14,7 @@ from quire.reproduce.attention_blocks import Kernel, Served, _verdicts
 from quire.reproduce.result import DIFFERS, HOLDS
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)  # it waits for requests that come over time, the longer the busier the machine is
 def test_latency_by_page_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_blocks, "SIZES", {False: (1, 16, 32, 256), True: (256,)})

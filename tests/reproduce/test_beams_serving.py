@@ -59,6 +59,7 @@ def test_orca_copies_what_vllm_shares() -> None:
     assert tokens == [sum(count for _, count in one.events) for one in apart.served]
 
 
+@pytest.mark.soak
 def test_the_rate_that_beams_sustain_is_found() -> None:
     tiny = Load("a100-13b", "alpaca", kv_gib=1.7)
     found = [curve(Decoded(tiny, "beam", 2), system, 3.0) for system in ("paged", "orca-oracle")]

@@ -154,6 +154,7 @@ def test_uniform_pages_serve_less_and_later_beyond_their_capacity() -> None:
     assert late.ttft > soon.ttft
 
 
+@pytest.mark.soak
 def test_real_latencies_are_those_of_the_same_requests() -> None:
     done = picture_latency.real(CROSSED, (0.5, 3), (2.0, 4))
     assert len(done.data) == 8

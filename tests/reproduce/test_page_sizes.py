@@ -18,6 +18,7 @@ def in_turn(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> li
     return [function(*job) for job in jobs]
 
 
+@pytest.mark.soak
 def test_larger_pages_waste_more_and_serve_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_sizes, "TRACES", {"alpaca": Trace(60.0, 4.0, (16,))})
     monkeypatch.setattr(page_sizes, "in_parallel", in_turn)

@@ -12,6 +12,7 @@ from quire.reproduce.result import DIFFERS, HOLDS
 NOBODY = {"swap": 0, "recompute": 0}
 
 
+@pytest.mark.soak
 def test_a_small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality, "LENGTHS", (20, 24, 30))
     monkeypatch.setattr(equality, "NEW", 12)

@@ -156,6 +156,7 @@ def test_a_search_without_an_end_says_so(latency: float, message: str, monkeypat
         further_rate(ALPACA, "ft", 10.0, 1.0)
 
 
+@pytest.mark.soak
 def test_rates_of_all_seeds() -> None:
     systems = ("orca-oracle", "orca-max")
     found = [{system: curve(ALPACA, system, 20.0) for system in systems}]

@@ -24,6 +24,7 @@ from quire.config import (
     MEMORIES,
     ON_RANK_FAILURE,
     PAGE_SIZES,
+    POOLING,
     PREEMPTIONS,
     QUANTIZATIONS,
     RETENTIONS,
@@ -129,6 +130,8 @@ ENGINE = (
          metavar="S"),
     Flag("on_rank_failure", str, "what follows when a rank fails: the engine's end, or ranks that are started anew "
          "and compute all requests again", ON_RANK_FAILURE),
+    Flag("pooling", str, "what embeddings are made of: hidden states of all tokens of a text, or of the last; auto: as "
+         "the checkpoint says, else the last", POOLING),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )  # fmt: skip
@@ -213,6 +216,19 @@ def _add_request_flags(group: Any) -> None:
     group.add_argument("--strict", action="store_true", help="refuse requests that have unknown fields")
     group.add_argument("--prefixes", metavar="FILE", help="prefixes to register at start, as JSON: "
                        '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens')  # fmt: skip
+
+
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """Which file to answer, and how."""
+    group = parser.add_argument_group("batch")
+    group.add_argument("-i", "--input-file", required=True, metavar="FILE",
+                       help="requests, one a line: custom_id, method, url and body")  # fmt: skip
+    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where their answers go")
+    group.add_argument("--resume", action="store_true", help="keep what a run that was cut short answered")
+    group.add_argument("--max-in-flight", type=int, default=256, metavar="N",
+                       help="most lines answered at once (default: %(default)s)")  # fmt: skip
+    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that bodies may give")
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
 
 
 def _add_log_flags(group: Any) -> None:

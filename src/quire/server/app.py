@@ -13,6 +13,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.server.console import FILES, OPEN, PAGE, Console
+from quire.server.embeddings import Embeddings
 from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
@@ -89,9 +90,13 @@ def create_app(
 def add_routes(app: FastAPI, service: Service) -> None:
     """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
     app.router.route_class = PlainRoute
+    embeddings = Embeddings(service)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
+        ("POST", "/v1/embeddings", embeddings.embeddings),
+        ("POST", "/score", embeddings.score),
+        ("POST", "/rerank", embeddings.rerank),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{name:path}", service.model),
         ("POST", "/tokenize", service.tokenize),

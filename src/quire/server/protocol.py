@@ -292,6 +292,37 @@ class ChatRequest(Sampling, Conversation):
     echo: bool | None = None
 
 
+class EmbeddingRequest(Truncation):
+    """The body of /v1/embeddings. `dimensions`: the first so many numbers of each vector, of length 1 again."""
+
+    model: str | None = None
+    input: PromptField
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = ranged(1)
+    add_special_tokens: bool = True
+    cache_salt: str | None = ranged(minLength=1)
+
+
+class ScoreRequest(Truncation):
+    """The body of /score: one text with each of several, or pairs."""
+
+    model: str | None = None
+    text_1: str | Strings
+    text_2: str | Strings
+    cache_salt: str | None = ranged(minLength=1)
+
+
+class RerankRequest(Truncation):
+    """The body of /rerank: the `top_n` documents nearest to the query, nearest first."""
+
+    model: str | None = None
+    query: str
+    documents: Strings
+    top_n: int | None = ranged(1)
+    return_documents: bool | None = None
+    cache_salt: str | None = ranged(minLength=1)
+
+
 class PrefixRequest(Fields):
     """The body of POST /v1/prefixes: a name, and either a text or token ids."""
 
@@ -343,6 +374,9 @@ def check_supported(request: Fields) -> None:
 
 UNIONS = {
     "prompt": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
+    "input": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
+    "text_1": "a string or a list of strings",
+    "text_2": "a string or a list of strings",
     "stop": "a string or a list of strings",
     "early_stopping": 'true, false or "never"',
 }

@@ -163,10 +163,11 @@ def chat_params(request: ChatRequest, terms: Terms) -> SamplingParams:
     return _built(given, names)
 
 
-def completion_prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a completion request: one string, strings, one list of ids, or lists of ids."""
+def completion_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a completion request, or what has another `name`: one string, strings, one list of ids, or lists
+    of ids."""
     single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = [prompt] if single else prompt
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise InputError(f"prompt must have 1 to {MAX_PROMPTS} entries, got {len(prompts)}", "prompt")
+        raise InputError(f"{name} must have 1 to {MAX_PROMPTS} entries, got {len(prompts)}", name)
     return list(prompts)

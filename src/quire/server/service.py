@@ -71,9 +71,9 @@ class Service:
 
     async def completions(self, body: CompletionRequest, http: Request) -> Response:
         """Continue prompts."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         params = completion_params(body, self.terms)
-        cut = self._cut(body, params.max_tokens)
+        cut = self.cut(body, params.max_tokens)
         _, pictures = pictured({"multi_modal_data": body.multi_modal_data})
         given = completion_prompts(body.prompt)
         prompts = await self.prompts.read(given, body.add_special_tokens, cut, pictures, body.cache_salt or "")
@@ -86,11 +86,11 @@ class Service:
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         box = toolbox(body, self.tool_format)
         params = box.applied(chat_params(body, self.terms), body)
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
-        prompt = await self._render(body, self._cut(body, max_tokens), box.tools)
+        prompt = await self._render(body, self.cut(body, max_tokens), box.tools)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
         renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body), box)
@@ -130,7 +130,7 @@ class Service:
         options = body.stream_options or StreamOptions()
         return EventStream(call, renderer, headers, bool(options.include_usage), bool(options.continuous_usage_stats))
 
-    def _cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
+    def cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
         """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""
         if body.truncate_prompt_tokens is None:
             return None
@@ -166,7 +166,7 @@ class Service:
             raise InputError("the chat template reads no reasoning_effort", "reasoning_effort")
         return ["reasoning_effort"]
 
-    def _check_model(self, model: str | None) -> None:
+    def check_model(self, model: str | None) -> None:
         if model is not None and model not in self.names:
             raise UnknownModel(f"the model {model[:60]!r} does not exist; this server has {self.names[0]!r}", "model")
 
@@ -174,11 +174,11 @@ class Service:
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Token ids of a prompt or of a conversation."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         check_known(body, self.terms.strict)
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give either prompt or messages", "prompt")
-        cut = self._cut(body, 1)
+        cut = self.cut(body, 1)
         if body.messages is not None:
             prompt = await self._render(body, cut, read_tools(body.tools or []))
         else:
@@ -191,7 +191,7 @@ class Service:
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         check_known(body, self.terms.strict)
         tokenizer, vocab = self.prompts.tokenizer, self.llm.limits.vocab_size
         if tokenizer is None:
@@ -246,7 +246,7 @@ class Service:
 
     async def model(self, name: str) -> Response:
         """One of them."""
-        self._check_model(name)
+        self.check_model(name)
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> Json:

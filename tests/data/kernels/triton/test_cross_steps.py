@@ -35,6 +35,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quire.shard, "attention_of", lambda *_: "triton")
 
 
+@pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(
     ("page_size", "chunk", "more"),
@@ -61,6 +62,7 @@ def decoding(model: Saved) -> Engine:
     return engine
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 def test_the_step_that_graphs_capture(model: Saved) -> None:
     engine = decoding(model)

@@ -12,9 +12,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("reduce_ranks.py")
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, 3, pytest.param(4, marks=pytest.mark.soak), pytest.param(8, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (3, 4, 8))])
 def test_ranks_have_the_sums_and_norms_of_one(ranks: int) -> None:
     path = os.pathsep.join(filter(None, sys.path))
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}

@@ -159,7 +159,7 @@ def test_rows_are_drawn_without_the_search_if_nothing_cuts() -> None:
 
 
 def test_frequencies_follow_the_distribution() -> None:
-    logits, draws = some_logits(1, 40, 6, 1.0), 20_000 if CUDA else 1000
+    logits, draws = some_logits(1, 40, 6, 1.0), 20_000 if CUDA else 400
     outcome = Outcome(logits, [(0.8, 0, 30, 0.95)], np.zeros(draws, dtype=np.int64))
     weights = truncate(likelihoods_of(outcome.logits, outcome.shape), outcome.shape).double()[0]
     expected = (weights / weights.sum()).numpy() * draws

@@ -73,6 +73,7 @@ def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) 
         torch.testing.assert_close(got[:3], expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.share(4)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_caps_and_scales_hold_in_steps_of_graphs_too(

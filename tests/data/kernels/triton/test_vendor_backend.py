@@ -105,6 +105,7 @@ def step(backend: VendorBackend, store: VirtualStore, sizes: list[tuple[int, int
     return calls
 
 
+@pytest.mark.share(4)
 @pytest.mark.usefixtures("lower")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
