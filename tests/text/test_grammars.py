@@ -236,7 +236,7 @@ def test_masks_together_are_those_alone(grammars: Grammars) -> None:
 def test_few_are_held(grammars: Grammars) -> None:
     """By digest, and HELD at most; several threads get the same one."""
     first = grammars.get(form(regex="a+"))
-    assert grammars.get(form(regex="a+")) is first
+    assert grammars.get(form(regex="a+"))._first is first._first
     for i in range(HELD):
         grammars.get(form(regex=f"a{{{i}}}b"))
     assert len(grammars._held) == HELD
@@ -330,3 +330,44 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(InputError, match="nested too deep"):
         closed(schema)
+
+
+def test_thoughts_are_opened_and_bounded(grammars: Grammars) -> None:
+    """Before the marker: the opening tokens, at most so many more, the marker; behind it the form, or anything."""
+    for kind, source in (("regex", "ab"), ("any", "")):
+        place = grammars.get(Structured(kind, source, after=(30, 31), opening=(7, 8), budget=2)).matcher()
+        for token in (7, 8):
+            assert allowed(grammars, place) == [token]
+            assert place.accept(token) == ""
+        for token in (30, 9):  # a part of the marker is none
+            assert place.forced() == ()
+            free = allowed(grammars, place)
+            assert END not in free
+            assert len(free) == VOCAB - 1
+            place.accept(token)
+        copied = place.copy()
+        assert place.forced() == (30, 31)
+        place.accept(30)
+        place.accept(31)
+        assert (END in allowed(grammars, place)) == (kind == "any")
+        assert len(allowed(grammars, place)) == (VOCAB if kind == "any" else 1)
+        assert copied.forced() == (30, 31)
+    early = grammars.get(Structured("any", "", after=(30,), budget=5)).matcher()
+    early.accept(30)
+    assert END in allowed(grammars, early)
+    none = grammars.get(Structured("any", "", after=(30,), budget=0)).matcher()
+    assert none.forced() == (30,)
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"kind": "any", "source": ""}, "without the marker"),
+        ({"kind": "regex", "source": "a", "budget": 3}, "without the marker"),
+        ({"kind": "regex", "source": "a", "after": (1,), "budget": -1}, "budget must be from 0"),
+        ({"kind": "regex", "source": "a", "after": (1,), "opening": (-1,)}, "opening must hold at most"),
+    ],
+)
+def test_thoughts_that_cannot_be(form: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        Structured(**form)

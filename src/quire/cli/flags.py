@@ -205,6 +205,8 @@ def _add_request_flags(group: Any) -> None:
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
     group.add_argument("--tool-call-parser", metavar="NAME", help="how the model writes calls of tools: hermes, json, "
                        "llama3_json, mistral or pythonic (default: as its chat template says)")  # fmt: skip
+    group.add_argument("--reasoning-parser", metavar="NAME", help="how the model writes its thoughts: think, "
+                       "deepseek_r1, granite, mistral, seed_oss or off (default: as its template says)")  # fmt: skip
     group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must present, one a line "
                        "(or one in the environment: QUIRE_API_KEY)")  # fmt: skip
     group.add_argument("--admin-key-file", metavar="FILE", help="keys for the admin routes, one a line "

@@ -91,7 +91,7 @@ CALL = {
     },
 }
 CONTENT = [{"type": "string"}, {"type": "array", "items": PART, "minItems": 1, "maxItems": 1024}]
-BESIDE = {name: {"type": ["string", "null"]} for name in ("name", "reasoning_content", "tool_call_id")}
+BESIDE = {name: {"type": ["string", "null"]} for name in ("name", "reasoning", "reasoning_content", "tool_call_id")}
 SAID = {
     "type": "object",
     "required": ["role", "content"],
@@ -283,10 +283,13 @@ class Conversation(Fields):
 
 
 class ChatRequest(Sampling, Conversation):
-    """The body of /v1/chat/completions. `echo` puts the last message before the output, if the assistant said it."""
+    """The body of /v1/chat/completions. `echo` puts the last message before the output, if the assistant said it.
+    `thinking_token_budget` bounds thoughts, `include_reasoning` says whether they are returned."""
 
     messages: Messages
     max_completion_tokens: int | None = ranged(1)
+    thinking_token_budget: int | None = ranged(0, 2**31 - 1)
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = ranged(0, MAX_LOGPROBS)
     echo: bool | None = None

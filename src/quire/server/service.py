@@ -27,6 +27,7 @@ from quire.server.protocol import (
     Truncation,
     warnings,
 )
+from quire.server.reasoning import Reasoning
 from quire.server.render import ChatRenderer, CompletionRenderer, Renderer
 from quire.server.request_log import log_request
 from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
@@ -37,6 +38,7 @@ from quire.server.tools import toolbox
 from quire.text.calls.formats import format_of
 from quire.text.prompts import Cut, Prompt
 from quire.text.sight import pictured
+from quire.text.thoughts import thoughts_of
 from quire.text.tools import Tool, read_tools
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import NAME
@@ -47,7 +49,8 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_messa
 
 class Service:
     """`names` are the model's names; the first is the one shown. `log_requests` logs each. `peers` are the whole server
-    that this is a front of. `tool_format` is how the model writes calls; None: as its template says."""
+    that this is a front of. `tool_format` is how the model writes calls, `thoughts` how it writes thoughts; None: as
+    its template says."""
 
     def __init__(
         self,
@@ -58,13 +61,16 @@ class Service:
         log_requests: bool = False,
         peers: Peers | None = None,
         tool_format: str | None = None,
+        thoughts: str | None = None,
     ) -> None:
         self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
         self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
         self.peers = peers or Peers()
         self.peers.join(llm, metrics)
         template = self.prompts.chat_template
-        self.tool_format = tool_format or format_of(template.source if template is not None else "")
+        taught = template.source if template is not None else ""
+        self.tool_format = tool_format or format_of(taught)
+        self.reasoning = Reasoning(thoughts or thoughts_of(taught), self.prompts.tokenizer)
         self.held, self.turns, self.log_requests = Held(self.peers.count), Turns(), log_requests
 
     # Generation
@@ -91,9 +97,11 @@ class Service:
         params = box.applied(chat_params(body, self.terms), body)
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
         prompt = await self._render(body, self.cut(body, max_tokens), box.tools)
+        thinking = self.reasoning.of(body, prompt)
+        params = self.reasoning.applied(params, body, thinking)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
-        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body), box)
+        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body), box, thinking)
         return await self._answer(call, renderer, body, [prompt], params, http)
 
     def _call(
