@@ -173,7 +173,7 @@ IGNORED = frozenset({
 REFUSED = frozenset({
     "functions", "function_call", "guided_whitespace_pattern", "structural_tag", "suffix", "prompt_embeds",
     "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
-    "kv_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget", "priority",
+    "kv_transfer_params", "vllm_xargs", "repetition_detection", "priority",
 })  # fmt: skip
 NOTHING = (None, False, 0, "", [], {})
 
@@ -266,6 +266,7 @@ class CompletionRequest(Sampling):
     logprobs: int | None = ranged(0, MAX_LOGPROBS)
     add_special_tokens: bool = True
     tools: Nothing = None
+    thinking_token_budget: Nothing = None
 
 
 class Conversation(Fields):

@@ -43,9 +43,11 @@ def check_known(request: Fields, strict: bool) -> None:
 def _check(request: Sampling, terms: Terms) -> None:
     check_known(request, terms.strict)
     if isinstance(request, CompletionRequest):
-        for name, nothing in (("tools", NOTHING), ("tool_choice", (None, "none", "auto"))):
+        for name, nothing in (
+            ("tools", NOTHING), ("tool_choice", (None, "none", "auto")), ("thinking_token_budget", NOTHING),
+        ):  # fmt: skip
             if getattr(request, name) not in nothing:
-                raise InputError(f"{name} is for chats: completions have no tools", name)
+                raise InputError(f"{name} is for chats: completions have no tools, and no thoughts", name)
     if request.modalities not in (None, ["text"]):
         raise InputError('modalities may only be ["text"]', "modalities")
     if request.spaces_between_special_tokens is False:
