@@ -19,7 +19,19 @@ from typing import TYPE_CHECKING, Any
 from quire.control.memory import Account
 from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix
 from quire.link.front import Front, Link
-from quire.link.messages import MOST_ID, MOST_REQUESTS, Abort, Add, Asked, Look, Prefixes, Register, Release, described
+from quire.link.messages import (
+    MOST_ID,
+    MOST_REQUESTS,
+    Abort,
+    Add,
+    Asked,
+    Care,
+    Look,
+    Prefixes,
+    Register,
+    Release,
+    described,
+)
 from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import LONG_CHARS, Messages, Prompt, Prompts, characters, engine_config
@@ -228,6 +240,11 @@ class AsyncLLM(Front):
         found = await self._ask(asyncio.get_running_loop().create_future(), Look)
         assert isinstance(found, str), "a look is answered with text"
         return found
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
+        nobody else finds it. Returns the number of pages that were emptied."""
+        return int(await self._ask(asyncio.get_running_loop().create_future(), lambda key: Care(key, "reset")))
 
     @property
     def account(self) -> Account:

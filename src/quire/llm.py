@@ -179,6 +179,12 @@ class LLM:
         self._check_idle()
         return self.engine.release_prefix(name)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and picture; registered prefixes stay. Returns the number of pages that were
+        emptied."""
+        self._check_idle()
+        return self.engine.reset_prefix_cache()
+
     @property
     def prefixes(self) -> dict[str, int]:
         """The registered prefixes: their lengths in tokens."""

@@ -266,6 +266,12 @@ class Engine:
         self.scheduler.memory.prefixes.unpin(name)
         return True
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
+        nobody else finds it. Returns the number of pages that were emptied."""
+        prefixes = self.scheduler.memory.prefixes
+        return 0 if prefixes is None else prefixes.reset()
+
     # Step
 
     @property

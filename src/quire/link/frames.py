@@ -26,6 +26,7 @@ from quire.errors import (
 )
 from quire.link.media_frames import read_media, write_media
 from quire.link.messages import (
+    CARES,
     MOST_ID,
     MOST_NUMBER,
     MOST_REQUESTS,
@@ -33,6 +34,7 @@ from quire.link.messages import (
     Add,
     Answer,
     Asked,
+    Care,
     Died,
     FromEngine,
     FromFront,
@@ -56,7 +58,8 @@ COUNT = struct.Struct("<I")
 STOP = struct.Struct("<III")  # number, branch, bytes of the reason
 KINDS = (
     HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG, LOOK,
-) = range(1, 16)  # fmt: skip
+    CARE,
+) = range(1, 17)  # fmt: skip
 ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix)
 }
@@ -187,6 +190,8 @@ def write_front(message: FromFront) -> tuple[int, bytes]:
             return PREFIXES, write_json({"key": key})
         case Look(key):
             return LOOK, write_json({"key": key})
+        case Care(key, what):
+            return CARE, write_json({"key": key, "what": what})
 
 
 def read_front(frame: Frame) -> FromFront:
@@ -265,6 +270,14 @@ def _read_look(body: memoryview) -> Look:
     return Look(number(read_json(body), "key"))
 
 
+def _read_care(body: memoryview) -> Care:
+    data = read_json(body)
+    what = field(data, "what", str)
+    if what not in CARES:
+        raise WireError("what", f"{what[:60]!r} is nothing that is done")
+    return Care(number(data, "key"), what)
+
+
 def _at_end(reader: Reader) -> None:
     if reader.at != reader.end:
         raise reader.error("frame", f"{reader.end - reader.at} bytes follow its end")
@@ -272,7 +285,7 @@ def _at_end(reader: Reader) -> None:
 
 READERS: dict[int, Callable[[memoryview], FromFront]] = {
     ADD: _read_add, ABORT: _read_abort, STOPPED: _read_stop, REGISTER: _read_register, RELEASE: _read_release,
-    PREFIXES: _read_prefixes, LOOK: _read_look,
+    PREFIXES: _read_prefixes, LOOK: _read_look, CARE: _read_care,
 }  # fmt: skip
 
 
@@ -330,9 +343,9 @@ def read_engine(frame: Frame) -> FromEngine:
     return Answer(number(data, "key"), None if error is None else read_error(field(data, "error", dict)), _value(value))
 
 
-def _value(value: Any) -> bool | str | tuple[dict[str, int], tuple[str, ...]] | None:
+def _value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | None:
     match value:
-        case None | bool() | str():
+        case None | int() | str():
             return value
         case [dict(held), list(ready)] if all(type(length) is int for length in held.values()):
             return held, tuple(map(str, ready))

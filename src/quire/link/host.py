@@ -26,6 +26,7 @@ from quire.link.messages import (
     Abort,
     Add,
     Answer,
+    Care,
     Died,
     Facts,
     FromEngine,
@@ -101,7 +102,7 @@ class Host:
         self._patience = CHECK_EVERY if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
-            Prefixes: self._prefixes, Look: self._look, Left: self._leave,
+            Prefixes: self._prefixes, Look: self._look, Care: self._care, Left: self._leave,
         }  # fmt: skip
 
     # From any thread
@@ -314,6 +315,9 @@ class Host:
         found = scene(self.engine)
         took = time.perf_counter() - began
         self._tell(front, Answer(message.key, value=json.dumps({"took": took, **found}, separators=(",", ":"))))
+
+    def _care(self, front: int, message: Care) -> None:
+        self._tell(front, Answer(message.key, value=self.engine.reset_prefix_cache()))
 
     def _leave(self, front: int, message: Left) -> None:
         self._abort(front, Abort(None))

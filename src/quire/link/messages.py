@@ -87,7 +87,16 @@ class Look(NamedTuple):
     key: int
 
 
-FromFront = Add | Abort | Stop | Register | Release | Prefixes | Look
+class Care(NamedTuple):
+    """Look after the engine: do `what`, one of CARES. "reset" forgets cached prefixes; the answer is how many pages
+    were emptied."""
+
+    key: int
+    what: str
+
+
+CARES = ("reset",)
+FromFront = Add | Abort | Stop | Register | Release | Prefixes | Look | Care
 
 # From the engine
 
@@ -97,7 +106,7 @@ class Answer(NamedTuple):
 
     key: int
     error: Exception | None = None
-    value: bool | str | tuple[dict[str, int], tuple[str, ...]] | None = None
+    value: int | str | tuple[dict[str, int], tuple[str, ...]] | None = None
 
 
 class Progress(NamedTuple):

@@ -222,6 +222,30 @@ class DroppedPrefix(Exact):
     deleted: Literal[True]
 
 
+class Emptied(Exact):
+    pages: int = Field(ge=0)
+
+
+class ServerInfo(Exact):
+    version: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    config: dict[str, Any] | None
+    plan: list[str]
+    notices: list[str]
+    cache: dict[str, Any]
+
+
+class TokenizerInfo(BaseModel):
+    """What tokenizer_config.json says, and more of it."""
+
+    model_config = ConfigDict(extra="allow")
+    tokenizer_class: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[str, Any]
+
+
 class Version(Exact):
     version: str
 
@@ -230,7 +254,7 @@ class Load(Exact):
     server_load: int = Field(ge=0)
 
 
-ANSWERS: dict[str, type[Exact] | None] = {
+ANSWERS: dict[str, type[BaseModel] | None] = {
     "POST /v1/completions": Completion,
     "POST /v1/chat/completions": ChatCompletion,
     "GET /v1/models": ModelList,
@@ -246,6 +270,9 @@ ANSWERS: dict[str, type[Exact] | None] = {
     "GET /v1/prefixes": PrefixList,
     "POST /v1/prefixes": RegisteredPrefix,
     "DELETE /v1/prefixes/{name}": DroppedPrefix,
+    "POST /reset_prefix_cache": Emptied,
+    "GET /server_info": ServerInfo,
+    "GET /tokenizer_info": TokenizerInfo,
 }
 REASONS = {
     400: "What was asked can't be done; the message names the field, the value and the limit",
@@ -270,6 +297,10 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
         codes |= {404: Error}
     if "prefixes" in path:
         codes |= dict.fromkeys((400, 403, 409), Error)
+    if path in ("/reset_prefix_cache", "/server_info"):
+        codes |= {403: Error}
+    if path == "/tokenizer_info":
+        codes |= {400: Error}
     if path == "/health":
         del codes[401]
     found: dict[int | str, dict[str, Any]] = {
