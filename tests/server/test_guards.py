@@ -24,7 +24,7 @@ from quire.server.guards import MAX_BACKSLASHES, MAX_COMMAS, MAX_OPENED, BoundBo
 from quire.server.keys import read_keys
 
 KEY = "sk-quire-test-key"
-ADMIN = ("/reset_prefix_cache",)  # beside those of prefixes
+ADMIN = ("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping")  # beside those of prefixes
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_every_route_needs_the_key(locked: Running) -> None:
                 wanted = (403,) if "prefixes" in path or path in ADMIN else (200, 400)
                 assert allowed.status_code in wanted, (method, path)
             seen += 1
-    assert seen >= 17
+    assert seen >= 20
 
 
 @pytest.mark.parametrize("path", ["/health/", "//health", "/v1/../health", "/HEALTH", "/nothing", "/health?x=/metrics"])

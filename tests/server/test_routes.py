@@ -65,7 +65,7 @@ def test_which_routes_are_plain() -> None:
     finally:
         llm.close()
     fastapis = {route.path for route in app.routes if isinstance(route, PlainRoute) and route.needs_fastapi}
-    assert fastapis == {"/reset_prefix_cache", "/v1/models/{name:path}", "/v1/prefixes", "/v1/prefixes/{name}"}
+    assert fastapis == {"/v1/models/{name:path}", "/v1/prefixes", "/v1/prefixes/{name}", *ADMIN}
 
 
 @pytest.mark.parametrize(

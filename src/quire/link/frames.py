@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from quire.errors import (
     EngineDead,
     InputError,
+    NotIdle,
     Overloaded,
     PrefixesFull,
     PrefixTaken,
@@ -27,9 +28,11 @@ from quire.errors import (
 from quire.link.media_frames import read_media, write_media
 from quire.link.messages import (
     CARES,
+    MODES,
     MOST_ID,
     MOST_NUMBER,
     MOST_REQUESTS,
+    MOST_TAGS,
     Abort,
     Add,
     Answer,
@@ -61,7 +64,7 @@ KINDS = (
     CARE,
 ) = range(1, 17)  # fmt: skip
 ERRORS: dict[str, type[InputError]] = {
-    kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix)
+    kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
 # Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
 UNSENT = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
@@ -190,8 +193,8 @@ def write_front(message: FromFront) -> tuple[int, bytes]:
             return PREFIXES, write_json({"key": key})
         case Look(key):
             return LOOK, write_json({"key": key})
-        case Care(key, what):
-            return CARE, write_json({"key": key, "what": what})
+        case Care():
+            return CARE, write_json(message._asdict())
 
 
 def read_front(frame: Frame) -> FromFront:
@@ -275,7 +278,10 @@ def _read_care(body: memoryview) -> Care:
     what = field(data, "what", str)
     if what not in CARES:
         raise WireError("what", f"{what[:60]!r} is nothing that is done")
-    return Care(number(data, "key"), what)
+    mode, tags = field(data, "mode", str), field(data, "tags", list)
+    if mode not in MODES or len(tags) > MOST_TAGS or not all(type(tag) is str for tag in tags):
+        raise WireError("mode", "it is none, or the tags are no texts")
+    return Care(number(data, "key"), what, number(data, "level"), mode, tuple(tags))
 
 
 def _at_end(reader: Reader) -> None:

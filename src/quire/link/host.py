@@ -21,6 +21,7 @@ from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.control.scene import scene
 from quire.errors import EngineDead, InputError
+from quire.link.caring import Caring
 from quire.link.held_pixels import HeldPixels
 from quire.link.messages import (
     Abort,
@@ -95,7 +96,7 @@ class Host:
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
         self._computed = 0
-        self.pictures = HeldPixels()
+        self.pictures, self.caring = HeldPixels(), Caring(engine)
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
         # A runner in other processes is looked at while there is nothing to do: one may end.
         self._check: Callable[[], None] = getattr(engine.runner, "check", lambda: None)
@@ -191,6 +192,8 @@ class Host:
         self._dirty = True
         if self.engine.unfinished:
             self._publish(self.engine.step())
+        for front, answer in self.caring.fall_asleep():
+            self._tell(front, answer)
         return True
 
     def _publish(self, outputs: list[Output]) -> None:
@@ -198,7 +201,9 @@ class Host:
         now = self.engine.clock()
         brought: dict[int, tuple[list[Progress], list[tuple[int, Output]]]] = {FIRST: ([], [])}
         for output in outputs:
-            owned = self._owned[output.request]
+            owned = self._owned.get(output.request)
+            if owned is None:  # a prefix that is computed again
+                continue
             progress, told = brought.get(owned.front) or brought.setdefault(owned.front, ([], []))
             if not owned.told or output.done:
                 owned.told = True
@@ -317,7 +322,11 @@ class Host:
         self._tell(front, Answer(message.key, value=json.dumps({"took": took, **found}, separators=(",", ":"))))
 
     def _care(self, front: int, message: Care) -> None:
-        self._tell(front, Answer(message.key, value=self.engine.reset_prefix_cache()))
+        self.pulse.rest()  # to sleep and to wake up takes as long as it takes
+        answer = self.caring.do(front, message)
+        self._dirty = True
+        if answer is not None:
+            self._tell(front, answer)
 
     def _leave(self, front: int, message: Left) -> None:
         self._abort(front, Abort(None))

@@ -32,7 +32,9 @@ from quire.parallel.frames import (
     PLAN,
     READY,
     SEE,
+    SLEEP,
     TOLD,
+    WAKE,
     WARM,
     WARMED,
     Hello,
@@ -127,6 +129,16 @@ class RemoteRunner:
         self._order(WARM, WARMED.pack(tokens, max_len))
         self._all(DONE, STARTS * self.seconds, "at start")
 
+    def sleep(self, level: int) -> None:
+        """See control.runners.Sleeping; on each rank."""
+        self._order(SLEEP, bytes((level,)))
+        self._all(DONE, STARTS * self.seconds, "falling asleep")
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See control.runners.Sleeping; on each rank. EngineDead if one can't: the others are awake by then."""
+        self._order(WAKE, write_json({"tags": list(tags)}))
+        self._all(DONE, STARTS * self.seconds, "waking up")
+
     def see(self, pixels: Pixels) -> None:
         """Keep a picture: plans that are submitted from now on may encode it."""
         self._order(SEE, write_see(pixels))
@@ -169,7 +181,8 @@ class RemoteRunner:
         """What was mapped on each rank, where memory is virtual: the most, and of seconds, the longest."""
         if not self._virtual or self._dead:
             return None
-        return Mapped(*map(max, zip(*self.ask("mapped"))))
+        told = self.ask("mapped")
+        return None if None in told else Mapped(*map(max, zip(*told)))
 
     @property
     def used(self) -> tuple[RankUse, ...]:

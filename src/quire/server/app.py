@@ -130,6 +130,9 @@ def _add_admin(app: FastAPI, method: str, path: str, route: Callable[..., Any]) 
 def add_care(app: FastAPI, care: Care, server_info: bool, tokenizer_info: bool) -> None:
     """What an operator does and asks."""
     _add_admin(app, "POST", "/reset_prefix_cache", care.reset_prefix_cache)
+    _add_admin(app, "POST", "/sleep", care.sleep)
+    _add_admin(app, "POST", "/wake_up", care.wake_up)
+    _add_admin(app, "GET", "/is_sleeping", care.is_sleeping)
     if server_info:
         _add_admin(app, "GET", "/server_info", care.server_info)
     if tokenizer_info:

@@ -33,6 +33,23 @@ class Care:
         check_query(request)
         return JSONResponse({"pages": await self.llm.reset_prefix_cache()})
 
+    async def sleep(self, request: Request) -> Response:
+        """Let go of the KV memory, and of the weights: to host memory (level=1) or for good (2)."""
+        check_query(request, "level", "mode")
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise InputError(f"level is {shown(level)}: an engine sleeps at level 1 or 2", "level")
+        return JSONResponse(await self.llm.sleep(int(level), request.query_params.get("mode", "refuse")))
+
+    async def wake_up(self, request: Request) -> Response:
+        """Take back what sleeps, or what tags say of it."""
+        check_query(request, "tags")
+        return JSONResponse(await self.llm.wake_up(request.query_params.getlist("tags")))
+
+    async def is_sleeping(self) -> Response:
+        """Whether the engine sleeps, and what of it."""
+        return JSONResponse(await self.llm.rest())
+
     async def server_info(self) -> Response:
         """The engine's settings, its memory plan and what it runs on."""
         ready = self.llm.link.ready

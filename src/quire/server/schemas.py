@@ -226,6 +226,12 @@ class Emptied(Exact):
     pages: int = Field(ge=0)
 
 
+class Rest(Exact):
+    is_sleeping: bool
+    level: Literal[0, 1, 2]
+    away: list[Literal["weights", "kv_cache"]]
+
+
 class ServerInfo(Exact):
     version: str
     python: str
@@ -271,6 +277,9 @@ ANSWERS: dict[str, type[BaseModel] | None] = {
     "POST /v1/prefixes": RegisteredPrefix,
     "DELETE /v1/prefixes/{name}": DroppedPrefix,
     "POST /reset_prefix_cache": Emptied,
+    "POST /sleep": Rest,
+    "POST /wake_up": Rest,
+    "GET /is_sleeping": Rest,
     "GET /server_info": ServerInfo,
     "GET /tokenizer_info": TokenizerInfo,
 }
@@ -280,10 +289,10 @@ REASONS = {
     403: "No admin key",
     404: "No such model or prefix",
     408: "The body took too long to arrive",
-    409: "A prefix of that name is registered",
+    409: "A prefix of that name is registered, or requests run",
     413: "The body is too large, or the prefix doesn't fit",
     500: "A defect of the server",
-    503: "The queue is full, or the server is about to end; Retry-After says when to come back",
+    503: "The queue is full, the engine sleeps, or the server is about to end; Retry-After says when to come back",
 }
 KEY = "KeyOfTheServer"
 
@@ -297,8 +306,10 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
         codes |= {404: Error}
     if "prefixes" in path:
         codes |= dict.fromkeys((400, 403, 409), Error)
-    if path in ("/reset_prefix_cache", "/server_info"):
+    if path in ("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"):
         codes |= {403: Error}
+    if path == "/sleep":
+        codes |= {409: Error}
     if path == "/tokenizer_info":
         codes |= {400: Error}
     if path == "/health":

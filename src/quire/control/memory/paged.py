@@ -287,6 +287,12 @@ class PagedMemory(PageTables):
             self.refused = (seqs[0].id, self.pages.releases)
         return back
 
+    def renew(self) -> None:
+        assert not any(self.everybody()), "sequences have pages"
+        assert not self.prefixes.registered, "registered prefixes have pages"
+        self.prefixes.reset()
+        self.take_journal()
+
     def everybody(self) -> Iterable[Resident]:
         return chain(self.residents.values(), self.swap.residents.values())
 
