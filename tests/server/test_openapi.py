@@ -28,10 +28,11 @@ def explored(running: Running, examples: int, folder: Path) -> None:
         "--checks", "all", "--max-examples", str(examples), "--seed", "1", "--continue-on-failure", "--no-color",
         "--request-timeout", "20", "--header", "Authorization: Bearer admin",
         "--report", "json", "--report-json-path", "report.json",
+        "--exclude-path-regex", "/(sleep|wake_up|is_sleeping)$",  # nothing else is answered meanwhile: test_sleep.py
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3000)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    assert "16 selected / 16 total" in found.stdout, "the document has other operations than this test knows"
+    assert "16 selected / 19 total" in found.stdout, "the document has other operations than this test knows"
     for name, rates in json.loads((folder / "report.json").read_text())["valid_rates"].items():
         accepted, rejected = (sum(rate[kind] for rate in rates.values()) for kind in ("accepted", "rejected"))
         assert accepted or name in NEVER, (name, rates)

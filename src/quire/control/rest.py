@@ -61,6 +61,7 @@ class Rest:
                 self.prefixes[name] = prefix.tokens
                 memory.prefixes.unpin(name)
         memory.renew()
+        engine.scheduler.births.clear()  # of sequences that have left again
         self.level, self.away = max(level, self.level), TAGS
         runner.sleep(self.level)
 

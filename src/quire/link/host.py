@@ -312,7 +312,8 @@ class Host:
 
     def _prefixes(self, front: int, message: Prefixes) -> None:
         held, live = self.engine.prefixes, self.engine.requests
-        ready = tuple(name for name in held if f"prefix:{name}" not in live)
+        asleep = self.engine.rest.level > 0
+        ready = tuple(name for name in held if f"prefix:{name}" not in live and not asleep)
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
 
     def _look(self, front: int, message: Look) -> None:

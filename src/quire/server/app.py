@@ -21,7 +21,7 @@ from quire.server.peers import Peers
 from quire.server.proxy import front
 from quire.server.routes import PlainRoute
 from quire.server.sampling import Terms
-from quire.server.schemas import describe, responses
+from quire.server.schemas import describe, parameters, responses
 from quire.server.service import Service
 from quire.vocabulary.params import MAX_LOGPROBS
 
@@ -124,6 +124,7 @@ def _add_admin(app: FastAPI, method: str, path: str, route: Callable[..., Any]) 
         response_model=None,
         responses=responses(method, path),
         dependencies=[Depends(require_admin)],
+        openapi_extra=parameters(method, path),
     )
 
 

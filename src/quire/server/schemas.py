@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.control.rest import LEVELS, TAGS
+from quire.link.messages import MODES, MOST_TAGS
+
 Finish = Literal["stop", "length", "tool_calls", "abort", "error"] | None
 
 
@@ -283,6 +286,15 @@ ANSWERS: dict[str, type[BaseModel] | None] = {
     "GET /server_info": ServerInfo,
     "GET /tokenizer_info": TokenizerInfo,
 }
+PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?"
+    "POST /sleep": {
+        "level": {"type": "integer", "enum": list(LEVELS), "default": 1},
+        "mode": {"type": "string", "enum": list(MODES), "default": MODES[0]},
+    },
+    "POST /wake_up": {
+        "tags": {"type": "array", "items": {"type": "string", "enum": list(TAGS)}, "maxItems": MOST_TAGS},
+    },
+}
 REASONS = {
     400: "What was asked can't be done; the message names the field, the value and the limit",
     401: "No valid key",
@@ -324,6 +336,12 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     if path.endswith("completions"):
         found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": Chunk.__doc__}}}
     return found
+
+
+def parameters(method: str, path: str) -> dict[str, Any]:
+    """What a route takes behind its path, for the document."""
+    taken = PARAMETERS.get(f"{method} {path}", {})
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in taken.items()]}
 
 
 def describe(document: dict[str, Any], asks_for_keys: bool) -> dict[str, Any]:
