@@ -192,6 +192,7 @@ class Host:
         self._dirty = True
         if self.engine.unfinished:
             self._publish(self.engine.step())
+        self.pulse.rest()  # as in `_care`
         for front, answer in self.caring.fall_asleep():
             self._tell(front, answer)
         return True

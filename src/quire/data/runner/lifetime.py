@@ -99,7 +99,11 @@ class Lifetime:
 
     def _give_back(self) -> None:
         """What nobody holds any more goes back to the system."""
+        frozen = gc.get_freeze_count() > 0  # what was loaded is spared by the collector, in programs of our own
+        gc.unfreeze()
         gc.collect()
+        if frozen:
+            gc.freeze()
         memory().leave()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
