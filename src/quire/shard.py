@@ -80,9 +80,10 @@ def shard_runner(
         memory().settle()
         return model
 
+    model = make(progress)
     attention = attention_of(config, source.spec, device, dtype)
     runner = ModelRunner(
-        make(progress), source.spec, dtype, device, attention, eos_ids,
+        model, source.spec, dtype, device, attention, eos_ids,
         graphs=config.cuda_graphs and attention in ("triton", "native", *VENDORS),
         deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
         common=common() if common is not None else None,

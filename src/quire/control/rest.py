@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from quire.control.runners import Sleeping
 from quire.errors import Asleep, InputError, NotIdle, shown
@@ -23,7 +24,7 @@ class Rest:
     are registered, and computed again at wake-up. `soon`: it will sleep once its requests have ended."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine: Engine = proxy(engine)  # whose memory goes with the last who has it, not with a collection
         self.level, self.away = 0, tuple[str, ...]()
         self.soon = False
         self.prefixes: dict[str, list[int]] = {}

@@ -161,7 +161,7 @@ class Front:
             self._stepped(message)
         elif isinstance(message, Answer):
             question = self._questions.get(message.key)
-            if isinstance(message.error, Overloaded) and question is not None and question.streams:
+            if isinstance(message.error, Overloaded) and (question is None or question.streams):
                 self._refused()
             self._settle(message.key, message.value, message.error)
         else:
