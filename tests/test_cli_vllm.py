@@ -158,7 +158,7 @@ HINTS = {
     "--served-model-names": "--served-model-name", "--allowed-origin": "--allowed-origins",
     "--enforce-eager-mode": "--enforce-eager", "--kv-cache-memory": "--kv-cache-memory-bytes",
 }  # fmt: skip
-NEITHER = ("--response-role", "--enable-sleep-mode", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
+NEITHER = ("--response-role", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
            "--log-config-file", "--async-scheduling", "--collect-detailed-traces", "--seeds-of-doubt",
            "cpu-offload-gb")  # fmt: skip
 

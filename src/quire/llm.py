@@ -180,6 +180,26 @@ class LLM:
         self._check_idle()
         return self.engine.release_prefix(name)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and picture; registered prefixes stay. Returns the number of pages that were
+        emptied."""
+        self._check_idle()
+        return self.engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Let go of the KV memory, and of the weights: to host memory (1; on a CPU they stay) or for good (2), until
+        `wake_up`. What is cached is lost."""
+        self._check_idle()
+        self.engine.rest.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take back what sleeps, or only "weights" or "kv_cache", in that order. With all of it there registered
+        prefixes are computed again, and prompts are taken."""
+        self._check_idle()
+        self.engine.rest.wake(tags)
+        while self.engine.unfinished:
+            self._step()
+
     @property
     def prefixes(self) -> dict[str, int]:
         """The registered prefixes: their lengths in tokens."""

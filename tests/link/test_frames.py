@@ -53,6 +53,7 @@ from quire.link.messages import (
     Add,
     Answer,
     Asked,
+    Care,
     Died,
     Facts,
     Prefixes,
@@ -138,7 +139,8 @@ MESSAGES = [
     Add(8, LOOKED, SamplingParams(max_tokens=3), "salt", SEEN), Add(8, LOOKED, SamplingParams(), "", SEEN[:1]),
     Add(7, (Asked(1, "cmpl-1", (5, 6, 7)), Asked(2, "é\n", (1,))), SamplingParams(max_tokens=3), "salt"),
     Abort(None), Abort((1, 2, 2**32 - 1)), Abort(()), Stop(3, 0, "stop\ud800 here"),
-    Register(1, 2, "rules", (1, 2, 3)), Release(4, "rules"), Prefixes(9),
+    Register(1, 2, "rules", (1, 2, 3)), Release(4, "rules"), Prefixes(9), Care(3, "reset"),
+    Care(3, "sleep", 2, "abort"), Care(4, "wake", tags=("weights",)),
 ]  # fmt: skip
 
 

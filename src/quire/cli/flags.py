@@ -241,6 +241,10 @@ def _add_log_flags(group: Any) -> None:
                        help="what the HTTP library logs (default: %(default)s)")  # fmt: skip
     group.add_argument("--metrics-prefix", choices=("quire", "vllm"), default="quire",
                        help="names of metrics: quire_... or vllm:..., for dashboards of vLLM")  # fmt: skip
+    group.add_argument("--enable-server-info", action="store_true",
+                       help="have GET /server_info tell admins the settings and the memory plan")  # fmt: skip
+    group.add_argument("--enable-tokenizer-info-endpoint", action="store_true",
+                       help="have GET /tokenizer_info tell the tokenizer's settings and the chat template")  # fmt: skip
     group.add_argument("--no-console", dest="console", action="store_false", help="no page at /console")
 
 

@@ -23,6 +23,7 @@ NEEDLESS = {
     "--no-enable-log-requests": "requests are logged only with --enable-log-requests",
     "--disable-log-stats": "a status line is written only while something happens, and /metrics costs a step nothing",
     "--disable-uvicorn-access-log": "HTTP requests are logged only with --access-log",
+    "--enable-sleep-mode": "an engine can always sleep: POST /sleep",
     "--enable-auto-tool-choice": "calls of tools are always read",
     "--enable-prompt-tokens-details": "usage always has them",
     "--enable-request-id-headers": "every response has an X-Request-Id",

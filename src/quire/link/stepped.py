@@ -96,7 +96,7 @@ def said_facts(facts: Facts) -> dict[str, Any]:
         "types": facts.account.types, "preempted": dict(facts.preempted),
         "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
         "idle_seconds": stats.idle_seconds, "seconds": facts.seconds, "mapped": facts.mapped,
-        "ranks": facts.ranks,
+        "ranks": facts.ranks, "asleep": facts.asleep,
     }  # fmt: skip
 
 
@@ -194,7 +194,8 @@ def read_facts(said: dict[str, Any]) -> Facts:
         there, maps, unmaps, ahead = map(_count, counts)
         mapped = Mapped(there, maps, unmaps, ahead, float(stalled), float(meanwhile))
         ranks = tuple(RankUse(float(seconds), _count(used)) for seconds, used in said["ranks"])
-        return Facts(Account(usage, sharing, types), stats, preempted, float(said["seconds"]), mapped, ranks)
+        asleep = _count(said["asleep"])
+        return Facts(Account(usage, sharing, types), stats, preempted, float(said["seconds"]), mapped, ranks, asleep)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise WireError("facts", f"{type(error).__name__} {error}"[:200]) from error
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.errors import EngineDead, InputError, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
+from quire.errors import EngineDead, InputError, NotIdle, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
 from quire.server.metrics import Metrics
 from quire.server.protocol import wrong_type
 
@@ -69,7 +69,8 @@ class UnknownModel(InputError):
     """A request names a model that isn't served."""
 
 
-STATUS: dict[type[InputError], int] = {UnknownModel: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413}
+STATUS: dict[type[InputError], int] = {UnknownModel: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413,
+                                        NotIdle: 409}  # fmt: skip
 
 
 def failure(error: BaseException) -> Failure:

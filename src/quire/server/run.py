@@ -56,6 +56,8 @@ class ServeOptions(NamedTuple):
     allowed_origins: tuple[str, ...] = ()  # of web pages that may ask from a browser
     metrics_prefix: str = "quire"
     console: bool = True
+    server_info: bool = False
+    tokenizer_info: bool = False
     strict: bool = False  # refuse unknown fields of requests
     max_logprobs: int = MAX_LOGPROBS
     log_requests: bool = False
@@ -123,6 +125,7 @@ def application(
         config=config, allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix,
         strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests, peers=peers,
         tool_format=options.tool_call_parser, thoughts=options.reasoning_parser, console=options.console,
+        server_info=options.server_info, tokenizer_info=options.tokenizer_info,
     )  # fmt: skip
 
 

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -27,11 +25,11 @@ from quire.data.runner.crossing import CrossPictures
 from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
+from quire.data.runner.lifetime import Lifetime
 from quire.data.runner.logprobs import scores_of, top_of
 from quire.data.runner.pictures import Pictures
 from quire.data.runner.pooling import Pooling, sampled
 from quire.data.runner.prompts import Prompts
-from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
 from quire.data.runner.seen import SeenTokens
 from quire.data.runner.split_sampler import SplitSampler
@@ -84,7 +82,7 @@ class Ticket(NamedTuple):
     held: Callable[[], Drawn] | None = None  # draws that wait for masks
 
 
-class ModelRunner:
+class ModelRunner(Lifetime):
     """Runs `model` in `dtype` on `device` with the attention backend of that name."""
 
     def __init__(
@@ -202,12 +200,6 @@ class ModelRunner:
             return kept[: len(logits)].copy_(logits)
 
         return tail
-
-    def warm_up(self, tokens: int, max_len: int) -> None:
-        """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: then
-        no request waits for a kernel to be compiled or a graph to be captured. After `bind`, before the first step."""
-        if self.device.type == "cuda":
-            rehearse(self, tokens, max_len)
 
     def see(self, pixels: Pixels) -> None:
         """Keep a picture: plans that are submitted from now on may encode it."""
@@ -376,24 +368,3 @@ class ModelRunner:
     def _seconds(self, ticket: Ticket) -> float:
         began, self.collected = max(ticket.began, self.collected), time.perf_counter()
         return self.collected - began
-
-    def close(self) -> None:
-        """Let go of the pages, once nothing moves them any more."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        store = getattr(self, "store", None)
-        self.pictures = None  # holds the store too
-        for name in ("graphs", "mixed", "sampler", "last"):
-            if hasattr(self, name):
-                delattr(self, name)
-        if store is not None:
-            store.close()
-            del self.store, store
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # another engine may follow
-
-    def __del__(self) -> None:
-        """Ordinary tensors go with whoever holds them; mapped pages are given back by somebody."""
-        if hasattr(getattr(self, "store", None), "driver") and not sys.is_finalizing():
-            with suppress(Exception):
-                self.close()
