@@ -28,7 +28,7 @@ def explored(running: Running, examples: int, folder: Path) -> None:
         "--checks", "all", "--max-examples", str(examples), "--seed", "1", "--continue-on-failure", "--no-color",
         "--request-timeout", "20", "--header", "Authorization: Bearer admin",
         "--report", "json", "--report-json-path", "report.json",
-        "--exclude-path-regex", "/(sleep|wake_up|is_sleeping)$",  # nothing else is answered meanwhile: test_sleep_http.py
+        "--exclude-path-regex", "/(sleep|wake_up|is_sleeping)$",  # others are refused then: test_sleep_http.py
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3000)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
