@@ -1,5 +1,5 @@
-"""What ranks take to add up rows and to compute the norm behind: see quire.bench.exchange_rank. Of each size the slowest
-rank counts, and bits must be those of all others.
+"""What ranks take to add up rows and to compute the norm behind: see quire.bench.exchange_rank. Of each size the
+slowest rank counts, and bits must be those of all others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How this machine's GPUs are linked: a program that writes it as JSON, so that whoever wants to know it opens no GPU."""
+"""How this machine's GPUs are linked: a program that writes it as JSON, so that who asks opens no GPU."""
 
 from __future__ import annotations
 
