@@ -67,6 +67,10 @@ class FaultyEcho(EchoRunner):
     def warm_up(self, tokens: int, max_len: int) -> None:
         self._at("warm")
 
+    def wake(self, tags: Sequence[str]) -> None:
+        self._at("wake")
+        super().wake(tags)
+
     def submit(self, plan: StepPlan) -> int:
         self._at("submit", self.submitted + 1)
         return super().submit(plan)

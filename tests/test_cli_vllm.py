@@ -128,7 +128,8 @@ FOREIGN = {
     "--speculative-config": "there is no speculative decoding",
     "--speculative_config": "there is no speculative decoding",
     "--tool-parser-plugin": "no code is loaded by name",
-    "--reasoning-parser": "outputs are returned as the model writes them",
+    "--reasoning-parser-plugin": "no code is loaded by name",
+    "--enable-reasoning": "a chat template that speaks of thoughts",
     "--guided-decoding-backend": "llguidance makes all grammars",
     "--structured-outputs-config": "llguidance makes all grammars",
     "--limit-mm-per-prompt": "see --max-images",
@@ -165,7 +166,7 @@ HINTS = {
     "--served-model-names": "--served-model-name", "--allowed-origin": "--allowed-origins",
     "--enforce-eager-mode": "--enforce-eager", "--kv-cache-memory": "--kv-cache-memory-bytes",
 }  # fmt: skip
-NEITHER = ("--response-role", "--enable-sleep-mode", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
+NEITHER = ("--response-role", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
            "--log-config-file", "--async-scheduling", "--collect-detailed-traces", "--seeds-of-doubt",
            "cpu-offload-gb")  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,9 +18,24 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from quire.control.memory import Account
-from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix
+from quire.control.rest import LEVELS
+from quire.errors import EngineDead, InputError, Overloaded, PrefixTaken, QuireError, UnknownPrefix, shown
 from quire.link.front import Front, Link
-from quire.link.messages import MOST_ID, MOST_REQUESTS, Abort, Add, Asked, Look, Prefixes, Register, Release, described
+from quire.link.messages import (
+    MODES,
+    MOST_ID,
+    MOST_REQUESTS,
+    MOST_TAGS,
+    Abort,
+    Add,
+    Asked,
+    Care,
+    Look,
+    Prefixes,
+    Register,
+    Release,
+    described,
+)
 from quire.link.pulse import Health
 from quire.text.outputs import Assembly, RequestOutput, check_registered
 from quire.text.prompts import LONG_CHARS, Messages, Prompt, Prompts, characters, engine_config
@@ -227,6 +243,41 @@ class AsyncLLM(Front):
         seconds. EngineDead if there is none."""
         found = await self._ask(asyncio.get_running_loop().create_future(), Look)
         assert isinstance(found, str), "a look is answered with text"
+        return found
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
+        nobody else finds it. Returns the number of pages that were emptied."""
+        return int(await self._ask(asyncio.get_running_loop().create_future(), lambda key: Care(key, "reset")))
+
+    async def sleep(self, level: int = 1, mode: str = "refuse") -> dict[str, Any]:
+        """Let go of the KV memory, and of the weights: to host memory (`level` 1) or for good (2), until `wake_up`;
+        meanwhile requests get Asleep. With requests under way NotIdle, or with `mode` "wait" once they have ended, or
+        with "abort" when they were. Returns how it is, as `rest`."""
+        if mode not in MODES:
+            raise InputError(f"mode is {shown(mode)}; it is one of {', '.join(MODES)}", "mode")
+        if type(level) is not int or level not in LEVELS:  # as the engine says it
+            raise InputError(f"level is {shown(level)}: an engine sleeps at level 1 or 2", "level")
+        return await self._care("sleep", level=level, mode=mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """Take back what sleeps, or only "weights" or "kv_cache", in that order. With all of it there requests are
+        taken, and registered prefixes computed again. Overloaded if that isn't possible now. Returns as `rest`."""
+        if len(tags or ()) > MOST_TAGS:
+            raise InputError(f"there are {len(tags or ())} tags; {MOST_TAGS} are the most", "tags")
+        return await self._care("wake", tags=tuple(tags or ()))
+
+    async def rest(self) -> dict[str, Any]:
+        """Whether the engine sleeps: {"is_sleeping", "level" (0: it doesn't), "away": what sleeps}."""
+        return await self._care("rest")
+
+    async def is_sleeping(self) -> bool:
+        """Whether anything of the engine does."""
+        return bool((await self.rest())["is_sleeping"])
+
+    async def _care(self, what: str, **how: Any) -> dict[str, Any]:
+        answer = asyncio.get_running_loop().create_future()
+        found: dict[str, Any] = json.loads(await self._ask(answer, lambda key: Care(key, what, **how)))
         return found
 
     @property

@@ -5,10 +5,12 @@
     │   ├── PromptTooLong     more tokens than the model or the memory can ever hold
     │   ├── PrefixTaken       a prefix of that name is registered already
     │   ├── PrefixesFull      a prefix larger than what is left of the memory kept for prefixes
-    │   └── UnknownPrefix     no prefix of that name is registered
+    │   ├── UnknownPrefix     no prefix of that name is registered
+    │   └── NotIdle           requests are there, and what was asked for needs that there are none
     ├── StartupError      the engine can't start; names the cause and a remedy
     ├── LogError          a log of plans that can't be read, or doesn't hold together; names the byte
     ├── Overloaded        the queue is full; come back after `retry_after` seconds
+    │   └── Asleep            the engine sleeps, or is about to
     ├── PeerLost          another rank is gone or doesn't answer: its own failure is the cause
     └── EngineDead        the engine stopped; nothing more will be served
         ├── RanksLost         the processes that compute have ended, for this cause; they may be started anew
@@ -52,6 +54,10 @@ class UnknownPrefix(InputError):
     """No prefix of that name is registered."""
 
 
+class NotIdle(InputError):
+    """Requests run or wait, and what was asked for needs that none do."""
+
+
 class StartupError(QuireError):
     """The engine can't start. `remedy` says what to change."""
 
@@ -75,6 +81,10 @@ class Overloaded(QuireError):
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class Asleep(Overloaded):
+    """The engine sleeps, or is about to: it takes requests once it was woken up."""
 
 
 class PeerLost(QuireError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,14 @@ class Logged:
         """Log the plan, then submit it."""
         self._write(encode(plan))
         return self.runner.submit(plan)
+
+    def sleep(self, level: int) -> None:
+        """The runner sleeps. Nothing is logged: plans behind a sleep name no page that was written before."""
+        self.runner.sleep(level)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """It wakes up."""
+        self.runner.wake(tags)
 
     def hold(self, plan: StepPlan) -> Any:
         """Hold the plan, to be logged with its masks."""

@@ -72,19 +72,25 @@ def shard_runner(
     from quire.data.layers.prepare import join
     from quire.data.runner.model_runner import ModelRunner
 
-    model = _loaded(config, source, dtype, device, progress, part)
-    model.prepare(max_len, config.deterministic)
-    if exchange is not None:
-        join(model, exchange)
-    memory().settle()
+    def make(progress: bool = False) -> Any:
+        model = _loaded(config, source, dtype, device, progress, part)
+        model.prepare(max_len, config.deterministic)
+        if exchange is not None:
+            join(model, exchange)
+        memory().settle()
+        return model
+
+    model = make(progress)
     attention = attention_of(config, source.spec, device, dtype)
-    return ModelRunner(
+    runner = ModelRunner(
         model, source.spec, dtype, device, attention, eos_ids,
         graphs=config.cuda_graphs and attention in ("triton", "native", *VENDORS),
         deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
         common=common() if common is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
     )  # fmt: skip
+    runner.make = make
+    return runner
 
 
 def _loaded(

@@ -104,6 +104,7 @@ class AddressedRunner(EchoRunner):
     groups: list[Addressed]  # type: ignore[assignment]
 
     def bind(self, geometry: Geometry) -> None:
+        self.geometry = geometry
         sizes = {group.page_bytes // group.parts for group in geometry.groups}
         assert len(sizes) == 1, "pages of a device have one size"
         self.driver = driver = FakeDriver(sizes.pop())

@@ -56,7 +56,7 @@ class StoredRunner(EchoRunner):
         super().__init__(depth, vocab_size=VOCAB)
 
     def bind(self, geometry: Geometry) -> None:
-        self.store = store_of(geometry)
+        self.geometry, self.store = geometry, store_of(geometry)
         self.groups = [Stored(group, g, geometry.slots, self.store) for g, group in enumerate(geometry.groups)]
 
     def collect(self, ticket: int) -> StepResult:
@@ -69,6 +69,10 @@ class StoredRunner(EchoRunner):
     def replay(self, entry: Entry) -> None:
         if isinstance(entry, Table):
             super().replay(entry)
+
+    def sleep(self, level: int) -> None:
+        super().sleep(level)
+        self.store.close()
 
     def close(self) -> None:
         super().close()

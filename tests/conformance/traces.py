@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 from addresses import AddressedRunner, runner_for
 from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static, is_unused
 
@@ -21,7 +22,7 @@ from quire.control.memory.paged import PagedMemory
 from quire.control.outcomes import Output
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
-from quire.errors import InputError
+from quire.errors import Asleep, InputError
 from quire.sim.echo import EchoRunner, Found, expected, expected_beams, fake_top, states
 from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.params import SamplingParams
@@ -173,6 +174,12 @@ class Checked:
     def bind(self, geometry: Any) -> None:
         self.runner.bind(geometry)
 
+    def sleep(self, level: int) -> None:
+        self.runner.sleep(level)
+
+    def wake(self, tags: Seq[str]) -> None:
+        self.runner.wake(tags)
+
     def submit(self, plan: StepPlan) -> int:
         encodes = [entry for entry in plan.journal if isinstance(entry, Encode)]
         assert plan.rows or plan.births or encodes, "a step does nothing"
@@ -321,6 +328,7 @@ class Trace:
         self.aborts: Counter[str] = Counter()
         self.ran: set[Request] = set()
         self.refused = self.steps = self.siblings = 0
+        self.sleeps: list[int] | None = None  # if it sleeps where it has nothing to do: the levels
         self.registers = memory.prefixes is not None and memory.account().sharing.prefix_capacity > 0
 
     def draw(self, rng: random.Random, id: str) -> Asked:
@@ -402,6 +410,8 @@ class Trace:
         for _ in range(3 if self.registers else 0):
             self.prefixes()
         while added < requests or self.engine.unfinished:
+            if self.sleeps is not None and not self.engine.unfinished:
+                self.sleep()
             while added < requests and (self.rng.random() < arrivals or not self.engine.unfinished):
                 self.add(self.draw(self.rng, str(added)))
                 added += 1
@@ -429,6 +439,20 @@ class Trace:
             self.runner.parts,
             self.memory.account().sharing.picture_hits,
         )
+
+    def sleep(self) -> None:
+        """Nothing is left to do: sleep, and wake up, maybe in two steps. Nothing is found then but what registered
+        prefixes are computed to again."""
+        assert self.sleeps is not None
+        self.sleeps.append(len(self.sleeps) % 2 + 1)
+        self.engine.rest.sleep(self.sleeps[-1])
+        self.memory.check()
+        assert is_unused(self.memory.memory), "something is held"
+        for tags in (None,) if len(self.sleeps) % 3 else (("weights",), ("kv_cache",)):
+            with pytest.raises(Asleep):
+                self.engine.add("asleep", [1], SamplingParams())
+            self.engine.rest.wake(tags)
+        self.memory.check()
 
     def drained(self) -> None:
         """Nothing is left but registered prefixes, then nothing; and every output is the oracle's."""

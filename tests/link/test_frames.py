@@ -53,6 +53,7 @@ from quire.link.messages import (
     Add,
     Answer,
     Asked,
+    Care,
     Died,
     Facts,
     Prefixes,
@@ -79,12 +80,12 @@ tokens = st.lists(small, max_size=5).map(tuple)
 tops = st.lists(st.builds(Top, small, finite, small, tokens, st.lists(finite, max_size=3).map(tuple)), max_size=3)
 outputs = st.builds(
     Output, st.just(""), st.integers(0, 300), tokens, st.just(""), st.just(()), st.none(), st.none(), st.just(False),
-    finite, st.none(), small,
+    finite, st.none(), small, st.just(()),
 )  # fmt: skip
 ended = st.builds(
     Output, st.just(""), st.integers(0, 300), tokens, st.just(""), tops.map(tuple),
     st.sampled_from(["stop", "length", "abort", "error"]), st.none() | small | texts, st.booleans(), finite,
-    st.none() | tops.map(tuple), small,
+    st.none() | tops.map(tuple), small, st.lists(finite, max_size=3).map(tuple),
 )  # fmt: skip
 progress = st.builds(Progress, unsigned, unsigned, st.none() | finite, st.none() | finite, unsigned, unsigned)
 
@@ -138,7 +139,8 @@ MESSAGES = [
     Add(8, LOOKED, SamplingParams(max_tokens=3), "salt", SEEN), Add(8, LOOKED, SamplingParams(), "", SEEN[:1]),
     Add(7, (Asked(1, "cmpl-1", (5, 6, 7)), Asked(2, "é\n", (1,))), SamplingParams(max_tokens=3), "salt"),
     Abort(None), Abort((1, 2, 2**32 - 1)), Abort(()), Stop(3, 0, "stop\ud800 here"),
-    Register(1, 2, "rules", (1, 2, 3)), Release(4, "rules"), Prefixes(9),
+    Register(1, 2, "rules", (1, 2, 3)), Release(4, "rules"), Prefixes(9), Care(3, "reset"),
+    Care(3, "sleep", 2, "abort"), Care(4, "wake", tags=("weights",)),
 ]  # fmt: skip
 
 
@@ -334,8 +336,9 @@ def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
     """Of every kind of message, with who reads it."""
     ends = Output("", 1, (4, 5), "", (Top(4, -0.5, 1, (4, 9), (-0.5, -2.0)),), "stop", "so", True, -3.0, (), 5)
     plain = [Output("", at % 3, (at,), "", (), None, None, False, -1.0) for at in range(40)]
+    pooled = Output("", 0, (), "", (), "stop", None, True, 0.0, pooled=(0.5, -2.0))
     stepped = Stepped(1.0, Queues(1, 2, 3, 0), 50, [Progress(1, 2, 3.0, None, 5, 6)],
-                      told([*plain, ends, ends._replace(stop_reason=7)], range(42)), some_facts())  # fmt: skip
+                      told([*plain, ends, ends._replace(stop_reason=7), pooled], range(43)), some_facts())  # fmt: skip
     held = {"a": 1}, ("a",)
     engine = [stepped, stepped._replace(facts=None), Answer(1, InputError("a", "n")), Answer(2, None, held),
               Died(EngineDead("x"))]  # fmt: skip

@@ -26,6 +26,8 @@ BODIES = {
     "bind": (frames.read_bind, frames.write_bind(GEOMETRY), GEOMETRY),
     "see": (frames.read_see, frames.write_see(PIXELS), PIXELS),
     "forget": (frames.read_key, b"k" * 32, b"k" * 32),
+    "sleep": (frames.read_sleep, b"\2", 2),
+    "wake": (frames.read_wake, b'{"tags":["weights"]}', ["weights"]),
     "warm": (frames.read_warm, frames.WARMED.pack(2048, 99), (2048, 99)),
     "answer": (frames.read_answer, frames.DREW.pack(3, 2**64 - 1) + b"rest", (3, 2**64 - 1, b"rest")),
 }
@@ -78,5 +80,5 @@ def test_a_stream_of_anything_is_refused_or_waits_for_more(data: bytes) -> None:
 
 
 def test_a_kind_that_is_none_is_refused() -> None:
-    with pytest.raises(WireError, match="kind: 16 is no kind of frame"):
-        list(Frames(KINDS).feed(Frames().write(16, b"")))
+    with pytest.raises(WireError, match="kind: 18 is no kind of frame"):
+        list(Frames(KINDS).feed(Frames().write(18, b"")))

@@ -105,6 +105,17 @@ def test_a_rank_that_hangs_is_given_up_after_the_limit() -> None:
     runner.close()
 
 
+def test_a_rank_that_can_not_wake_up_ends_all() -> None:
+    """The others are awake by then."""
+    runner = threaded(2, lambda rank: FaultyEcho(1, **({"how": "raise", "place": "wake"} if rank else {})))
+    engine = open_engine(runner)
+    drain(engine)
+    engine.rest.sleep(1)
+    with pytest.raises(EngineDead, match=f"{RAISED} waking up"):
+        engine.rest.wake()
+    runner.close()
+
+
 def test_one_that_hangs_at_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.parallel.remote.CLOSING", 0.5)
     used_once(rank1={"how": "hang", "place": "close"})

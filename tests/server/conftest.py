@@ -12,7 +12,7 @@ from openai import OpenAI
 
 @pytest.fixture(scope="session")
 def echo() -> Iterator[Running]:
-    with echo_service.serving() as running:
+    with echo_service.serving(server_info=True, tokenizer_info=True) as running:
         yield running
 
 

@@ -17,7 +17,9 @@ from echo_service import Running
 from quire.server.schemas import ANSWERS, REASONS, Chunk
 
 ALWAYS = ("POST /ping", "GET /health", "GET /metrics", "GET /v1/models", "GET /v1/prefixes", "GET /version")
-NEVER = ("GET /v1/models/{name}", "POST /v1/prefixes", "DELETE /v1/prefixes/{name}")  # no schema says which names are
+# No schema says which names are; the echo has no embeddings.
+NEVER = ("GET /v1/models/{name}", "POST /v1/prefixes", "DELETE /v1/prefixes/{name}", "POST /v1/embeddings",
+         "POST /score", "POST /rerank")  # fmt: skip
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 
 
@@ -28,17 +30,19 @@ def explored(running: Running, examples: int, folder: Path) -> None:
         "--checks", "all", "--max-examples", str(examples), "--seed", "1", "--continue-on-failure", "--no-color",
         "--request-timeout", "20", "--header", "Authorization: Bearer admin",
         "--report", "json", "--report-json-path", "report.json",
+        # Nothing else is answered while it sleeps: test_sleep_http.py.
+        "--exclude-path-regex", "/(sleep|wake_up|is_sleeping)$",
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3000)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    assert "15 selected / 15 total" in found.stdout, "the document has other operations than this test knows"
+    assert "19 selected / 22 total" in found.stdout, "the document has other operations than this test knows"
     for name, rates in json.loads((folder / "report.json").read_text())["valid_rates"].items():
         accepted, rejected = (sum(rate[kind] for rate in rates.values()) for kind in ("accepted", "rejected"))
         assert accepted or name in NEVER, (name, rates)
         assert not (name in ALWAYS and rejected), (name, rates)
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("examples", [3, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
 def test_schemathesis_finds_nothing(examples: int, tmp_path: Path) -> None:
     model = echo_service.built(kv_tokens=4096, prefix_tokens=256)
     with echo_service.serving(model, keys=["user"], admin_keys=["admin"]) as running:

@@ -24,6 +24,7 @@ NEEDLESS = {
     "--no-enable-log-requests": "requests are logged only with --enable-log-requests",
     "--disable-log-stats": "a status line is written only while something happens, and /metrics costs a step nothing",
     "--disable-uvicorn-access-log": "HTTP requests are logged only with --access-log",
+    "--enable-sleep-mode": "an engine can always sleep: POST /sleep",
     "--enable-auto-tool-choice": "calls of tools are always read",
     "--enable-prompt-tokens-details": "usage always has them",
     "--enable-request-id-headers": "every response has an X-Request-Id",
@@ -48,7 +49,9 @@ REASONS = (
     ("speculative- num-speculative num-lookahead spec- ngram-", "there is no speculative decoding"),
     ("tool-parser-plugin tool-server", "no code is loaded by name; see --tool-call-parser"),
     ("exclude-tools", "a request leaves out the tools that its prompt shouldn't have"),
-    ("reasoning-parser enable-reasoning enable-in-reasoning", "outputs are returned as the model writes them"),
+    ("reasoning-parser-plugin", "no code is loaded by name; see --reasoning-parser"),
+    ("enable-reasoning enable-in-reasoning reasoning-config", "a chat template that speaks of thoughts says so; see "
+     "--reasoning-parser"),
     ("guided-decoding structured-outputs", "llguidance makes all grammars; see docs/structured.md"),
     ("limit-mm", "see --max-images, --max-image-pixels and --max-image-bytes"),
     ("allowed-local-media allowed-media media-io", "pictures come within requests: nothing is fetched"),

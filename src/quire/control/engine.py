@@ -17,8 +17,9 @@ from quire.control.decoding import context_of
 from quire.control.edge import Limits, check_media, check_pixels, check_salt
 from quire.control.matching import masks_of
 from quire.control.outcomes import Outcomes, Output, Stats
-from quire.control.recovery import OF_PREFIXES, Restarts, recover
+from quire.control.recovery import Restarts, recover
 from quire.control.request import Request, Sequence
+from quire.control.rest import PREFIX, Rest
 from quire.control.runners import Holding, Runner
 from quire.control.scheduler import Scheduler
 from quire.control.turns import Turns
@@ -54,10 +55,12 @@ class Engine:
         seed: int = 0,
         depth: int | None = None,
         tiling: Tiling | None = None,
+        pooling: str = "last",
     ) -> None:
-        """`tiling` is how the model's pictures are cut; None: they are taken as they come."""
+        """`tiling` is how the model's pictures are cut; None: they are taken as they come. `pooling`: that of requests
+        that leave it to the engine."""
         self.scheduler, self.runner, self.limits, self.clock = scheduler, runner, limits, clock
-        self.tiling = tiling
+        self.tiling, self.pooling = tiling, pooling
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
@@ -75,6 +78,7 @@ class Engine:
         self.prefixes: dict[str, int] = {}  # registered ones, and those being computed: their lengths
         self.seen: Counter[bytes] = Counter()  # pictures, and how many requests have them
         self.shown: dict[bytes, Pixels] = {}  # those that the runner keeps
+        self.rest = Rest(self)
         self.grammar_of: Callable[[Structured], Grammar] | None = None  # where fronts send forms of outputs to it
 
     # In
@@ -111,6 +115,7 @@ class Engine:
         """Queue a request for each (id, prompt), all or none. Raises as `add`. `media` are the pictures of each prompt,
         where there are any, and `pixels` those of all of them; the runner gets what it hasn't. `params` are resolved
         already (see quire.text.stream): words are token ids here."""
+        self.rest.check_awake()
         self.limits.check_queue(len(prompts), len(self.scheduler.waiting))
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
@@ -120,6 +125,8 @@ class Engine:
                 "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
                 "prompt_logprobs",
             )
+        if params.pooling is not None:
+            params = self.limits.pooled(params, self.pooling)
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
         if params.structured is not None and params.grammar is None:
@@ -182,7 +189,7 @@ class Engine:
         seq.media = accepted.media
         seq.matcher = None if params.grammar is None else params.grammar.matcher()
         seq.branches, seq.final = accepted.width - 1, len(accepted.tokens) + accepted.max_tokens
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None or params.pooling == "mean":  # all of its rows count
             seq.reusable = 0
         request = Request(id, seq, params, arrival=self.clock(), max_tokens=accepted.max_tokens)
         request.method, request.prefix, request.media = accepted.method, prefix, accepted.media
@@ -263,19 +270,31 @@ class Engine:
                 f"a prefix of {len(tokens)} tokens exceeds what is left of what is kept for prefixes (--prefix-tokens)",
                 "prefix",
             )
-        self.add(f"prefix:{name}", tokens, OF_PREFIXES, prefix=name)
+        self.add(f"prefix:{name}", tokens, PREFIX, prefix=name)
         self.prefixes[name] = len(tokens)
+
+    def compute_prefix(self, name: str, tokens: Seq[int]) -> None:
+        """Again, as the memory has lost it; whatever waits in the queue."""
+        self._queue(f"prefix:{name}", self._accept(tokens, PREFIX, False, ()), PREFIX, "", name)
 
     def release_prefix(self, name: str) -> bool:
         """Let go of a prefix. False if there is none of that name."""
         if self.prefixes.pop(name, None) is None:
             return False
+        if self.rest.prefixes.pop(name, None) is not None:  # it is to be computed when the engine wakes up
+            return True
         request = self.requests.get(f"prefix:{name}")
         if request is not None and request.prefix == name:
             self.abort(request.id)
         assert self.scheduler.memory.prefixes is not None, "a prefix was registered where none is kept"
         self.scheduler.memory.prefixes.unpin(name)
         return True
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
+        nobody else finds it. Returns the number of pages that were emptied."""
+        prefixes = self.scheduler.memory.prefixes
+        return 0 if prefixes is None else prefixes.reset()
 
     # Step
 

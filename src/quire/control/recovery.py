@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 from quire.control.memory import KVMemory
 from quire.control.outcomes import Output
 from quire.control.request import Event, Request, Sequence, Status
+from quire.control.rest import PREFIX
 from quire.control.scheduler import Scheduler
 from quire.control.sight import Sight
 from quire.errors import EngineDead, RanksLost, StartupError
-from quire.vocabulary.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.control.engine import Engine
     from quire.control.runners import Runner
 
 MOST, WINDOW = 3, 600.0  # restarts within so many seconds
-OF_PREFIXES = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 log = logging.getLogger("quire")
 
 Make = Callable[[], "tuple[Runner, KVMemory]"]
@@ -85,6 +84,7 @@ def recover(engine: Engine, lost: RanksLost) -> list[Output]:
     finally:
         engine.stats.restarts += restarts.count - count
     outputs = engine.told(engine.outcomes.of(start_over(engine.scheduler, memory), engine.clock()))
+    engine.rest.again()
     for picture in engine.shown.values():
         engine.say(engine.runner.see, picture)
     if prefixes is not None:
@@ -97,7 +97,7 @@ def _prefix(engine: Engine, name: str, tokens: list[int]) -> Request:
     """What computes a registered prefix again: nobody waits for it, and those that came before may use it."""
     seq = Sequence(engine.scheduler.new_id(), list(tokens))
     seq.final = len(tokens) + 1
-    request = Request(f"prefix:{name}", seq, OF_PREFIXES, arrival=engine.clock(), max_tokens=1)
+    request = Request(f"prefix:{name}", seq, PREFIX, arrival=engine.clock(), max_tokens=1)
     request.prefix = name
     engine.requests[request.id] = request
     engine.again.add(request.id)

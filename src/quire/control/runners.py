@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from quire.vocabulary.media import Pixels
@@ -37,6 +38,21 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release everything."""
+        ...
+
+
+@runtime_checkable
+class Sleeping(Protocol):
+    """A runner that can let go of its memory and take it back. No step is in flight when it is asked to."""
+
+    def sleep(self, level: int) -> None:
+        """Let go of pages, host pages and all that was made over them; with level 1 weights move to host memory, with
+        2 they are dropped. One that sleeps at level 1 may be asked for 2."""
+        ...
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take back what is named, "weights" before "kv_cache": pages hold nothing, and their tables name nothing. What
+        it raises leaves it asleep, but for the weights if these came back."""
         ...
 
 

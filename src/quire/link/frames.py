@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from quire.errors import (
     EngineDead,
     InputError,
+    NotIdle,
     Overloaded,
     PrefixesFull,
     PrefixTaken,
@@ -26,13 +27,17 @@ from quire.errors import (
 )
 from quire.link.media_frames import read_media, write_media
 from quire.link.messages import (
+    CARES,
+    MODES,
     MOST_ID,
     MOST_NUMBER,
     MOST_REQUESTS,
+    MOST_TAGS,
     Abort,
     Add,
     Answer,
     Asked,
+    Care,
     Died,
     FromEngine,
     FromFront,
@@ -56,9 +61,10 @@ COUNT = struct.Struct("<I")
 STOP = struct.Struct("<III")  # number, branch, bytes of the reason
 KINDS = (
     HELLO, ADD, ABORT, STOPPED, REGISTER, RELEASE, PREFIXES, PING, READY, FAILED, ANSWER, STEPPED, DIED, PONG, LOOK,
-) = range(1, 16)  # fmt: skip
+    CARE,
+) = range(1, 17)  # fmt: skip
 ERRORS: dict[str, type[InputError]] = {
-    kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix)
+    kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
 # Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
 UNSENT = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
@@ -187,6 +193,8 @@ def write_front(message: FromFront) -> tuple[int, bytes]:
             return PREFIXES, write_json({"key": key})
         case Look(key):
             return LOOK, write_json({"key": key})
+        case Care():
+            return CARE, write_json(message._asdict())
 
 
 def read_front(frame: Frame) -> FromFront:
@@ -265,6 +273,17 @@ def _read_look(body: memoryview) -> Look:
     return Look(number(read_json(body), "key"))
 
 
+def _read_care(body: memoryview) -> Care:
+    data = read_json(body)
+    what = field(data, "what", str)
+    if what not in CARES:
+        raise WireError("what", f"{what[:60]!r} is nothing that is done")
+    mode, tags = field(data, "mode", str), field(data, "tags", list)
+    if mode not in MODES or len(tags) > MOST_TAGS or not all(type(tag) is str for tag in tags):
+        raise WireError("mode", "it is none, or the tags are no texts")
+    return Care(number(data, "key"), what, number(data, "level"), mode, tuple(tags))
+
+
 def _at_end(reader: Reader) -> None:
     if reader.at != reader.end:
         raise reader.error("frame", f"{reader.end - reader.at} bytes follow its end")
@@ -272,7 +291,7 @@ def _at_end(reader: Reader) -> None:
 
 READERS: dict[int, Callable[[memoryview], FromFront]] = {
     ADD: _read_add, ABORT: _read_abort, STOPPED: _read_stop, REGISTER: _read_register, RELEASE: _read_release,
-    PREFIXES: _read_prefixes, LOOK: _read_look,
+    PREFIXES: _read_prefixes, LOOK: _read_look, CARE: _read_care,
 }  # fmt: skip
 
 
@@ -283,7 +302,7 @@ def sent_params(params: SamplingParams) -> dict[str, Any]:
         raise InputError("a method can't be given to an engine in a process of its own", "method")
     given = {name: getattr(params, name) for name in DEFAULTS}
     if (form := params.structured) is not None:
-        given["structured"] = form.kind, form.source, form.after
+        given["structured"] = form.kind, form.source, form.after, form.opening, form.budget
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
 
@@ -296,8 +315,12 @@ def read_params(data: dict[str, Any]) -> SamplingParams:
         raise WireError("bad_word_ids", "no lists of token ids")
     form = data.get("structured")
     if form is not None:
-        if not isinstance(form, list | tuple) or len(form) != 3 or not isinstance(form[2], list | tuple):
-            raise WireError("structured", "no kind, source and marker")
+        if (
+            not isinstance(form, list | tuple)
+            or len(form) != 5
+            or not all(isinstance(x, list | tuple) for x in form[2:4])
+        ):
+            raise WireError("structured", "no kind, source, markers and budget")
         form = Structured(form[0], form[1], tuple(form[2]))
     return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words)), "structured": form})
 
@@ -330,9 +353,9 @@ def read_engine(frame: Frame) -> FromEngine:
     return Answer(number(data, "key"), None if error is None else read_error(field(data, "error", dict)), _value(value))
 
 
-def _value(value: Any) -> bool | str | tuple[dict[str, int], tuple[str, ...]] | None:
+def _value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | None:
     match value:
-        case None | bool() | str():
+        case None | int() | str():
             return value
         case [dict(held), list(ready)] if all(type(length) is int for length in held.values()):
             return held, tuple(map(str, ready))

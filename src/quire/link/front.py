@@ -160,7 +160,8 @@ class Front:
         if isinstance(message, Stepped):
             self._stepped(message)
         elif isinstance(message, Answer):
-            if isinstance(message.error, Overloaded):
+            question = self._questions.get(message.key)
+            if isinstance(message.error, Overloaded) and (question is None or question.streams):
                 self._refused()
             self._settle(message.key, message.value, message.error)
         else:

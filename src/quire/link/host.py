@@ -21,11 +21,13 @@ from quire.control.outcomes import Output
 from quire.control.request import Request
 from quire.control.scene import scene
 from quire.errors import EngineDead, InputError
+from quire.link.caring import Caring
 from quire.link.held_pixels import HeldPixels
 from quire.link.messages import (
     Abort,
     Add,
     Answer,
+    Care,
     Died,
     Facts,
     FromEngine,
@@ -94,13 +96,13 @@ class Host:
         self._numbered: dict[tuple[int, int], Owned] = {}  # by front and number
         self._looked, self._dirty = time.monotonic(), True
         self._computed = 0
-        self.pictures = HeldPixels()
+        self.pictures, self.caring = HeldPixels(), Caring(engine)
         self._late: list[tuple[int, Stop]] = []  # stops that must wait for a step
         # A runner in other processes is looked at while there is nothing to do: one may end.
         self._patience = CHECK_EVERY if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Add: self._add, Abort: self._abort, Stop: self._stop, Register: self._register, Release: self._release,
-            Prefixes: self._prefixes, Look: self._look, Left: self._leave,
+            Prefixes: self._prefixes, Look: self._look, Care: self._care, Left: self._leave,
         }  # fmt: skip
 
     # From any thread
@@ -198,6 +200,9 @@ class Host:
         self._dirty = True
         if self.engine.unfinished:
             self._publish(self.engine.step())
+        self.pulse.rest()  # as in `_care`
+        for front, answer in self.caring.fall_asleep():
+            self._tell(front, answer)
         return True
 
     def _publish(self, outputs: list[Output]) -> None:
@@ -205,7 +210,9 @@ class Host:
         now = self.engine.clock()
         brought: dict[int, tuple[list[Progress], list[tuple[int, Output]]]] = {FIRST: ([], [])}
         for output in outputs:
-            owned = self._owned[output.request]
+            owned = self._owned.get(output.request)
+            if owned is None:  # a prefix that is computed again
+                continue
             progress, told = brought.get(owned.front) or brought.setdefault(owned.front, ([], []))
             if not owned.told or output.done:
                 owned.told = True
@@ -314,7 +321,8 @@ class Host:
 
     def _prefixes(self, front: int, message: Prefixes) -> None:
         held, live = self.engine.prefixes, self.engine.requests
-        ready = tuple(name for name in held if f"prefix:{name}" not in live)
+        asleep = self.engine.rest.level > 0
+        ready = tuple(name for name in held if f"prefix:{name}" not in live and not asleep)
         self._tell(front, Answer(message.key, value=(dict(held), ready)))
 
     def _look(self, front: int, message: Look) -> None:
@@ -322,6 +330,13 @@ class Host:
         found = scene(self.engine)
         took = time.perf_counter() - began
         self._tell(front, Answer(message.key, value=json.dumps({"took": took, **found}, separators=(",", ":"))))
+
+    def _care(self, front: int, message: Care) -> None:
+        self.pulse.rest()  # to sleep and to wake up takes as long as it takes
+        answer = self.caring.do(front, message)
+        self._dirty = True
+        if answer is not None:
+            self._tell(front, answer)
 
     def _leave(self, front: int, message: Left) -> None:
         self._abort(front, Abort(None))

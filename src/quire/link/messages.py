@@ -21,6 +21,7 @@ from quire.vocabulary.plan import Mapped, RankUse
 MOST_NUMBER = 2**32 - 1  # of a request or a question
 MOST_REQUESTS = 1 << 16  # of one message
 MOST_ID = 1024  # characters of a request's name
+MOST_TAGS = 16  # of a wake-up
 
 # From a front
 
@@ -87,7 +88,22 @@ class Look(NamedTuple):
     key: int
 
 
-FromFront = Add | Abort | Stop | Register | Release | Prefixes | Look
+class Care(NamedTuple):
+    """Look after the engine: do `what`, one of CARES. "reset" forgets cached prefixes; the answer is how many pages
+    were emptied. "sleep" and "wake" are those of control.rest, for a `level` and `tags`; the answer to them and to
+    "rest" is JSON, how it is then. A sleep with requests under way is refused, or waits for their end, or has them end,
+    as `mode`, one of MODES, says."""
+
+    key: int
+    what: str
+    level: int = 0
+    mode: str = "refuse"
+    tags: tuple[str, ...] = ()
+
+
+CARES = ("reset", "sleep", "wake", "rest")
+MODES = ("refuse", "wait", "abort")
+FromFront = Add | Abort | Stop | Register | Release | Prefixes | Look | Care
 
 # From the engine
 
@@ -97,7 +113,7 @@ class Answer(NamedTuple):
 
     key: int
     error: Exception | None = None
-    value: bool | str | tuple[dict[str, int], tuple[str, ...]] | None = None
+    value: int | str | tuple[dict[str, int], tuple[str, ...]] | None = None
 
 
 class Progress(NamedTuple):
@@ -130,6 +146,7 @@ class Facts(NamedTuple):
     seconds: float = 0.0  # of processor time, of the engine's thread, or of its process where it has one
     mapped: Mapped = Mapped()
     ranks: tuple[RankUse, ...] = ()  # where the model is in processes of its own
+    asleep: int = 0  # the level; 0: it is awake
 
 
 class Stepped(NamedTuple):
@@ -175,7 +192,8 @@ def facts_of(engine: Engine, seconds: float = 0.0) -> Facts:
     scheduler = engine.scheduler
     mapped = getattr(engine.runner, "mapped", None) or Mapped()
     ranks = getattr(engine.runner, "used", ())
-    return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds, mapped, ranks)
+    return Facts(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preempted), seconds, mapped, ranks,
+                 engine.rest.level)  # fmt: skip
 
 
 def described(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> Ready:

@@ -50,7 +50,8 @@ class ThreadLink:
         """As they are now, and the memory as it was lately."""
         scheduler = self.engine.scheduler
         mapped, ranks = self._mapped, self._ranks
-        return Facts(self._account, self.engine.stats, scheduler.preempted, self._seconds, mapped, ranks)
+        return Facts(self._account, self.engine.stats, scheduler.preempted, self._seconds, mapped, ranks,
+                     self.engine.rest.level)  # fmt: skip
 
     def health(self) -> Health:
         """Whether the engine's loop turns."""

@@ -22,8 +22,8 @@ from quire.vocabulary.media import Pixels
 from quire.vocabulary.specs import Geometry
 from quire.vocabulary.wire import KEY_BYTES
 
-KINDS = range(1, 16)
-HELLO, BIND, WARM, SEE, FORGET, PLAN, COLLECT, ASK, CLOSE, READY, DONE, ANSWER, TOLD, FAILED, MEET = KINDS
+KINDS = range(1, 18)
+HELLO, BIND, WARM, SEE, FORGET, PLAN, COLLECT, ASK, CLOSE, READY, DONE, ANSWER, TOLD, FAILED, MEET, SLEEP, WAKE = KINDS
 WARMED = struct.Struct("<II")  # tokens of a step, tokens of a sequence
 DREW = struct.Struct("<QQ")  # the step, from 1; the digest of what was applied and drawn
 MOST_EOS = 1 << 16  # end tokens
@@ -116,6 +116,21 @@ def read_warm(body: memoryview) -> tuple[int, int]:
     """The body of a WARM: the most tokens of a step and of a sequence."""
     tokens, longest = Reader(body).take(WARMED, "warm-up")
     return tokens, longest
+
+
+def read_sleep(body: memoryview) -> int:
+    """The body of a SLEEP: the level."""
+    if len(body) != 1:
+        raise WireError("level", f"it has {len(body)} bytes, not 1")
+    return body[0]
+
+
+def read_wake(body: memoryview) -> list[str]:
+    """The body of a WAKE: what is taken back."""
+    tags = field(read_json(body), "tags", list)
+    if not all(type(tag) is str for tag in tags):
+        raise WireError("tags", "one is no text")
+    return tags
 
 
 def read_answer(body: memoryview) -> tuple[int, int, memoryview]:

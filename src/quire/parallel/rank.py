@@ -43,7 +43,9 @@ from quire.parallel.frames import (
     PLAN,
     READY,
     SEE,
+    SLEEP,
     TOLD,
+    WAKE,
     WARM,
     Failed,
     Hello,
@@ -51,6 +53,8 @@ from quire.parallel.frames import (
     read_hello,
     read_key,
     read_see,
+    read_sleep,
+    read_wake,
     read_warm,
     write_failed,
 )
@@ -108,6 +112,9 @@ class Rank:
             self._send(TOLD, write_json({"told": QUESTIONS[asked["question"]](self.runner)}))
         elif kind in (BIND, WARM):
             self.runner.bind(read_bind(body)) if kind == BIND else self.runner.warm_up(*read_warm(body))
+            self._send(DONE, b"")
+        elif kind in (SLEEP, WAKE):
+            self.runner.sleep(read_sleep(body)) if kind == SLEEP else self.runner.wake(read_wake(body))
             self._send(DONE, b"")
         elif kind == CLOSE:
             raise Gone

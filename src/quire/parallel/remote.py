@@ -33,7 +33,9 @@ from quire.parallel.frames import (
     PLAN,
     READY,
     SEE,
+    SLEEP,
     TOLD,
+    WAKE,
     WARM,
     WARMED,
     Hello,
@@ -130,6 +132,16 @@ class RemoteRunner:
         self._order(WARM, WARMED.pack(tokens, max_len))
         self._all(DONE, STARTS * self.seconds, "at start")
 
+    def sleep(self, level: int) -> None:
+        """See control.runners.Sleeping; on each rank."""
+        self._order(SLEEP, bytes((level,)))
+        self._all(DONE, STARTS * self.seconds, "falling asleep")
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See control.runners.Sleeping; on each rank. EngineDead if one can't: the others are awake by then."""
+        self._order(WAKE, write_json({"tags": list(tags)}))
+        self._all(DONE, STARTS * self.seconds, "waking up")
+
     def see(self, pixels: Pixels) -> None:
         """Keep a picture: plans that are submitted from now on may encode it."""
         self._order(SEE, write_see(pixels))
@@ -171,7 +183,7 @@ class RemoteRunner:
     def mapped(self) -> Mapped | None:
         """What was mapped on each rank, where memory is virtual: the most, and of seconds, the longest."""
         told = self._asked("mapped") if self._virtual else []
-        return Mapped(*map(max, zip(*told))) if told else None
+        return Mapped(*map(max, zip(*told))) if told and None not in told else None
 
     @property
     def used(self) -> tuple[RankUse, ...]:

@@ -12,7 +12,9 @@ from starlette.types import ASGIApp
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.server.care import Care
 from quire.server.console import FILES, OPEN, PAGE, Console
+from quire.server.embeddings import Embeddings
 from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
@@ -20,7 +22,7 @@ from quire.server.peers import Peers
 from quire.server.proxy import front
 from quire.server.routes import PlainRoute
 from quire.server.sampling import Terms
-from quire.server.schemas import describe, responses
+from quire.server.schemas import describe, parameters, responses
 from quire.server.service import Service
 from quire.vocabulary.params import MAX_LOGPROBS
 
@@ -60,21 +62,26 @@ def create_app(
     log_requests: bool = False,
     peers: Peers | None = None,
     tool_format: str | None = None,
+    thoughts: str | None = None,
     console: bool = True,
+    server_info: bool = False,
+    tokenizer_info: bool = False,
 ) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
     `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
     whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
     `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `peers` are
-    the fronts that this is one of. `tool_format` is how the model writes calls of tools; None: as its template says.
-    `console`: there is one (server.console)."""
+    the fronts that this is one of. `tool_format` is how the model writes calls of tools, `thoughts` how it writes
+    thoughts; None: as its template says.
+    `console`: there is one (server.console). `server_info`, `tokenizer_info`: the routes of these names are there."""
     metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, names, metrics, terms, log_requests, peers, tool_format)
+    service = Service(llm, names, metrics, terms, log_requests, peers, tool_format, thoughts)
     before = partial(front, counts=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
     app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
+    add_care(app, Care(llm, config), server_info, tokenizer_info)
     if console:
         add_console(app, Console(llm))
     add_handlers(app, metrics)
@@ -89,9 +96,13 @@ def create_app(
 def add_routes(app: FastAPI, service: Service) -> None:
     """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
     app.router.route_class = PlainRoute
+    embeddings = Embeddings(service)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
+        ("POST", "/v1/embeddings", embeddings.embeddings),
+        ("POST", "/score", embeddings.score),
+        ("POST", "/rerank", embeddings.rerank),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{name:path}", service.model),
         ("POST", "/tokenize", service.tokenize),
@@ -106,19 +117,35 @@ def add_routes(app: FastAPI, service: Service) -> None:
         app.add_api_route(path, route, methods=[method], response_model=None, responses=responses(method, path))
         if method == "GET" and path in WITH_HEAD:
             app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
-    for method, path, admin_route in (
-        ("GET", "/v1/prefixes", service.prefixes),
-        ("POST", "/v1/prefixes", service.add_prefix),
-        ("DELETE", "/v1/prefixes/{name}", service.drop_prefix),
-    ):
-        app.add_api_route(
-            path,
-            admin_route,
-            methods=[method],
-            response_model=None,
-            responses=responses(method, path),
-            dependencies=[Depends(require_admin)],
-        )
+    _add_admin(app, "GET", "/v1/prefixes", service.prefixes)
+    _add_admin(app, "POST", "/v1/prefixes", service.add_prefix)
+    _add_admin(app, "DELETE", "/v1/prefixes/{name}", service.drop_prefix)
+
+
+def _add_admin(app: FastAPI, method: str, path: str, route: Callable[..., Any]) -> None:
+    """A route for admin keys."""
+    app.add_api_route(
+        path,
+        route,
+        methods=[method],
+        response_model=None,
+        responses=responses(method, path),
+        dependencies=[Depends(require_admin)],
+        openapi_extra=parameters(method, path),
+    )
+
+
+def add_care(app: FastAPI, care: Care, server_info: bool, tokenizer_info: bool) -> None:
+    """What an operator does and asks."""
+    _add_admin(app, "POST", "/reset_prefix_cache", care.reset_prefix_cache)
+    _add_admin(app, "POST", "/sleep", care.sleep)
+    _add_admin(app, "POST", "/wake_up", care.wake_up)
+    _add_admin(app, "GET", "/is_sleeping", care.is_sleeping)
+    if server_info:
+        _add_admin(app, "GET", "/server_info", care.server_info)
+    if tokenizer_info:
+        path = "/tokenizer_info"
+        app.add_api_route(path, care.tokenizer_info, methods=["GET"], responses=responses("GET", path))
 
 
 def add_console(app: FastAPI, console: Console) -> None:

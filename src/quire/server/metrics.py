@@ -26,6 +26,7 @@ PARTIAL = (
     b"# The first front doesn't answer: what fronts count (requests, latencies, HTTP, processor time) is left out\n"
 )
 
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
 CATEGORIES = TypeUsage._fields[1:]
 
 Samples = Sequence[tuple[tuple[str, ...], float]]  # the values of labels, and of the sample
@@ -241,6 +242,8 @@ def gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
         ("registered_prefix_capacity_tokens", "Tokens that may be in them", sharing.prefix_capacity),
     ):
         yield name, text, (), [((), value)]
+    states = [((state,), int(level == llm.facts.asleep)) for level, state in enumerate(SLEEP_STATES)]
+    yield "engine_sleep_state", "1 for the state that it is in: with its weights, or without", ("sleep_state",), states
     info = cache_info(llm, config)
     yield "cache_config_info", "The KV memory's shape", tuple(info), [(tuple(map(str, info.values())), 1)]
 

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.control.rest import LEVELS, TAGS
+from quire.link.messages import MODES, MOST_TAGS
+
 Finish = Literal["stop", "length", "tool_calls", "abort", "error"] | None
 
 
@@ -177,6 +180,58 @@ class Chunk(Exact):
     usage: Usage | None = None
 
 
+class EmbeddingUsage(Exact):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Exact):
+    """Base64 is of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Exact):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class Score(Exact):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Exact):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Document(Exact):
+    text: str
+
+
+class Ranked(Exact):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(Exact):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
 class Tokens(Exact):
     count: int
     max_model_len: int
@@ -222,6 +277,36 @@ class DroppedPrefix(Exact):
     deleted: Literal[True]
 
 
+class Emptied(Exact):
+    pages: int = Field(ge=0)
+
+
+class Rest(Exact):
+    is_sleeping: bool
+    level: Literal[0, 1, 2]
+    away: list[Literal["weights", "kv_cache"]]
+
+
+class ServerInfo(Exact):
+    version: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    config: dict[str, Any] | None
+    plan: list[str]
+    notices: list[str]
+    cache: dict[str, Any]
+
+
+class TokenizerInfo(BaseModel):
+    """What tokenizer_config.json says, and more of it."""
+
+    model_config = ConfigDict(extra="allow")
+    tokenizer_class: str | None
+    chat_template: str | None
+    added_tokens_decoder: dict[str, Any]
+
+
 class Version(Exact):
     version: str
 
@@ -230,9 +315,12 @@ class Load(Exact):
     server_load: int = Field(ge=0)
 
 
-ANSWERS: dict[str, type[Exact] | None] = {
+ANSWERS: dict[str, type[BaseModel] | None] = {
     "POST /v1/completions": Completion,
     "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/embeddings": Embeddings,
+    "POST /score": Scores,
+    "POST /rerank": Ranking,
     "GET /v1/models": ModelList,
     "GET /v1/models/{name:path}": ModelCard,
     "POST /tokenize": Tokens,
@@ -246,6 +334,21 @@ ANSWERS: dict[str, type[Exact] | None] = {
     "GET /v1/prefixes": PrefixList,
     "POST /v1/prefixes": RegisteredPrefix,
     "DELETE /v1/prefixes/{name}": DroppedPrefix,
+    "POST /reset_prefix_cache": Emptied,
+    "POST /sleep": Rest,
+    "POST /wake_up": Rest,
+    "GET /is_sleeping": Rest,
+    "GET /server_info": ServerInfo,
+    "GET /tokenizer_info": TokenizerInfo,
+}
+PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?"
+    "POST /sleep": {
+        "level": {"type": "integer", "enum": list(LEVELS), "default": 1},
+        "mode": {"type": "string", "enum": list(MODES), "default": MODES[0]},
+    },
+    "POST /wake_up": {
+        "tags": {"type": "array", "items": {"type": "string", "enum": list(TAGS)}, "maxItems": MOST_TAGS},
+    },
 }
 REASONS = {
     400: "What was asked can't be done; the message names the field, the value and the limit",
@@ -253,10 +356,10 @@ REASONS = {
     403: "No admin key",
     404: "No such model or prefix",
     408: "The body took too long to arrive",
-    409: "A prefix of that name is registered",
+    409: "A prefix of that name is registered, or requests run",
     413: "The body is too large, or the prefix doesn't fit",
     500: "A defect of the server",
-    503: "The queue is full, or the server is about to end; Retry-After says when to come back",
+    503: "The queue is full, the engine sleeps, or the server is about to end; Retry-After says when to come back",
 }
 KEY = "KeyOfTheServer"
 
@@ -270,6 +373,12 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
         codes |= {404: Error}
     if "prefixes" in path:
         codes |= dict.fromkeys((400, 403, 409), Error)
+    if path in ("/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"):
+        codes |= {403: Error}
+    if path == "/sleep":
+        codes |= {409: Error}
+    if path == "/tokenizer_info":
+        codes |= {400: Error}
     if path == "/health":
         del codes[401]
     found: dict[int | str, dict[str, Any]] = {
@@ -282,6 +391,12 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     if path.endswith("completions"):
         found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": Chunk.__doc__}}}
     return found
+
+
+def parameters(method: str, path: str) -> dict[str, Any]:
+    """What a route takes behind its path, for the document."""
+    taken = PARAMETERS.get(f"{method} {path}", {})
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in taken.items()]}
 
 
 def describe(document: dict[str, Any], asks_for_keys: bool) -> dict[str, Any]:

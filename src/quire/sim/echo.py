@@ -210,6 +210,7 @@ class EchoRunner:
         self.slots: dict[int, Slot] = {}
         self.masks: dict[int, bytes] = {}  # of the step that is performed
         self.groups: list[Pages] = []
+        self.geometry: Geometry | None = None
         self.part: Callable[[int, int, int], int] | None = None  # see Geometry
         self.sights: Sights | None = None
         self.both_ways = False
@@ -218,12 +219,23 @@ class EchoRunner:
 
     def bind(self, geometry: Geometry) -> None:
         """Allocate the tables and the page store."""
+        self.geometry = geometry
         if self.blind:
             return
         cells, host = np.zeros(geometry.bytes, dtype=np.uint8), np.full(geometry.host_bytes, POISON, dtype=np.uint8)
         self.groups = [Pages(group, g, cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
         self.part, self.both_ways = geometry.part, geometry.both_ways
         self.sights = Sights(geometry, self.groups)
+
+    def sleep(self, level: int) -> None:
+        """See control.runners.Sleeping: there is nothing left to be read."""
+        assert not self.queue, "a step is in flight"
+        self.groups, self.sights, self.slots = [], None, {}
+
+    def wake(self, tags: Seq[str]) -> None:
+        """Pages are those of a start. Weights are none."""
+        if "kv_cache" in tags and self.geometry is not None:
+            self.bind(self.geometry)
 
     def see(self, pixels: Pixels) -> None:
         """Keep a picture, though only its key is looked at."""

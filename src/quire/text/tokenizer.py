@@ -24,16 +24,23 @@ MAX_DIGITS = 9  # of an added token's id
 
 
 class Tokenizer:
-    """A vocabulary and its rules. `special` names the special tokens ({"eos_token": "</s>", ...})."""
+    """A vocabulary and its rules. `special` names the special tokens ({"eos_token": "</s>", ...}), `settings` is what a
+    folder's tokenizer_config.json says."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], has_chat_template: bool = False) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: dict[str, str],
+        has_chat_template: bool = False,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         with unreadable("the tokenizer"):
             backend.no_truncation()
             backend.no_padding()
-            self.special = special
+            self.special, self.settings = special, settings or {}
             self.has_chat_template = has_chat_template
-            added = backend.get_added_tokens_decoder()
-            self.special_ids = frozenset(id for id, token in added.items() if token.special)
+            self.added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+            self.special_ids = frozenset(id for id, token in self.added.items() if token.special)
             self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
             self.bos_id = self._named("bos_token", backend)
             eos = self._named("eos_token", backend)
@@ -54,13 +61,13 @@ class Tokenizer:
         has_chat_template = find(folder, "chat_template.jinja") is not None or bool(config.get("chat_template"))
         file = find(folder, "tokenizer.json")
         if file is None:
-            return cls(*_convert(folder), has_chat_template)
+            return cls(*_convert(folder), has_chat_template, config)
         data = read(file, LIMITS["tokenizer.json"], str(folder / "tokenizer.json"), follow=False)
         with unreadable(folder / "tokenizer.json"):
             backend = tokenizers.Tokenizer.from_buffer(data)
             special = special_tokens(config)
             _complete(backend, config, special)
-        return cls(backend, special, has_chat_template)
+        return cls(backend, special, has_chat_template, config)
 
     def _named(self, name: str, backend: tokenizers.Tokenizer) -> int | None:
         text = self.special.get(name)

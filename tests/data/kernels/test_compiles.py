@@ -34,7 +34,7 @@ DETERMINISTIC = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [32, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
 @pytest.mark.parametrize(
     ("capability", "shared", "multiprocessors", "kernels"),
     [

@@ -99,6 +99,10 @@ class KVMemory(Protocol):
         """Effects since the last call: before the step's writes, and while it computes."""
         ...
 
+    def renew(self) -> None:
+        """The runner's pages are new ones, in which nothing lies. No sequence is in memory, nor a registered prefix."""
+        ...
+
     def place(self, seq: Sequence) -> Placement:
         """What the replayed tables must equal. For tests; never called in a step."""
         ...

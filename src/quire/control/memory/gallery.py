@@ -241,6 +241,15 @@ class Gallery:
                         self.pages.evict(g, page)
             torn.clear()
 
+    def forget(self) -> None:
+        """No page has a name any more. Who needs a picture that is on its way gets it, and nobody new does."""
+        for coming in self.coming.values():
+            coming.kept = True
+        self.coming.clear()
+        self.counts.clear()
+        for torn in self.torn.values():
+            torn.clear()
+
     # Encoding
 
     def encode(self, seq: Sequence, resident: Resident, end: int, most: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -218,7 +219,7 @@ class PagedMemory(PageTables):
         resident, computed, unit = self.residents[seq.id], seq.computed, self.unit
         if computed - resident.committed >= unit:
             end = computed // unit * unit
-            if self.caching:
+            if self.caching and not resident.stale:
                 self.prefixes.publish(seq, resident.committed, end, resident.tables, resident.first)
                 self._arrived(seq, resident, end // unit)
             resident.committed = end
@@ -285,6 +286,15 @@ class PagedMemory(PageTables):
         if not back:
             self.refused = (seqs[0].id, self.pages.releases)
         return back
+
+    def renew(self) -> None:
+        assert not any(self.everybody()), "sequences have pages"
+        assert not self.prefixes.registered, "registered prefixes have pages"
+        self.prefixes.reset()
+        self.take_journal()
+
+    def everybody(self) -> Iterable[Resident]:
+        return chain(self.residents.values(), self.swap.residents.values())
 
     # Facts
 

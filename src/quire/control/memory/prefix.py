@@ -225,10 +225,17 @@ class Prefixes:
         self.promised = [0] * len(self.policies)
 
     def reset(self) -> int:
-        """Forget every cached prefix and picture that no sequence uses. Returns the number of pages emptied."""
+        """Forget every prefix and picture but the registered ones. Returns the number of pages emptied: those that no
+        sequence uses. Those that are used aren't found any more, nor what their sequences add to them."""
         self.look_again()
+        self.coming.clear()
+        for resident in self.tables.everybody():
+            resident.stale, resident.expected = True, (0, 0)
         emptied = self.pages.drop_cached()
-        self.tables.gallery.tear()
+        for g, index in enumerate(self.pages.index):
+            for page in [page for page in index.values() if (g, page) not in self.pins]:
+                self.pages.withdraw(g, page)
+        self.tables.gallery.forget()
         return emptied
 
     # Registered prefixes (§4.4)

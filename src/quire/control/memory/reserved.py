@@ -271,6 +271,10 @@ class ReservedMemory:
     def unencode(self) -> None:
         pass
 
+    def renew(self) -> None:
+        assert not self.residents, "sequences have pages"
+        self.take_journal()
+
     def take_journal(self) -> tuple[Journal, Journal]:
         journal, self.entries = tuple(self.entries), []
         return journal, ()

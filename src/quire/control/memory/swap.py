@@ -94,7 +94,7 @@ class Swap:
             resident = tables.reside(seq, _renamed(old.tables, moves), owner=owner)
             resident.room, resident.held, resident.gone = old.room, old.held, old.gone
             resident.committed, resident.forked, resident.drops_at = old.committed, old.forked, old.drops_at
-            resident.marks = old.marks
+            resident.marks, resident.stale = old.marks, old.stale
             if seq.media:  # its pictures are missing
                 resident.forked, resident.room = True, max(tables.room_of(seq, resident), seq.computed)
                 resident.held = min(resident.held, resident.room)
@@ -135,6 +135,8 @@ class Swap:
         """What host pages hold, where it may be found on the device."""
         found: dict[tuple[int, int], bytes] = {}
         for seq, resident in zip(seqs, away) if self.prefixes.caching else ():
+            if resident.stale:
+                continue
             for g, policy in enumerate(self.tables.policies):
                 table, first = resident.tables[g], resident.first[g]
                 last = min(policy.group.whole(resident.committed), len(table))

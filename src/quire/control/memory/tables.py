@@ -39,7 +39,7 @@ class Resident:
 
     __slots__ = (
         "committed", "drops_at", "expected", "first", "forked", "gone", "held", "marks", "media", "owner", "pictures",
-        "room", "slot", "tables", "trails",
+        "room", "slot", "stale", "tables", "trails",
     )  # fmt: skip
 
     def __init__(self, slot: int, tables: Tables, owner: int) -> None:
@@ -55,6 +55,7 @@ class Resident:
         self.gone = [0] * len(tables)  # tokens of its prompt that have no place any more, a group
         self.expected = (0, 0)  # keys of its prompt that others may wait for
         self.forked = False  # a page that will be written may be shared, or a picture's be missing
+        self.stale = False  # prefixes were forgotten since it came: nobody else finds what it holds
         self.pictures: dict[tuple[int, int], Encoding] = {}  # by group and which one it is: those that aren't confirmed
         # See quire.control.memory.retention
         self.marks: tuple[int, ...] = ()
@@ -205,7 +206,7 @@ class PageTables:
             tables.append(pages)
         resident = self.reside(child, tables, owner=source.owner)
         resident.committed, resident.held, resident.drops_at = source.committed, computed, source.drops_at
-        resident.marks, resident.gone = source.marks, list(source.gone)
+        resident.marks, resident.gone, resident.stale = source.marks, list(source.gone), source.stale
         if source.pictures:
             self.gallery.follow(resident, source)
         resident.room = min(source.room, self.room_of(child, resident))
@@ -273,6 +274,10 @@ class PageTables:
 
     def slot(self, seq: Sequence) -> int:
         return self.residents[seq.id].slot
+
+    def everybody(self) -> Iterable[Resident]:
+        """Of sequences in memory, and of those that were swapped out."""
+        return self.residents.values()
 
     def held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
         size = tokens = 0

@@ -193,7 +193,16 @@ class VirtualMemory(PagedMemory):
         for lying in self.lying:
             for slot in self.slots:
                 lying[slot].clear()
+        free = set(self.slots)
+        for queue in self.queues:
+            for page, (_, slot, _) in list(queue.promised.items()):
+                if slot in free:
+                    queue.release(page)
         return list(self.slots)
+
+    def renew(self) -> None:
+        super().renew()
+        self.forget()
 
     def _map_ahead(self, seq: Sequence, resident: Resident, end: int) -> Iterable[Table]:
         """Entries for pages that it will need to have `end` tokens, unless it is gone."""

@@ -53,6 +53,7 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.share(3)
 def test_the_step_that_graphs_capture(runners: tuple[ModelRunner, ModelRunner]) -> None:
     from quire.data.kernels.triton.attention import decode_scratch
     from quire.data.kernels.triton.backend import TritonBackend

@@ -115,6 +115,7 @@ def test_steps_equal_dense_attention(name: str, sizes: str, calls: list[int], st
     assert step(VendorBackend(name), store, SIZES[sizes]) == calls
 
 
+@pytest.mark.share(3)
 @pytest.mark.usefixtures("lower")
 def test_the_last_layer_asks_for_single_rows(store: VirtualStore) -> None:
     assert step(VendorBackend("cudnn"), store, SIZES["beside others"], asked=True) == []

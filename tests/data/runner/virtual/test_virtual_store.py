@@ -128,6 +128,7 @@ print("survived")
 """
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("overrun", "faults"),
     [

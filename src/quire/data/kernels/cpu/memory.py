@@ -61,6 +61,11 @@ class Memory:
                 self.block.madvise(mmap.MADV_DONTNEED, begin)
             self.block, self.used = None, 0
 
+    def leave(self) -> None:
+        """A model was dropped: the block that is being filled goes with the last of its weights too."""
+        self.settle()
+        self.block, self.used = None, 0
+
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns], not written yet."""
         import torch

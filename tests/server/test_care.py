@@ -1,0 +1,97 @@
+"""What an operator does to a running server: cached prefixes forgotten, and what the server tells of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import echo_service
+import httpx
+import pytest
+from echo_service import VOCAB, Running
+
+from quire.config import EngineConfig
+from quire.server.schemas import Emptied, ServerInfo, TokenizerInfo
+from quire.sim.echo import expected
+from quire.vocabulary.params import SamplingParams
+
+KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
+HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+PROMPT = list(range(100, 140))
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Running]:
+    config = EngineConfig(model="tiny", page_size=4)
+    model = echo_service.built(echo_service.Echo(pause=0.002), prefix_tokens=40)
+    keys = {"keys": [KEY], "admin_keys": [ADMIN]}
+    with echo_service.serving(model, **keys, config=config, server_info=True, tokenizer_info=True) as running:
+        yield running
+
+
+@pytest.fixture
+def http(shop: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shop.url, timeout=20, headers=HEADERS) as client:
+        yield client
+
+
+def cached(http: httpx.Client, prompt: list[int]) -> int:
+    body = {"prompt": prompt, "max_tokens": 2, "seed": 1, "ignore_eos": True}
+    return int(http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_reset_forgets_what_nobody_uses(http: httpx.Client) -> None:
+    http.post("/reset_prefix_cache")
+    assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
+    answer = http.post("/reset_prefix_cache")
+    assert (answer.status_code, answer.json()) == (200, {"pages": 10})
+    Emptied.model_validate(answer.json(), strict=True)
+    assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
+
+
+def test_a_reset_disturbs_nobody_who_runs(shop: Running, http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "stream": True, "logprobs": 0}
+    pieces, resets = [], []
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                pieces += choices[0]["logprobs"]["tokens"]
+                if not resets:
+                    resets.append(httpx.post(f"{shop.url}/reset_prefix_cache", headers=HEADERS).status_code)
+                    resets.append(cached(http, PROMPT))
+    assert resets == [200, 0], "what ran before the reset was found"
+    tokens = expected(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True), 1, vocab_size=VOCAB)
+    assert pieces == [echo_service.tokenizer().convert_id(token) for token in tokens]
+
+
+def test_what_a_server_tells_of_itself(shop: Running, http: httpx.Client) -> None:
+    found = http.get("/server_info").json()
+    ServerInfo.model_validate(found, strict=True)
+    assert (found["config"]["model"], found["config"]["page_size"]) == ("tiny", 4)
+    assert found["notices"] == ["an echo"]
+    told = httpx.get(f"{shop.url}/tokenizer_info", headers={"Authorization": f"Bearer {KEY}"}).json()
+    TokenizerInfo.model_validate(told, strict=True)
+    assert told["eos_token"] == "<|end|>"
+    assert told["added_tokens_decoder"]["0"]["content"] == "<|end|>"
+    assert told["chat_template"] == echo_service.TEMPLATE
+
+
+@pytest.mark.parametrize("path", ["POST /reset_prefix_cache", "GET /server_info"])
+def test_a_key_is_not_enough(shop: Running, path: str) -> None:
+    method, path = path.split()
+    for key, status in ((None, 401), (KEY, 403), (ADMIN, 200)):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        assert httpx.request(method, shop.url + path, headers=headers).status_code == status
+
+
+def test_what_is_asked_beside_is_refused(http: httpx.Client) -> None:
+    answer = http.post("/reset_prefix_cache?reset_running_requests=true")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_running_requests")
+
+
+def test_without_flags_there_is_nothing_told() -> None:
+    with echo_service.serving(admin_keys=[ADMIN]) as running:
+        for path in ("/server_info", "/tokenizer_info"):
+            assert httpx.get(running.url + path, headers=HEADERS).status_code == 404
+        assert httpx.post(f"{running.url}/reset_prefix_cache").status_code == 403

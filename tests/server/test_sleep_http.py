@@ -1,0 +1,206 @@
+"""Sleep and wake-up over HTTP: who is refused meanwhile and how, what is there again afterwards, and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import echo_service
+import httpx
+import psutil
+import pytest
+from echo_service import VOCAB, Running
+
+from quire.errors import InputError, NotIdle
+from quire.server.schemas import Rest
+from quire.sim.echo import expected
+from quire.vocabulary.params import SamplingParams
+
+KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
+HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+PROMPT = list(range(100, 140))
+LONG = {"prompt": PROMPT, "max_tokens": 80, "seed": 1, "ignore_eos": True, "logprobs": 0}
+AWAKE = {"is_sleeping": False, "level": 0, "away": []}
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Running]:
+    model = echo_service.built(echo_service.Echo(pause=0.005), prefix_tokens=40)
+    with echo_service.serving(model, keys=[KEY], admin_keys=[ADMIN]) as running:
+        yield running
+
+
+@pytest.fixture
+def http(shop: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shop.url, timeout=20, headers=HEADERS) as client:
+        client.post("/reset_prefix_cache")
+        yield client
+        client.post("/wake_up")
+        assert client.get("/is_sleeping").json() == AWAKE
+        assert shop.llm.active == 0
+
+
+def slept(http: httpx.Client, query: str = "") -> dict[str, Any]:
+    answer = http.post(f"/sleep{query}")
+    assert answer.status_code == 200, answer.text
+    Rest.model_validate(answer.json(), strict=True)
+    assert http.get("/is_sleeping").json() == answer.json()
+    return dict(answer.json())
+
+
+def asked(http: httpx.Client, prompt: list[int]) -> int:
+    """The tokens of an answer must be right. How much of the prompt was cached."""
+    body = {"prompt": prompt, "max_tokens": 4, "seed": 1, "ignore_eos": True, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    tokens = expected(prompt, SamplingParams(max_tokens=4, ignore_eos=True), 1, vocab_size=VOCAB)
+    assert answer["choices"][0]["logprobs"]["tokens"] == [echo_service.tokenizer().convert_id(t) for t in tokens]
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def begun(shop: Running, http: httpx.Client, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
+    """A request that runs for about 0.4 s."""
+    future = pool.submit(http.post, "/v1/completions", json=LONG)
+    while not shop.llm.running:
+        time.sleep(0.005)
+    return future
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_night(shop: Running, http: httpx.Client, level: int) -> None:
+    assert http.post("/v1/prefixes", json={"name": "rules", "token_ids": PROMPT[:22]}).status_code == 200
+    assert [asked(http, PROMPT), asked(http, PROMPT)] == [22, 36]
+    assert slept(http, f"?level={level}") == {"is_sleeping": True, "level": level, "away": ["weights", "kv_cache"]}
+    steps = shop.llm.facts.stats.steps
+    for path, body in (("completions", LONG), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})):
+        answer = http.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+        assert f"level {level}" in answer.json()["error"]["message"]
+    assert http.post("/v1/prefixes", json={"name": "more", "token_ids": PROMPT[:8]}).status_code == 503
+    assert [entry["status"] for entry in http.get("/v1/prefixes").json()["data"]] == ["computing"]
+    assert http.get("/health").status_code == 200
+    assert http.post("/tokenize", json={"prompt": "once"}).status_code == 200
+    assert shop.llm.facts.stats.steps == steps, "something was computed"
+    state = 'sleep_state="' + ("weights_offloaded", "discard_all")[level - 1] + '"} 1.0'
+    assert state in http.get("/metrics").text
+    assert http.post("/wake_up").json() == AWAKE
+    assert asked(http, PROMPT[22:]) == 0
+    assert [asked(http, PROMPT), asked(http, PROMPT)] == [22, 36], "the registered prefix is there, and nothing else"
+    assert http.get("/v1/prefixes").json()["data"][0]["status"] == "ready"
+    assert 'sleep_state="awake"} 1.0' in http.get("/metrics").text
+    assert http.delete("/v1/prefixes/rules").status_code == 200
+
+
+def test_in_two_steps_and_deeper(http: httpx.Client) -> None:
+    assert slept(http)["level"] == 1
+    assert slept(http)["level"] == 1
+    assert slept(http, "?level=2")["level"] == 2
+    assert slept(http, "?level=1")["level"] == 2, "weights that are dropped stay so"
+    answer = http.post("/wake_up?tags=kv_cache")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tags")
+    half = {"is_sleeping": True, "level": 2, "away": ["kv_cache"]}
+    assert http.post("/wake_up?tags=weights").json() == half
+    assert http.post("/v1/completions", json=LONG).status_code == 503
+    assert http.post("/wake_up?tags=weights").json() == half
+    assert http.post("/wake_up?tags=weights&tags=kv_cache").json() == AWAKE
+    assert http.post("/wake_up").json() == AWAKE
+    asked(http, PROMPT)
+
+
+def test_a_prefix_is_let_go_asleep(http: httpx.Client) -> None:
+    assert http.post("/v1/prefixes", json={"name": "rules", "token_ids": PROMPT[:22]}).status_code == 200
+    slept(http)
+    assert http.delete("/v1/prefixes/rules").status_code == 200
+    assert http.delete("/v1/prefixes/rules").status_code == 404
+    http.post("/wake_up")
+    assert asked(http, PROMPT) == 0
+
+
+def test_with_requests_under_way(shop: Running, http: httpx.Client) -> None:
+    whole = http.post("/v1/completions", json=LONG).json()["choices"][0]["logprobs"]["tokens"]
+    with ThreadPoolExecutor(4) as pool:
+        running = begun(shop, http, pool)
+        answer = http.post("/sleep")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (409, "ConflictError")
+        assert "1 requests run and 0 wait" in answer.json()["error"]["message"]
+        waiting = pool.submit(http.post, "/sleep?level=2&mode=wait")
+        deadline = time.monotonic() + 5
+        while (refused := http.post("/v1/completions", json={**LONG, "max_tokens": 1})).status_code == 200:
+            assert time.monotonic() < deadline
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        assert "about to sleep" in refused.json()["error"]["message"]
+        assert http.post("/sleep?mode=wait").status_code == 409, "one sleep is awaited"
+        assert running.result().json()["choices"][0]["logprobs"]["tokens"] == whole
+        assert waiting.result().json()["level"] == 2
+        assert http.post("/wake_up").json() == AWAKE
+
+        running = begun(shop, http, pool)
+        assert http.post("/sleep?mode=abort").json()["level"] == 1
+        assert running.result().json()["choices"][0]["finish_reason"] == "abort"
+        assert http.post("/wake_up").json() == AWAKE
+
+        running = begun(shop, http, pool)
+        waiting = pool.submit(http.post, "/sleep?mode=wait")
+        while http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200:
+            pass
+        assert http.post("/wake_up").json() == AWAKE
+        assert (waiting.result().status_code, running.result().status_code) == (409, 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/sleep?level=3", "level"), ("/sleep?level=0", "level"), ("/sleep?level=", "level"),
+        ("/sleep?level=one", "level"), (f"/sleep?level={'9' * 5000}", "level"), ("/sleep?mode=keep", "mode"),
+        ("/sleep?depth=1", "depth"), ("/wake_up?tags=weight", "tags"), ("/wake_up?tags=weights&tags=", "tags"),
+        (f"/wake_up?{'&'.join(['tags=weights'] * 17)}", "tags"), ("/wake_up?tag=weights", "tag"),
+    ],
+)  # fmt: skip
+def test_what_is_no_sleep(http: httpx.Client, path: str, param: str) -> None:
+    answer = http.post(path)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert len(answer.content) < 1000
+    assert http.get("/is_sleeping").json() == AWAKE
+
+
+def test_for_admins_alone(shop: Running) -> None:
+    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+        for key, status in ((None, 401), (KEY, 403)):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            assert httpx.request(method, shop.url + path, headers=headers).status_code == status
+
+
+def test_in_python(shop: Running, http: httpx.Client) -> None:
+    async def night() -> None:
+        assert not await shop.llm.is_sleeping()
+        for wrong in ({"level": 3}, {"level": True}, {"level": "1"}, {"mode": "x"}):
+            with pytest.raises(InputError):
+                await shop.llm.sleep(**wrong)
+        stream = await shop.llm.submit(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+        with pytest.raises(NotIdle):
+            await shop.llm.sleep()
+        assert (await shop.llm.sleep(2, "abort"))["level"] == 2
+        assert [output.finish_reason async for output in stream][-1] == "abort"
+        with pytest.raises(Exception, match="sleeps") as refused:
+            await shop.llm.submit(PROMPT, SamplingParams(max_tokens=1))
+        assert refused.type.__name__ in ("Asleep", "Overloaded")  # over a wire it is the latter
+        assert not (await shop.llm.wake_up(["weights", "kv_cache"]))["away"]
+
+    asyncio.run(night())
+
+
+def test_a_sleeping_engine_takes_no_time(shop: Running, http: httpx.Client) -> None:
+    assert shop.engine, "in this process"
+    slept(http)
+    number = shop.llm.link._thread.native_id
+
+    def used() -> float:
+        return next(
+            thread.user_time + thread.system_time for thread in psutil.Process().threads() if thread.id == number
+        )
+
+    before = used()
+    time.sleep(0.6)
+    assert used() - before < 0.03
