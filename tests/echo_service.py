@@ -84,30 +84,35 @@ class Echo(EchoRunner):
 
 
 class Saying(Echo):
-    """An Echo that says a text, whatever the prompt, then ends. For an engine in this process."""
+    """An Echo that says a text, whatever the prompt, then ends; something else where a grammar forbids it. For an
+    engine in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Tokenizer | None = None) -> None:
         super().__init__()
+        self._words = words or tokenizer()
         self._script: list[int] = []
 
     def say(self, text: str) -> None:
         """What all outputs from now on are."""
-        self._script = tokenizer().encode(text, add_special_tokens=False)
+        self._script = self._words.encode(text, add_special_tokens=False)
 
     def compute(self, row: Row) -> Sampled:
         sampled = super().compute(row)
-        if not sampled.tokens or row.slot in self.masks:
+        if not sampled.tokens:
             return sampled
         slot, at = self.slots[row.slot], row.start + len(row.tokens) - self.groups[0].prompts[row.slot]
         token = self._script[at] if at < len(self._script) else 0
+        mask = self.masks.get(row.slot)
+        if mask is not None and not mask[token // 8] >> token % 8 & 1:
+            return sampled
         slot.last = token
         tops = tuple(top._replace(token=token) for top in sampled.tops)
         return sampled._replace(tokens=(token,) * len(sampled.tokens), tops=tops)
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
-    """Byte-level BPE over a few words, with ChatML's special tokens."""
+def tokenizer(more: tuple[str, ...] = ()) -> Tokenizer:
+    """Byte-level BPE over a few words, with ChatML's special tokens, and `more` that aren't special."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -118,6 +123,7 @@ def tokenizer() -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(["once upon a time there was a quire of pages, and a reader of the pages"] * 4, trainer)
+    backend.add_tokens([*more])
     return Tokenizer(backend, {"eos_token": "<|end|>"})
 
 

@@ -52,7 +52,7 @@ def test_help_is_immediate() -> None:
     done = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True)
     assert time.monotonic() - began < 2  # 0.1 s where nothing else runs
     assert done.returncode == 0
-    for command in ("generate", "chat", "serve", "plan", "bench", "reproduce", "env"):
+    for command in ("generate", "chat", "serve", "run-batch", "plan", "bench", "reproduce", "env"):
         assert command in done.stdout
 
 
@@ -67,7 +67,8 @@ def test_flags_become_settings(command: str) -> None:
     texts = {"memory": "paged", "attention": "sdpa", "dtype": "bfloat16", "state_dtype": "float32", "device": "cpu",
              "table_scope": "layer", "page_sizes": "own", "association": "paper", "retention": "slack",
              "map_ahead": "off", "preemption": "swap", "quantization": "fp8", "kv_cache_dtype": "int8",
-             "vision_cache": "inside", "executor": "process", "on_rank_failure": "restart"}  # fmt: skip
+             "vision_cache": "inside", "executor": "process", "pooling": "mean",
+             "on_rank_failure": "restart"}  # fmt: skip
     for field in fields(EngineConfig):
         if field.name in ("model", "kv_gib", "override_generation_config"):
             continue

@@ -34,7 +34,7 @@ from quire.link.collector import paused
 from quire.plan_log import Logged
 from quire.reserve import reserve
 from quire.shard import attention_of, heads_of, native, shard_runner
-from quire.source import Source, eos_ids, read_sight, read_source, read_text, tiling_of
+from quire.source import Source, eos_ids, pooling_of, read_sight, read_source, read_text, tiling_of
 from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import ModelSpec
 
@@ -187,11 +187,14 @@ def _assembled(
         if config.warm_up:
             runner.warm_up(config.max_num_batched_tokens, plan.max_len)
     held_by = "the KV memory" if plan.clipped else "the model"
-    limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by)
+    whole = not (memory.geometry.budget or memory.geometry.both_ways)  # a prompt's tokens are computed one by one
+    hidden = source.spec.hidden if whole else 0
+    limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by, hidden)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT
     engine = assemble(
-        config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling_of(source)
-    )
+        config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling_of(source),
+        pooling=pooling_of(config, source),
+    )  # fmt: skip
     if ranks is not None and config.on_rank_failure == "restart":
         from quire.parallel import starting
 

@@ -27,6 +27,7 @@ VISION_CACHES = ("pages", "inside", "off")
 AHEAD = ("inline", "thread", "off")
 EXECUTORS = ("auto", "inline", "process")
 ON_RANK_FAILURE = ("exit", "restart")
+POOLING = ("auto", "mean", "last")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of a generation_config.json that become requests' defaults."""
 MAX_PAGE_SIZE = 1024
@@ -78,6 +79,8 @@ class EngineConfig:
     stages yet: `pp` is 1. `executor` "process" gives a single rank a process of its own too, "inline" computes where
     the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start; `on_rank_failure` is
     what follows if it fails: the engine's end, or ranks that are started anew (quire.control.recovery).
+    `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one; "auto": as the
+    checkpoint's 1_Pooling/config.json says, else the last one's.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
     `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from that file in the folder that it
     names; those in `override_generation_config` win.
@@ -134,6 +137,7 @@ class EngineConfig:
     tp: int = 1
     pp: int = 1
     executor: str = "auto"
+    pooling: str = "auto"
     rank_timeout: float = 300.0
     on_rank_failure: str = "exit"
 
@@ -158,6 +162,7 @@ class EngineConfig:
             ("vision_cache", VISION_CACHES),
             ("executor", EXECUTORS),
             ("on_rank_failure", ON_RANK_FAILURE),
+            ("pooling", POOLING),
         ):
             if getattr(self, name) not in allowed:
                 known = ", ".join(filter(None, allowed))

@@ -17,6 +17,7 @@ MIB = 1 << 20
 LIMITS = {  # the most bytes that are read, by a file's name in a checkpoint or by what the operator gives
     "config.json": MIB,
     "generation_config.json": MIB,
+    "1_Pooling/config.json": MIB,
     "preprocessor_config.json": MIB,
     "processor_config.json": MIB,
     "special_tokens_map.json": MIB,

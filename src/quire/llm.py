@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.control.outcomes import Output
 from quire.errors import EngineDead, InputError, Overloaded
+from quire.text.embedding import EMBED, vector
 from quire.text.outputs import Assembly, BeamSearchOutput, BeamSearchSequence, RequestOutput, check_registered
 from quire.text.prompts import Messages, Prompt, Prompts, engine_config
 from quire.text.session import Node, session_params
@@ -183,6 +184,24 @@ class LLM:
     def prefixes(self) -> dict[str, int]:
         """The registered prefixes: their lengths in tokens."""
         return dict(self.engine.prefixes)
+
+    def embed(self, texts: Any, *, dimensions: int | None = None) -> list[list[float]]:
+        """The embedding of each text (a prompt as `generate` takes it, without pictures), of length 1: `hidden`
+        numbers, or their first `dimensions`. What they are made of is the setting `pooling`'s. InputError for a bad
+        text, before anything is computed."""
+        single = isinstance(texts, str | Mapping) or (bool(texts) and type(texts[0]) is int)
+        self.prompts.limits.check_embedding(dimensions)
+        prompts = [self.prompts.prompt(text) for text in ([texts] if single else texts)]
+        if any(prompt.media for prompt in prompts):
+            raise InputError("pictures have no embeddings here", "prompt")
+        jobs = self._queue(prompts, [EMBED] * len(prompts))
+        found: dict[str, Output] = {}
+        try:
+            while len(found) < len(jobs):
+                found |= {output.request: output for output in self._step() if output.done}
+        finally:
+            self._abandon(jobs)
+        return [vector(found[job.id], dimensions).tolist() for job in jobs]
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Output]:
         """Continue one prompt, step by step. Leaving the iterator aborts the request."""

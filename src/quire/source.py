@@ -15,6 +15,7 @@ from quire.data.weights.checkpoint import locate, read_config, read_generation_c
 from quire.data.weights.packaged import PACKAGED, packaged
 from quire.errors import InputError, StartupError
 from quire.files import AGAIN
+from quire.files import read_config as read_optional
 from quire.vocabulary.layout import Part
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.pictures import Tiling
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 BUNDLED = "tiny"
 ALL_BUNDLED = (BUNDLED, "tiny-draft", "tiny-vision")
+POOLING = "1_Pooling/config.json"
 STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
@@ -207,6 +209,16 @@ def tiling_of(source: Source) -> Tiling | None:
     from quire.data.models.vision import VisionSettings
 
     return VisionSettings.read(source.config, source.config.get(PREPARATION) or {}).tiling
+
+
+def pooling_of(config: EngineConfig, source: Source) -> str:
+    """What embeddings are made of: "mean" or "last", as the configuration says, or else the checkpoint (as
+    sentence-transformers has it)."""
+    if config.pooling != "auto":
+        return config.pooling
+    there = source.folder is not None and source.file is None
+    said = read_optional(source.folder, POOLING) if there and source.folder is not None else {}
+    return "mean" if said.get("pooling_mode_mean_tokens") is True else "last"
 
 
 def eos_ids(source: Source, named: tuple[int, ...]) -> tuple[int, ...]:

@@ -79,12 +79,12 @@ tokens = st.lists(small, max_size=5).map(tuple)
 tops = st.lists(st.builds(Top, small, finite, small, tokens, st.lists(finite, max_size=3).map(tuple)), max_size=3)
 outputs = st.builds(
     Output, st.just(""), st.integers(0, 300), tokens, st.just(""), st.just(()), st.none(), st.none(), st.just(False),
-    finite, st.none(), small,
+    finite, st.none(), small, st.just(()),
 )  # fmt: skip
 ended = st.builds(
     Output, st.just(""), st.integers(0, 300), tokens, st.just(""), tops.map(tuple),
     st.sampled_from(["stop", "length", "abort", "error"]), st.none() | small | texts, st.booleans(), finite,
-    st.none() | tops.map(tuple), small,
+    st.none() | tops.map(tuple), small, st.lists(finite, max_size=3).map(tuple),
 )  # fmt: skip
 progress = st.builds(Progress, unsigned, unsigned, st.none() | finite, st.none() | finite, unsigned, unsigned)
 
@@ -334,8 +334,9 @@ def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
     """Of every kind of message, with who reads it."""
     ends = Output("", 1, (4, 5), "", (Top(4, -0.5, 1, (4, 9), (-0.5, -2.0)),), "stop", "so", True, -3.0, (), 5)
     plain = [Output("", at % 3, (at,), "", (), None, None, False, -1.0) for at in range(40)]
+    pooled = Output("", 0, (), "", (), "stop", None, True, 0.0, pooled=(0.5, -2.0))
     stepped = Stepped(1.0, Queues(1, 2, 3, 0), 50, [Progress(1, 2, 3.0, None, 5, 6)],
-                      told([*plain, ends, ends._replace(stop_reason=7)], range(42)), some_facts())  # fmt: skip
+                      told([*plain, ends, ends._replace(stop_reason=7), pooled], range(43)), some_facts())  # fmt: skip
     held = {"a": 1}, ("a",)
     engine = [stepped, stepped._replace(facts=None), Answer(1, InputError("a", "n")), Answer(2, None, held),
               Died(EngineDead("x"))]  # fmt: skip

@@ -279,6 +279,7 @@ def test_a_request_id_is_the_answers(http: httpx.Client) -> None:
 
 def test_every_field_does_something() -> None:
     """A field in a model that nothing reads would be silent."""
+    import quire.server.reasoning
     import quire.server.render
     import quire.server.sampling
     import quire.server.service
@@ -286,7 +287,9 @@ def test_every_field_does_something() -> None:
     import quire.server.tools
 
     server = quire.server
-    modules = (server.service, server.render, server.sampling, server.structured, server.tools)
+    modules = (
+        server.service, server.render, server.reasoning, server.sampling, server.structured, server.tools,
+    )  # fmt: skip
     source = "".join(Path(str(module.__file__)).read_text() for module in modules)
     for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, PrefixRequest):
         for name in model.model_fields:

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from quire.errors import InputError
 from quire.text.grammar_source import endless
 from quire.text.grammars import HELD, Grammars, Place
-from quire.vocabulary.structured import MAX_SOURCE, Structured, StructuredOutputsParams
+from quire.vocabulary.structured import MAX_SOURCE, Structured, StructuredOutputsParams, closed
 
 VOCAB, END = echo_service.VOCAB, 0
 FORMATS = jsonschema.FormatChecker()
+NO_MORE = {"additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_masks_together_are_those_alone(grammars: Grammars) -> None:
 def test_few_are_held(grammars: Grammars) -> None:
     """By digest, and HELD at most; several threads get the same one."""
     first = grammars.get(form(regex="a+"))
-    assert grammars.get(form(regex="a+")) is first
+    assert grammars.get(form(regex="a+"))._first is first._first
     for i in range(HELD):
         grammars.get(form(regex=f"a{{{i}}}b"))
     assert len(grammars._held) == HELD
@@ -299,3 +300,74 @@ def test_many_schemas_and_patterns() -> None:
     many_patterns()
     assert done["schemas"] > 350, done
     assert done["patterns"] > 150, done
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed_"),
+    [
+        ({"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"a": {}}, **NO_MORE}),
+        ({"properties": {"a": {}}, "additionalProperties": True}, None),
+        ({"properties": {"a": {}}, "patternProperties": {"^b": {}}}, None),
+        ({"type": "object"}, None),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, None),
+        ({"$defs": {"A": {"properties": {}}}, "allOf": [{"$ref": "#/$defs/A"}]}, None),
+        ({"$defs": {"A": {"properties": {}}}}, {"$defs": {"A": {"properties": {}, **NO_MORE}}}),
+        ({"items": {"anyOf": [{"properties": {}}, {}]}}, {"items": {"anyOf": [{"properties": {}, **NO_MORE}, {}]}}),
+        ({"enum": [{"properties": {}}]}, None),
+        ({"additionalProperties": {"properties": {}}}, {"additionalProperties": {"properties": {}, **NO_MORE}}),
+        (True, None),
+    ],
+)
+def test_objects_are_closed_where_nothing_is_said_of_other_members(schema: Any, closed_: Any) -> None:
+    before = json.dumps(schema)
+    assert closed(schema) == (schema if closed_ is None else closed_)
+    assert json.dumps(schema) == before
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    schema: Any = {}
+    for _ in range(2000):
+        schema = {"items": schema}
+    with pytest.raises(InputError, match="nested too deep"):
+        closed(schema)
+
+
+def test_thoughts_are_opened_and_bounded(grammars: Grammars) -> None:
+    """Before the marker: the opening tokens, at most so many more, the marker; behind it the form, or anything."""
+    for kind, source in (("regex", "ab"), ("any", "")):
+        place = grammars.get(Structured(kind, source, after=(30, 31), opening=(7, 8), budget=2)).matcher()
+        for token in (7, 8):
+            assert allowed(grammars, place) == [token]
+            assert place.accept(token) == ""
+        for token in (30, 9):  # a part of the marker is none
+            assert place.forced() == ()
+            free = allowed(grammars, place)
+            assert END not in free
+            assert len(free) == VOCAB - 1
+            place.accept(token)
+        copied = place.copy()
+        assert place.forced() == (30, 31)
+        place.accept(30)
+        place.accept(31)
+        assert (END in allowed(grammars, place)) == (kind == "any")
+        assert len(allowed(grammars, place)) == (VOCAB if kind == "any" else 1)
+        assert copied.forced() == (30, 31)
+    early = grammars.get(Structured("any", "", after=(30,), budget=5)).matcher()
+    early.accept(30)
+    assert END in allowed(grammars, early)
+    none = grammars.get(Structured("any", "", after=(30,), budget=0)).matcher()
+    assert none.forced() == (30,)
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"kind": "any", "source": ""}, "without the marker"),
+        ({"kind": "regex", "source": "a", "budget": 3}, "without the marker"),
+        ({"kind": "regex", "source": "a", "after": (1,), "budget": -1}, "budget must be from 0"),
+        ({"kind": "regex", "source": "a", "after": (1,), "opening": (-1,)}, "opening must hold at most"),
+    ],
+)
+def test_thoughts_that_cannot_be(form: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        Structured(**form)

@@ -1,4 +1,4 @@
-"""The command line: `quire generate | chat | serve | plan | replay | simulate | bench | reproduce | env`.
+"""The command line: `quire generate | chat | serve | run-batch | plan | replay | simulate | bench | reproduce | env`.
 
 Commands import what they need when they run, so that `quire --help` is immediate. A failure ends with one last line
 that names cause and remedy, and exit status 2.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import NoReturn
 
-from quire.cli.flags import add_engine_flags, add_sampling_flags, add_serve_flags
+from quire.cli.flags import add_batch_flags, add_engine_flags, add_sampling_flags, add_serve_flags
 from quire.cli.parser import BAD_START, Parser, fail
 from quire.cli.vllm import reason, settled
 from quire.errors import QuireError, StartupError
@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "continue prompts",
     "chat": "talk to a model in the terminal",
     "serve": "serve OpenAI's API over HTTP",
+    "run-batch": "answer a file of requests, in OpenAI's batch format",
     "plan": "show how memory would be used, without loading the model",
     "replay": "check a log of plans (--log-plans), or compare two",
     "simulate": "what a model on a device would serve: quire simulate --help",
@@ -42,7 +43,7 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
     for name, help in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:], allow_abbrev=False)
         named[name] = command
-        if name in ("generate", "chat", "serve", "plan"):
+        if name in ("generate", "chat", "serve", "run-batch", "plan"):
             command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's own names every flag, on twenty lines
             command.add_argument("--config", metavar="FILE", help=CONFIG)
             add_engine_flags(command)
@@ -63,6 +64,8 @@ def parsers() -> tuple[Parser, dict[str, Parser]]:
             command.add_argument("--debug", action="store_true", help="show tracebacks")
         if name == "serve":
             add_serve_flags(command)
+        if name == "run-batch":
+            add_batch_flags(command)
     return top, named
 
 
@@ -165,6 +168,8 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli.generate import generate as run
     elif args.command == "chat":
         from quire.cli.chat import chat as run
+    elif args.command == "run-batch":
+        from quire.cli.run_batch import run_batch as run
     elif args.command == "replay":
         from quire.cli.replay import replay as run
     elif args.command == "plan":

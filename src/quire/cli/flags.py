@@ -24,6 +24,7 @@ from quire.config import (
     MEMORIES,
     ON_RANK_FAILURE,
     PAGE_SIZES,
+    POOLING,
     PREEMPTIONS,
     QUANTIZATIONS,
     RETENTIONS,
@@ -129,6 +130,8 @@ ENGINE = (
          metavar="S"),
     Flag("on_rank_failure", str, "what follows when a rank fails: the engine's end, or ranks that are started anew "
          "and compute all requests again", ON_RANK_FAILURE),
+    Flag("pooling", str, "what embeddings are made of: hidden states of all tokens of a text, or of the last; auto: as "
+         "the checkpoint says, else the last", POOLING),
     Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
     Flag("debug", bool, "check everything, and show tracebacks"),
 )  # fmt: skip
@@ -202,6 +205,8 @@ def _add_request_flags(group: Any) -> None:
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
     group.add_argument("--tool-call-parser", metavar="NAME", help="how the model writes calls of tools: hermes, json, "
                        "llama3_json, mistral or pythonic (default: as its chat template says)")  # fmt: skip
+    group.add_argument("--reasoning-parser", metavar="NAME", help="how the model writes its thoughts: think, "
+                       "deepseek_r1, granite, mistral, seed_oss or off (default: as its template says)")  # fmt: skip
     group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must present, one a line "
                        "(or one in the environment: QUIRE_API_KEY)")  # fmt: skip
     group.add_argument("--admin-key-file", metavar="FILE", help="keys for the admin routes, one a line "
@@ -213,6 +218,19 @@ def _add_request_flags(group: Any) -> None:
     group.add_argument("--strict", action="store_true", help="refuse requests that have unknown fields")
     group.add_argument("--prefixes", metavar="FILE", help="prefixes to register at start, as JSON: "
                        '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens')  # fmt: skip
+
+
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """Which file to answer, and how."""
+    group = parser.add_argument_group("batch")
+    group.add_argument("-i", "--input-file", required=True, metavar="FILE",
+                       help="requests, one a line: custom_id, method, url and body")  # fmt: skip
+    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="where their answers go")
+    group.add_argument("--resume", action="store_true", help="keep what a run that was cut short answered")
+    group.add_argument("--max-in-flight", type=int, default=256, metavar="N",
+                       help="most lines answered at once (default: %(default)s)")  # fmt: skip
+    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that bodies may give")
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
 
 
 def _add_log_flags(group: Any) -> None:

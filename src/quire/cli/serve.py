@@ -14,6 +14,7 @@ from quire.server.logs import MOST_DIGITS, set_log
 from quire.server.run import ServeOptions
 from quire.server.run import serve as run
 from quire.text.calls.formats import format_named
+from quire.text.thoughts import thoughts_named
 from quire.vocabulary.params import MAX_LOGPROBS
 
 ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\[\]:_-]{1,300}")
@@ -52,6 +53,7 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         served_model_name=tuple(args.served_model_name),
         chat_template=args.chat_template,
         tool_call_parser=None if args.tool_call_parser is None else format_named(args.tool_call_parser),
+        reasoning_parser=None if args.reasoning_parser is None else thoughts_named(args.reasoning_parser),
         root_path=args.root_path.rstrip("/"),
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log,

@@ -47,7 +47,9 @@ REASONS = (
     ("speculative- num-speculative num-lookahead spec- ngram-", "there is no speculative decoding"),
     ("tool-parser-plugin tool-server", "no code is loaded by name; see --tool-call-parser"),
     ("exclude-tools", "a request leaves out the tools that its prompt shouldn't have"),
-    ("reasoning-parser enable-reasoning enable-in-reasoning", "outputs are returned as the model writes them"),
+    ("reasoning-parser-plugin", "no code is loaded by name; see --reasoning-parser"),
+    ("enable-reasoning enable-in-reasoning reasoning-config", "a chat template that speaks of thoughts says so; see "
+     "--reasoning-parser"),
     ("guided-decoding structured-outputs", "llguidance makes all grammars; see docs/structured.md"),
     ("limit-mm", "see --max-images, --max-image-pixels and --max-image-bytes"),
     ("allowed-local-media allowed-media media-io", "pictures come within requests: nothing is fetched"),

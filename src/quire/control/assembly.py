@@ -26,9 +26,10 @@ def assemble(
     costs: Costs = DEFAULT,
     depth: int | None = None,
     tiling: Tiling | None = None,
+    pooling: str = "last",
 ) -> Engine:
     """An engine of `config`, which is sized for its device, over a memory and a runner that is bound to it. `depth` is
-    the config's where it isn't given, and else the runner's. `tiling`: see Engine."""
+    the config's where it isn't given, and else the runner's. `tiling`, `pooling`: see Engine."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     scheduler = Scheduler(
@@ -42,4 +43,4 @@ def assemble(
         static=config.memory in STATIC,
     )
     depth = depth or config.depth
-    return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth, tiling=tiling)
+    return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth, tiling=tiling, pooling=pooling)

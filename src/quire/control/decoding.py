@@ -6,12 +6,13 @@ A method is a composition of fork, append and free (PagedAttention §5.2); nothi
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from operator import add
 
 from quire.control.matching import follow
 from quire.control.request import Request, Sequence
 from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending, Method
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Sampled
+from quire.vocabulary.plan import Row, Sampled
 
 
 def append(
@@ -34,6 +35,21 @@ def append(
     start = len(seq.tokens) - 1
     follow(request, seq, token, eos_ids, lambda drawn: stop(request, seq, drawn, eos_ids, max_len))
     return tuple(seq.tokens[start:])
+
+
+def pooled(request: Request, seq: Sequence, row: Row, sampled: Sampled) -> bool:
+    """Take in what a row of a request with pooling brought; whether the sequence ends there. After a preemption that
+    dropped it its rows come again, from the first on where all of them count."""
+    if seq.finish is not None:
+        return False
+    if sampled.error:
+        seq.finish, seq.stop_reason = "error", sampled.error
+    elif sampled.pooled:
+        added = row.start > 0 and request.params.pooling == "mean"
+        seq.pooled = tuple(map(add, seq.pooled, sampled.pooled)) if added else sampled.pooled
+    if seq.finish is None and seq.computed == seq.prompt_len:
+        seq.finish = "stop"
+    return seq.finish is not None
 
 
 def stop(

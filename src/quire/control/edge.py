@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from quire.errors import InputError, Overloaded, PromptTooLong, shown
@@ -29,6 +30,7 @@ class Limits(NamedTuple):
     max_len: int
     max_queued: int
     held_by: str = "the model"  # what sets max_len: the model, the memory or an option
+    hidden: int = 0  # numbers of an embedding; 0: there are none
 
     def check_queue(self, more: int, waiting: int) -> None:
         """Overloaded if `more` requests can't wait now, InputError if so many never can."""
@@ -46,6 +48,24 @@ class Limits(NamedTuple):
                 f"the prompt has {length} tokens, but {self.held_by} holds {self.max_len} "
                 "with at least one token of output",
                 "prompt",
+            )
+
+    def pooled(self, params: SamplingParams, default: str) -> SamplingParams:
+        """Parameters with pooling, settled. InputError where there are no embeddings."""
+        self.check_embedding()
+        kind = default if params.pooling == "auto" else params.pooling
+        return replace(params, pooling=kind, max_tokens=1, min_tokens=0)
+
+    def check_embedding(self, dimensions: int | None = None) -> None:
+        """InputError where there are no embeddings, or none of so many numbers."""
+        if not self.hidden:
+            why = (
+                "what computes it has no hidden states, or it keeps a part of a prompt, or tokens of one see all of it"
+            )
+            raise InputError(f"this model has no embeddings: {why}", "model")
+        if dimensions is not None and not 1 <= dimensions <= self.hidden:
+            raise InputError(
+                f"dimensions must be between 1 and {self.hidden}, got {str(dimensions)[:40]}", "dimensions"
             )
 
     def tokens(self, prompt: Sequence[int], media: Sequence[Medium] = ()) -> list[int]:

@@ -54,10 +54,12 @@ class Engine:
         seed: int = 0,
         depth: int | None = None,
         tiling: Tiling | None = None,
+        pooling: str = "last",
     ) -> None:
-        """`tiling` is how the model's pictures are cut; None: they are taken as they come."""
+        """`tiling` is how the model's pictures are cut; None: they are taken as they come. `pooling`: that of requests
+        that leave it to the engine."""
         self.scheduler, self.runner, self.limits, self.clock = scheduler, runner, limits, clock
-        self.tiling = tiling
+        self.tiling, self.pooling = tiling, pooling
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
@@ -120,6 +122,8 @@ class Engine:
                 "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
                 "prompt_logprobs",
             )
+        if params.pooling is not None:
+            params = self.limits.pooled(params, self.pooling)
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
         if params.structured is not None and params.grammar is None:
@@ -182,7 +186,7 @@ class Engine:
         seq.media = accepted.media
         seq.matcher = None if params.grammar is None else params.grammar.matcher()
         seq.branches, seq.final = accepted.width - 1, len(accepted.tokens) + accepted.max_tokens
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None or params.pooling == "mean":  # all of its rows count
             seq.reusable = 0
         request = Request(id, seq, params, arrival=self.clock(), max_tokens=accepted.max_tokens)
         request.method, request.prefix, request.media = accepted.method, prefix, accepted.media

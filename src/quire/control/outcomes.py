@@ -15,8 +15,9 @@ from quire.vocabulary.plan import Top
 
 class Output(NamedTuple):
     """What a step brought for one branch of a request. `finish_reason` is None while the branch goes on; `done` says
-    that the whole request ended. `cached_tokens` come with each, `prompt_tops` with the first of branch 0. `text` is
-    empty until a Transcript read it."""
+    that the whole request ended. `cached_tokens` come with each, `prompt_tops` with the first of branch 0,
+    `pooled` [hidden] with the end of a request that has pooling: the last token's hidden state, or the sum of all.
+    `text` is empty until a Transcript read it."""
 
     request: str
     branch: int
@@ -29,6 +30,7 @@ class Output(NamedTuple):
     cumulative_logprob: float
     prompt_tops: tuple[Top, ...] | None = None
     cached_tokens: int = 0
+    pooled: tuple[float, ...] = ()
 
 
 class Stats:
@@ -107,7 +109,7 @@ class Outcomes:
         return Output(
             request.id, seq.index, tokens, "", tops, seq.finish, seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_tops) if first and not seq.index and request.params.prompt_logprobs is not None else None,
-            request.cached_tokens,
+            request.cached_tokens, seq.pooled,
         )  # fmt: skip
 
     # Branches of which some are returned

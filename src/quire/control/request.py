@@ -48,8 +48,8 @@ class Sequence:
 
     __slots__ = (
         "branches", "computed", "cumulative_logprob", "final", "finish", "id", "index", "keys", "matcher", "media",
-        "pending", "planned", "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling", "stop_reason",
-        "tokens", "tops",
+        "pending", "planned", "pooled", "prompt_len", "prompt_tops", "reusable", "salt", "seed", "sibling",
+        "stop_reason", "tokens", "tops",
     )  # fmt: skip
 
     def __init__(self, id: int, tokens: list[int], *, seed: int = 0, salt: str = "", index: int = 0) -> None:
@@ -72,6 +72,7 @@ class Sequence:
         self.sibling: Sequence | None = None  # computes what this one shares and hasn't computed itself
         self.prompt_tops: list[Top] = []
         self.matcher: Matcher | None = None  # its place in the grammar of its output, behind `tokens`
+        self.pooled: tuple[float, ...] = ()  # hidden states of its prompt: their sum so far, or the last one
         self.finish: str | None = None  # why it ended; it may still be in flight
         self.stop_reason: int | str | None = None
 

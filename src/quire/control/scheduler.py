@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from quire.control.branching import Branching, Hands
 from quire.control.costs import DEFAULT, Costs
-from quire.control.decoding import append, context_of
+from quire.control.decoding import append, context_of, pooled
 from quire.control.matching import masks_of, waits
 from quire.control.memory import KVMemory, Later
 from quire.control.request import Event, Request, Sequence, Status
@@ -152,13 +152,12 @@ class Scheduler:
         return count if self.part is None else self.part(seq.prompt_len, seq.planned, count)
 
     def _row(self, request: Request, seq: Sequence, count: int) -> Row:
-        start, end = seq.planned, seq.planned + count
-        known = len(seq.tokens)
+        start, end, known = seq.planned, seq.planned + count, len(seq.tokens)
         tokens: tuple[int, ...] = (LAST,)
         if start < known:
             tokens = (seq.tokens[start],) if count == 1 else tuple(seq.tokens[start:end])
         sample = 0
-        if end == known + seq.pending:
+        if end == known + seq.pending and request.params.pooling is None:
             sample = 1 if request.method is not None else 1 + seq.branches
         score: tuple[int, ...] = ()
         if start + 1 < seq.prompt_len and request.params.prompt_logprobs is not None:
@@ -297,8 +296,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[Event]:
         """Take in the result of the oldest plan in flight."""
         self.flight -= 1
-        events: list[Event] = []
-        by_slot, commit = self.by_slot, self.memory.commit
+        events, by_slot, commit = list[Event](), self.by_slot, self.memory.commit
         for row, sampled in zip(plan.rows, result.samples):
             request, seq = by_slot[row.slot]
             seq.computed = row.start + len(row.tokens)
@@ -310,6 +308,8 @@ class Scheduler:
                 seq.pending -= 1
                 if seq.finish is None:
                     self._sampled(request, seq, sampled, events)
+            elif request.params.pooling is not None and pooled(request, seq, row, sampled):
+                events.append(Event(request, seq))
             if seq.finish is not None and request.status is not Status.DONE:
                 self._retire(request, seq)
                 if not request.live and (request.method is not None or request.params.ranked):

@@ -283,7 +283,7 @@ def sent_params(params: SamplingParams) -> dict[str, Any]:
         raise InputError("a method can't be given to an engine in a process of its own", "method")
     given = {name: getattr(params, name) for name in DEFAULTS}
     if (form := params.structured) is not None:
-        given["structured"] = form.kind, form.source, form.after
+        given["structured"] = form.kind, form.source, form.after, form.opening, form.budget
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
 
 
@@ -296,8 +296,12 @@ def read_params(data: dict[str, Any]) -> SamplingParams:
         raise WireError("bad_word_ids", "no lists of token ids")
     form = data.get("structured")
     if form is not None:
-        if not isinstance(form, list | tuple) or len(form) != 3 or not isinstance(form[2], list | tuple):
-            raise WireError("structured", "no kind, source and marker")
+        if (
+            not isinstance(form, list | tuple)
+            or len(form) != 5
+            or not all(isinstance(x, list | tuple) for x in form[2:4])
+        ):
+            raise WireError("structured", "no kind, source, markers and budget")
         form = Structured(form[0], form[1], tuple(form[2]))
     return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words)), "structured": form})
 

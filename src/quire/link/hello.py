@@ -64,10 +64,11 @@ def read_ready(body: memoryview) -> Ready:
     data = read_json(body)
     limits = field(data, "limits", dict)
     vocab, longest, queued = (number(limits, name) for name in ("vocab_size", "max_len", "max_queued"))
+    hidden = number(limits, "hidden")
     lines, notices = (tuple(map(str, field(data, name, list))) for name in ("lines", "notices"))
     cache: Mapping[str, Any] = field(data, "cache", dict)
     facts = read_facts(field(data, "facts", dict))
-    return Ready(Limits(vocab, longest, queued, field(limits, "held_by", str)), lines, notices, cache, facts)
+    return Ready(Limits(vocab, longest, queued, field(limits, "held_by", str), hidden), lines, notices, cache, facts)
 
 
 def write_pulse(health: Health, now: float) -> bytes:

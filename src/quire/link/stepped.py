@@ -19,11 +19,13 @@ from quire.vocabulary.columns import (
     new,
     read_text,
     read_tops,
+    read_vectors,
     write_counts,
     write_floats,
     write_ints,
     write_runs,
     write_tops,
+    write_vectors,
 )
 from quire.vocabulary.plan import Mapped, RankUse
 
@@ -77,10 +79,12 @@ def _more(outputs: Sequence[Output]) -> Iterator[bytes]:
         value = reason if isinstance(reason, int) else 0
         yield MORE.pack(FINISHES.index(output.finish_reason), output.done, kind, value, len(text))
         yield text
-    yield bytes(output.prompt_tops is not None for output in outputs)
+    yield bytes((output.prompt_tops is not None) + 2 * bool(output.pooled) for output in outputs)
     for tops in ([output.tops for output in outputs], [output.prompt_tops or () for output in outputs]):
         yield write_counts(tops, "numbers of tops")
         yield from write_tops(list(chain.from_iterable(tops)))
+    if pooled := [output.pooled for output in outputs if output.pooled]:
+        yield from write_vectors(pooled, "pooled")
 
 
 def said_facts(facts: Facts) -> dict[str, Any]:
@@ -113,7 +117,7 @@ def read_stepped(body: memoryview) -> Stepped:
         cached = reader.ints(count, "cached tokens")
         columns: Any = zip(
             repeat("", count), branches, tokens, repeat(""), repeat(()), repeat(None), repeat(None), repeat(False),
-            logprobs, repeat(None), cached,
+            logprobs, repeat(None), cached, repeat(()),
         )  # fmt: skip
         outputs = list(map(new, repeat(Output), columns))
     if few:
@@ -143,13 +147,17 @@ def _read_more(reader: Reader, count: int, outputs: list[Output]) -> None:
         raise reader.error("places", f"one is none from 0 to {len(outputs) - 1}")
     ends = [_read_end(reader) for _ in range(count)]
     at = reader.skip(count, "flags")
-    scored = bytes(reader.frame[at : at + count])
+    flags = bytes(reader.frame[at : at + count])
+    if max(flags) > 3:
+        raise WireError("flags", f"{max(flags)} is none from 0 to 3", at)
     tops, prompt_tops = (list(read_tops(reader, count)) for _ in range(2))
+    many = sum(flag >> 1 for flag in flags)
+    pooled = iter(read_vectors(reader, many, "pooled") if many else ())
     for i, place in enumerate(places):
         finish, done, reason = ends[i]
         outputs[place] = outputs[place]._replace(
             finish_reason=finish, stop_reason=reason, done=done, tops=tops[i],
-            prompt_tops=prompt_tops[i] if scored[i] else None,
+            prompt_tops=prompt_tops[i] if flags[i] & 1 else None, pooled=next(pooled) if flags[i] & 2 else (),
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.server.console import FILES, OPEN, PAGE, Console
+from quire.server.embeddings import Embeddings
 from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
@@ -60,18 +61,20 @@ def create_app(
     log_requests: bool = False,
     peers: Peers | None = None,
     tool_format: str | None = None,
+    thoughts: str | None = None,
     console: bool = True,
 ) -> FastAPI:
     """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
     `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
     whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
     `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `peers` are
-    the fronts that this is one of. `tool_format` is how the model writes calls of tools; None: as its template says.
+    the fronts that this is one of. `tool_format` is how the model writes calls of tools, `thoughts` how it writes
+    thoughts; None: as its template says.
     `console`: there is one (server.console)."""
     metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, names, metrics, terms, log_requests, peers, tool_format)
+    service = Service(llm, names, metrics, terms, log_requests, peers, tool_format, thoughts)
     before = partial(front, counts=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
     app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service)
@@ -89,9 +92,13 @@ def create_app(
 def add_routes(app: FastAPI, service: Service) -> None:
     """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
     app.router.route_class = PlainRoute
+    embeddings = Embeddings(service)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
+        ("POST", "/v1/embeddings", embeddings.embeddings),
+        ("POST", "/score", embeddings.score),
+        ("POST", "/rerank", embeddings.rerank),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{name:path}", service.model),
         ("POST", "/tokenize", service.tokenize),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -92,6 +92,17 @@ def failure(error: BaseException) -> Failure:
         return Failure(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     log.error("a request failed", exc_info=error)
     return Failure(500, "internal error")
+
+
+@contextmanager
+def renamed(theirs: str, name: str) -> Iterator[None]:
+    """Within, errors about the field `theirs` are about the one that the client calls `name`."""
+    try:
+        yield
+    except InputError as error:
+        if error.param in (theirs, "max_tokens"):
+            error.param = name
+        raise
 
 
 def wrong_body(found: Mapping[str, Any]) -> InputError | None:

@@ -91,7 +91,7 @@ CALL = {
     },
 }
 CONTENT = [{"type": "string"}, {"type": "array", "items": PART, "minItems": 1, "maxItems": 1024}]
-BESIDE = {name: {"type": ["string", "null"]} for name in ("name", "reasoning_content", "tool_call_id")}
+BESIDE = {name: {"type": ["string", "null"]} for name in ("name", "reasoning", "reasoning_content", "tool_call_id")}
 SAID = {
     "type": "object",
     "required": ["role", "content"],
@@ -173,7 +173,7 @@ IGNORED = frozenset({
 REFUSED = frozenset({
     "functions", "function_call", "guided_whitespace_pattern", "structural_tag", "suffix", "prompt_embeds",
     "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
-    "kv_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget", "priority",
+    "kv_transfer_params", "vllm_xargs", "repetition_detection", "priority",
 })  # fmt: skip
 NOTHING = (None, False, 0, "", [], {})
 
@@ -266,6 +266,7 @@ class CompletionRequest(Sampling):
     logprobs: int | None = ranged(0, MAX_LOGPROBS)
     add_special_tokens: bool = True
     tools: Nothing = None
+    thinking_token_budget: Nothing = None
 
 
 class Conversation(Fields):
@@ -283,13 +284,47 @@ class Conversation(Fields):
 
 
 class ChatRequest(Sampling, Conversation):
-    """The body of /v1/chat/completions. `echo` puts the last message before the output, if the assistant said it."""
+    """The body of /v1/chat/completions. `echo` puts the last message before the output, if the assistant said it.
+    `thinking_token_budget` bounds thoughts, `include_reasoning` says whether they are returned."""
 
     messages: Messages
     max_completion_tokens: int | None = ranged(1)
+    thinking_token_budget: int | None = ranged(0, 2**31 - 1)
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = ranged(0, MAX_LOGPROBS)
     echo: bool | None = None
+
+
+class EmbeddingRequest(Truncation):
+    """The body of /v1/embeddings. `dimensions`: the first so many numbers of each vector, of length 1 again."""
+
+    model: str | None = None
+    input: PromptField
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = ranged(1)
+    add_special_tokens: bool = True
+    cache_salt: str | None = ranged(minLength=1)
+
+
+class ScoreRequest(Truncation):
+    """The body of /score: one text with each of several, or pairs."""
+
+    model: str | None = None
+    text_1: str | Strings
+    text_2: str | Strings
+    cache_salt: str | None = ranged(minLength=1)
+
+
+class RerankRequest(Truncation):
+    """The body of /rerank: the `top_n` documents nearest to the query, nearest first."""
+
+    model: str | None = None
+    query: str
+    documents: Strings
+    top_n: int | None = ranged(1)
+    return_documents: bool | None = None
+    cache_salt: str | None = ranged(minLength=1)
 
 
 class PrefixRequest(Fields):
@@ -343,6 +378,9 @@ def check_supported(request: Fields) -> None:
 
 UNIONS = {
     "prompt": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
+    "input": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
+    "text_1": "a string or a list of strings",
+    "text_2": "a string or a list of strings",
     "stop": "a string or a list of strings",
     "early_stopping": 'true, false or "never"',
 }

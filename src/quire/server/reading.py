@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
+from quire.server.reasoning import Thinking
 from quire.server.tools import Toolbox
 from quire.text.calls.events import Event
 
@@ -60,15 +61,31 @@ class Parts(NamedTuple):
 
 
 class Reading:
-    """One choice: its text, as it comes."""
+    """One choice: its text, as it comes. `thinking` tells thoughts from what follows them."""
 
-    def __init__(self, box: Toolbox) -> None:
-        self._box = box
+    def __init__(self, box: Toolbox, thinking: Thinking | None = None) -> None:
+        self._box, self._thinking = box, thinking
         self._reader = box.reader()
+        self._thoughts = None if thinking is None else thinking.reader()
+        self._counter = None if thinking is None else thinking.counter()
         self.called = False  # there is a call in it
 
-    def push(self, text: str, last: bool) -> Parts:
-        """What `text` adds; with `last` the output has ended."""
+    @property
+    def thought(self) -> int:
+        """Tokens of thoughts so far."""
+        return 0 if self._counter is None else self._counter.count
+
+    def push(self, text: str, last: bool, tokens: Sequence[int] = ()) -> Parts:
+        """What `text` adds, which is that of `tokens` or comes a little later; with `last` the output has ended."""
+        if self._thoughts is None or self._thinking is None or self._counter is None:
+            return self._answered(text, last)
+        thought, text = self._thoughts.push(text, last)
+        self._counter.add(tokens, self._thoughts)
+        over = last and self._thoughts.phase in ("behind", "over")
+        parts = self._answered(text, last) if text or over else Parts()
+        return parts._replace(reasoning=thought if self._thinking.shown else "")
+
+    def _answered(self, text: str, last: bool) -> Parts:
         if self._box.choice == "named":
             return self._named(text)
         if self._reader is None:

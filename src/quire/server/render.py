@@ -16,6 +16,7 @@ from quire.control.outcomes import Output
 from quire.server.pieces import SLICE, Pace, Pieces, Words, array, finite, numbers
 from quire.server.protocol import ChatRequest, CompletionRequest
 from quire.server.reading import Parts, Reading
+from quire.server.reasoning import Thinking
 from quire.server.tools import Toolbox
 from quire.text.prompts import Prompt, Prompts
 from quire.vocabulary.plan import Top
@@ -30,6 +31,7 @@ class Usage:
         self.prompts = [len(prompt.ids) for prompt in prompts]
         self.completions: dict[int, int] = {}  # by choice
         self.cached: dict[int, int] = {}
+        self.thoughts: dict[int, int] = {}  # of completions, by choice, where models think
 
     def add(self, at: int, choice: int, tokens: int, cached: int) -> None:
         """`tokens` more of a choice, an output of prompt `at`, of which `cached` tokens were reused."""
@@ -41,15 +43,19 @@ class Usage:
         prompt, completion = self.prompts[at], self.completions.get(choice, 0)
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
-            f'"prompt_tokens_details":{{"cached_tokens":{self.cached.get(at, 0)}}}}}'
+            f'"prompt_tokens_details":{{"cached_tokens":{self.cached.get(at, 0)}}}{self._details(choice)}}}'
         )
+
+    def _details(self, *choices: int) -> str:
+        tokens = sum(self.thoughts.get(choice, 0) for choice in choices)
+        return f',"completion_tokens_details":{{"reasoning_tokens":{tokens}}}' if self.thoughts else ""
 
     def total(self) -> str:
         """OpenAI's usage object, as JSON."""
         prompt, completion = sum(self.prompts), sum(self.completions.values())
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
-            f'"prompt_tokens_details":{{"cached_tokens":{sum(self.cached.values())}}}}}'
+            f'"prompt_tokens_details":{{"cached_tokens":{sum(self.cached.values())}}}{self._details(*self.thoughts)}}}'
         )
 
 
@@ -290,9 +296,12 @@ class ChatRenderer(Answer):
         prompts: list[Prompt],
         words: Words,
         box: Toolbox = NO_TOOLS,
+        thinking: Thinking | None = None,
     ) -> None:
         super().__init__(id, model, request, prompts, words)
-        self._readings = None if box.choice == "none" else [Reading(box) for _ in range(self.n)]
+        self.thinks = thinking is not None
+        reads = self.thinks or box.choice != "none"
+        self._readings = [Reading(box, thinking) for _ in range(self.n)] if reads else None
         self.before = last_said(request) if request.echo else ""
         self.named = len(request.logprob_token_ids or ())
         self.scored = bool(request.logprobs) or self.named > 0
@@ -319,10 +328,11 @@ class ChatRenderer(Answer):
         pieces = f'{{"index":{output.branch},"delta":{parts.delta()},"logprobs":null{ending(output)}}}'
         return Choice(at, output.branch, [pieces])
 
-    @staticmethod
-    def _read(reading: Reading, output: Output) -> tuple[Parts, Output]:
+    def _read(self, reading: Reading, output: Output) -> tuple[Parts, Output]:
         """What an output's text is, and how it ended."""
-        parts = reading.push(output.text, output.finish_reason is not None)
+        parts = reading.push(output.text, output.finish_reason is not None, output.tokens)
+        if self.thinks:
+            self.usage.thoughts[output.branch] = reading.thought
         return parts, output._replace(finish_reason=reading.finish_reason(output.finish_reason))
 
     async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:

@@ -49,6 +49,7 @@ class ServeOptions(NamedTuple):
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str | None = None  # None: as the template says
+    reasoning_parser: str | None = None  # the same
     root_path: str = ""
     shutdown_timeout: float = 30.0
     access_log: bool = False
@@ -121,7 +122,7 @@ def application(
         llm, options.served_model_name or (name,), keys=keys, admin_keys=admin_keys, root_path=options.root_path,
         config=config, allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix,
         strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests, peers=peers,
-        tool_format=options.tool_call_parser, console=options.console,
+        tool_format=options.tool_call_parser, thoughts=options.reasoning_parser, console=options.console,
     )  # fmt: skip
 
 

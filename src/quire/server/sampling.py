@@ -43,9 +43,11 @@ def check_known(request: Fields, strict: bool) -> None:
 def _check(request: Sampling, terms: Terms) -> None:
     check_known(request, terms.strict)
     if isinstance(request, CompletionRequest):
-        for name, nothing in (("tools", NOTHING), ("tool_choice", (None, "none", "auto"))):
+        for name, nothing in (
+            ("tools", NOTHING), ("tool_choice", (None, "none", "auto")), ("thinking_token_budget", NOTHING),
+        ):  # fmt: skip
             if getattr(request, name) not in nothing:
-                raise InputError(f"{name} is for chats: completions have no tools", name)
+                raise InputError(f"{name} is for chats: completions have no tools, and no thoughts", name)
     if request.modalities not in (None, ["text"]):
         raise InputError('modalities may only be ["text"]', "modalities")
     if request.spaces_between_special_tokens is False:
@@ -163,10 +165,11 @@ def chat_params(request: ChatRequest, terms: Terms) -> SamplingParams:
     return _built(given, names)
 
 
-def completion_prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a completion request: one string, strings, one list of ids, or lists of ids."""
+def completion_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a completion request, or what has another `name`: one string, strings, one list of ids, or lists
+    of ids."""
     single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = [prompt] if single else prompt
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise InputError(f"prompt must have 1 to {MAX_PROMPTS} entries, got {len(prompts)}", "prompt")
+        raise InputError(f"{name} must have 1 to {MAX_PROMPTS} entries, got {len(prompts)}", name)
     return list(prompts)

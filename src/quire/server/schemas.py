@@ -177,6 +177,58 @@ class Chunk(Exact):
     usage: Usage | None = None
 
 
+class EmbeddingUsage(Exact):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Exact):
+    """Base64 is of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Exact):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class Score(Exact):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Exact):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class Document(Exact):
+    text: str
+
+
+class Ranked(Exact):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(Exact):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
 class Tokens(Exact):
     count: int
     max_model_len: int
@@ -233,6 +285,9 @@ class Load(Exact):
 ANSWERS: dict[str, type[Exact] | None] = {
     "POST /v1/completions": Completion,
     "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/embeddings": Embeddings,
+    "POST /score": Scores,
+    "POST /rerank": Ranking,
     "GET /v1/models": ModelList,
     "GET /v1/models/{name:path}": ModelCard,
     "POST /tokenize": Tokens,

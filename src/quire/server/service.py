@@ -27,6 +27,7 @@ from quire.server.protocol import (
     Truncation,
     warnings,
 )
+from quire.server.reasoning import Reasoning
 from quire.server.render import ChatRenderer, CompletionRenderer, Renderer
 from quire.server.request_log import log_request
 from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
@@ -37,6 +38,7 @@ from quire.server.tools import toolbox
 from quire.text.calls.formats import format_of
 from quire.text.prompts import Cut, Prompt
 from quire.text.sight import pictured
+from quire.text.thoughts import thoughts_of
 from quire.text.tools import Tool, read_tools
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.structured import NAME
@@ -47,7 +49,8 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_messa
 
 class Service:
     """`names` are the model's names; the first is the one shown. `log_requests` logs each. `peers` are the whole server
-    that this is a front of. `tool_format` is how the model writes calls; None: as its template says."""
+    that this is a front of. `tool_format` is how the model writes calls, `thoughts` how it writes thoughts; None: as
+    its template says."""
 
     def __init__(
         self,
@@ -58,22 +61,25 @@ class Service:
         log_requests: bool = False,
         peers: Peers | None = None,
         tool_format: str | None = None,
+        thoughts: str | None = None,
     ) -> None:
         self.llm, self.prompts, self.names, self.metrics, self.terms = llm, llm.prompts, list(names), metrics, terms
         self.words, self.numbers = Words(self.prompts), Numbers(self.prompts)
         self.peers = peers or Peers()
         self.peers.join(llm, metrics)
         template = self.prompts.chat_template
-        self.tool_format = tool_format or format_of(template.source if template is not None else "")
+        taught = template.source if template is not None else ""
+        self.tool_format = tool_format or format_of(taught)
+        self.reasoning = Reasoning(thoughts or thoughts_of(taught), self.prompts.tokenizer)
         self.held, self.turns, self.log_requests = Held(self.peers.count), Turns(), log_requests
 
     # Generation
 
     async def completions(self, body: CompletionRequest, http: Request) -> Response:
         """Continue prompts."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         params = completion_params(body, self.terms)
-        cut = self._cut(body, params.max_tokens)
+        cut = self.cut(body, params.max_tokens)
         _, pictures = pictured({"multi_modal_data": body.multi_modal_data})
         given = completion_prompts(body.prompt)
         prompts = await self.prompts.read(given, body.add_special_tokens, cut, pictures, body.cache_salt or "")
@@ -86,14 +92,16 @@ class Service:
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         box = toolbox(body, self.tool_format)
         params = box.applied(chat_params(body, self.terms), body)
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
-        prompt = await self._render(body, self._cut(body, max_tokens), box.tools)
+        prompt = await self._render(body, self.cut(body, max_tokens), box.tools)
+        thinking = self.reasoning.of(body, prompt)
+        params = self.reasoning.applied(params, body, thinking)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
-        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body), box)
+        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body), box, thinking)
         return await self._answer(call, renderer, body, [prompt], params, http)
 
     def _call(
@@ -130,7 +138,7 @@ class Service:
         options = body.stream_options or StreamOptions()
         return EventStream(call, renderer, headers, bool(options.include_usage), bool(options.continuous_usage_stats))
 
-    def _cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
+    def cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
         """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""
         if body.truncate_prompt_tokens is None:
             return None
@@ -166,7 +174,7 @@ class Service:
             raise InputError("the chat template reads no reasoning_effort", "reasoning_effort")
         return ["reasoning_effort"]
 
-    def _check_model(self, model: str | None) -> None:
+    def check_model(self, model: str | None) -> None:
         if model is not None and model not in self.names:
             raise UnknownModel(f"the model {model[:60]!r} does not exist; this server has {self.names[0]!r}", "model")
 
@@ -174,11 +182,11 @@ class Service:
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Token ids of a prompt or of a conversation."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         check_known(body, self.terms.strict)
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give either prompt or messages", "prompt")
-        cut = self._cut(body, 1)
+        cut = self.cut(body, 1)
         if body.messages is not None:
             prompt = await self._render(body, cut, read_tools(body.tools or []))
         else:
@@ -191,7 +199,7 @@ class Service:
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         check_known(body, self.terms.strict)
         tokenizer, vocab = self.prompts.tokenizer, self.llm.limits.vocab_size
         if tokenizer is None:
@@ -246,7 +254,7 @@ class Service:
 
     async def model(self, name: str) -> Response:
         """One of them."""
-        self._check_model(name)
+        self.check_model(name)
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> Json:

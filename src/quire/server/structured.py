@@ -13,6 +13,7 @@ from quire.vocabulary.structured import (
     NAME,
     Structured,
     StructuredOutputsParams,
+    closed,
     lenient,
     source_of,
 )
@@ -85,8 +86,10 @@ def _format(value: Mapping[str, Any]) -> Structured:
         raise InputError(f"{name}.json_schema must be an object that has a schema", name)
     if about.get("strict") not in (None, True, False):
         raise InputError(f"{name}.json_schema.strict must be true or false, got {str(about['strict'])[:40]!r}", name)
-    found = _schema(about["schema"], f"{name}.json_schema.schema")
-    return lenient(found) if about.get("strict") is False else found
+    strict = about.get("strict")
+    schema = closed(about["schema"]) if strict else about["schema"]
+    found = _schema(schema, f"{name}.json_schema.schema")
+    return lenient(found) if strict is False else found
 
 
 def _schema(value: Any, place: str) -> Structured:

@@ -15,7 +15,7 @@ from quire.text.calls.events import CallReader
 from quire.text.calls.formats import FORMATS, SPECIAL, JsonCalls
 from quire.text.tools import MAX_CALLS, Tool, read_tools
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.structured import MAX_SOURCE, Structured, compact
+from quire.vocabulary.structured import MAX_SOURCE, Structured, closed, compact
 
 ANYTHING = {"type": "object"}
 ID_LETTERS = 9  # of a call's id, where templates want exactly so many
@@ -60,7 +60,7 @@ class Toolbox(NamedTuple):
         """The form of an output that must call: the named tool's arguments, or a list of calls."""
         if self.choice == "named":
             tool = next(tool for tool in self.tools if tool.name == self.named)
-            schema: dict[str, Any] = tool.parameters or ANYTHING
+            schema: dict[str, Any] = closed(tool.parameters or ANYTHING)
         else:
             calls = [_call_schema(tool, f"#/items/anyOf/{at}") for at, tool in enumerate(self.tools)]
             most = MAX_CALLS if self.parallel else 1
@@ -74,7 +74,7 @@ class Toolbox(NamedTuple):
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
     properties = {
         "name": {"const": tool.name},
-        "arguments": moved(tool.parameters or ANYTHING, f"{place}/properties/arguments"),
+        "arguments": moved(closed(tool.parameters or ANYTHING), f"{place}/properties/arguments"),
     }
     required = list(properties)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

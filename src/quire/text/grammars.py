@@ -20,7 +20,7 @@ import numpy as np
 from quire.errors import InputError
 from quire.text.grammar_source import place_of, source_of
 from quire.text.grammar_tokens import Vocabulary
-from quire.vocabulary.structured import NAME, Structured
+from quire.vocabulary.structured import ANY, NAME, Structured
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -45,43 +45,48 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
-        self._held: OrderedDict[tuple[bytes, tuple[int, ...]], CompiledGrammar] = OrderedDict()
+        self._held: OrderedDict[bytes, LLMatcher] = OrderedDict()  # each at its beginning
         self._lock = threading.Lock()
         self._masker: Masker | None = None
 
     def get(self, asked: Structured) -> CompiledGrammar:
         """The grammar of a form of output: a held one, or a new one. InputError names what is wrong with it, and
         where."""
-        key = sha256(f"{asked.kind}\0{asked.source}".encode("utf-8", "surrogatepass")).digest(), asked.after
+        masker = self._made_masker()
+        if asked.kind == ANY:
+            return CompiledGrammar(masker, None, asked)
+        key = _key(asked)
         with self._lock:
             if (found := self._held.get(key)) is not None:
                 self._held.move_to_end(key)
-                return found
-        made = self._made(asked)
+                return CompiledGrammar(masker, found, asked)
+        made = self._made(asked, masker)
         with self._lock:
             self._held[key] = made
             while len(self._held) > HELD:
                 self._held.popitem(last=False)
-        return made
+        return CompiledGrammar(masker, made, asked)
 
     def holds(self, asked: Structured) -> bool:
         """It costs nothing to get it."""
-        key = sha256(f"{asked.kind}\0{asked.source}".encode("utf-8", "surrogatepass")).digest(), asked.after
-        return key in self._held
+        return (asked.kind == ANY and self._masker is not None) or _key(asked) in self._held
 
-    def _made(self, asked: Structured) -> CompiledGrammar:
-        masker = self._made_masker()
+    def _made(self, asked: Structured, masker: Masker) -> LLMatcher:
         text = source_of(asked, self.tokenizer)
         first = masker.matcher(text)
         if why := first.get_error() or masker.tried(first):
             raise InputError(f"{asked.kind}: {_short(why)}{place_of(asked, why)}", NAME)
-        return CompiledGrammar(masker, first, asked.after)
+        return first
 
     def _made_masker(self) -> Masker:
         with self._lock:
             if self._masker is None:
                 self._masker = Masker(self.tokenizer, self.vocab_size, self.eos_ids)
             return self._masker
+
+
+def _key(asked: Structured) -> bytes:
+    return sha256(f"{asked.kind}\0{asked.source}".encode("utf-8", "surrogatepass")).digest()
 
 
 def _short(why: str) -> str:
@@ -115,6 +120,7 @@ class Masker:
         ends = np.zeros(32 * self.words, dtype=np.bool_)
         ends[list(eos_ids)] = True
         spoken = np.arange(32 * self.words) < vocab_size
+        self.everything = np.packbits(spoken, bitorder="little").tobytes()
         self.unending = np.packbits(spoken & ~ends, bitorder="little").tobytes()  # all tokens but those that end
 
     def matcher(self, grammar: str) -> LLMatcher:
@@ -164,15 +170,14 @@ class Masker:
 
 
 class CompiledGrammar:
-    """A Grammar (see quire.vocabulary.structured)."""
+    """A Grammar (see quire.vocabulary.structured). `first` is llguidance's, at its beginning; None: anything goes."""
 
-    def __init__(self, masker: Masker, first: LLMatcher, after: tuple[int, ...]) -> None:
-        self.masker, self.after = masker, after
-        self._first = first
+    def __init__(self, masker: Masker, first: LLMatcher | None, asked: Structured) -> None:
+        self.masker, self.asked, self._first = masker, asked, first
 
     def matcher(self) -> Place:
         """At its beginning, before its marker if it has one."""
-        return Place(self.masker, self._first.deep_copy(), self.after)
+        return Place(self.masker, None if self._first is None else self._first.deep_copy(), self.asked)
 
     def masks(self, matchers: Sequence[Any]) -> list[bytes]:
         """See Grammar."""
@@ -184,29 +189,46 @@ class CompiledGrammar:
 
 
 class Place:
-    """A Matcher (see quire.vocabulary.structured). `_queue` are tokens that must follow, in order."""
+    """A Matcher (see quire.vocabulary.structured). `_queue` are tokens that must follow, in order; `_left` is how many
+    thoughts may have."""
 
-    __slots__ = ("_after", "_begun", "_queue", "_recent", "inner", "masker")
+    __slots__ = ("_after", "_begun", "_left", "_queue", "_recent", "inner", "masker")
 
-    def __init__(self, masker: Masker, inner: LLMatcher, after: tuple[int, ...]) -> None:
-        self.masker, self.inner, self._after = masker, inner, after
-        self._begun = not after
-        self._recent: deque[int] = deque(maxlen=len(after) or 1)
-        self._queue: tuple[int, ...] = ()
+    def __init__(self, masker: Masker, inner: LLMatcher | None, asked: Structured) -> None:
+        self.masker, self.inner, self._after, self._left = masker, inner, asked.after, asked.budget
+        self._begun = not asked.after
+        self._recent: deque[int] = deque(maxlen=len(asked.after) or 1)
+        self._queue = asked.opening
         if self._begun:
             self._look()
+        elif not self._queue and self._left == 0:
+            self._queue = self._after
+
+    def _think(self, token: int) -> None:
+        """Go on before the marker, or behind it."""
+        self._recent.append(token)
+        if tuple(self._recent) == self._after:
+            self._begun, self._queue = True, ()
+            self._look()
+        elif self._queue:
+            self._queue = self._queue[1:]
+        elif self._left:
+            self._left -= 1
+        if not self._begun and not self._queue and self._left == 0:
+            self._queue = self._after
 
     def _look(self) -> None:
+        if self.inner is None:
+            return
         stopped = self.inner.is_stopped()
         self._queue = (self.masker.end,) if stopped else tuple(self.inner.compute_ff_tokens())
 
     def accept(self, token: int) -> str:
         """See Matcher."""
         if not self._begun:
-            self._recent.append(token)
-            if tuple(self._recent) == self._after:
-                self._begun = True
-                self._look()
+            self._think(token)
+            return ""
+        if self.inner is None:
             return ""
         if token in self.masker.eos_ids:
             return "" if self.inner.is_accepting() else f"token {token} ends the output before its grammar does"
@@ -224,10 +246,8 @@ class Place:
 
     def known(self) -> bytes | None:
         """The mask, where it needn't be computed."""
-        if not self._begun:
-            return self.masker.unending
         if not self._queue:
-            return None
+            return self.masker.unending if not self._begun else self.masker.everything if self.inner is None else None
         mask, token = bytearray(4 * self.masker.words), self._queue[0]
         mask[token // 8] = 1 << token % 8
         return bytes(mask)
@@ -235,6 +255,7 @@ class Place:
     def copy(self) -> Place:
         """See Matcher."""
         other = Place.__new__(Place)
-        other.masker, other.inner, other._after = self.masker, self.inner.deep_copy(), self._after
-        other._begun, other._queue, other._recent = self._begun, self._queue, self._recent.copy()
+        other.masker, other.inner = self.masker, None if self.inner is None else self.inner.deep_copy()
+        other._after, other._left, other._begun = self._after, self._left, self._begun
+        other._queue, other._recent = self._queue, self._recent.copy()
         return other

@@ -12,7 +12,7 @@ from quire.text.tools import check_results, checked_id, read_calls
 
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024
-FIELDS = ("role", "content", "name", "reasoning_content", "tool_call_id")
+FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_call_id")
 MORE = ("tool_calls",)
 DETAILS = (None, "auto", "low", "high")
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -96,6 +96,8 @@ def _message(at: str, message: Mapping[str, Any], eyes: Eyes | None) -> Message:
             raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
         if value is not None:
             checked[name] = _text(f"{at}.{name}", value, eyes)
+    if "reasoning" in checked:  # the newer name of the same, of which templates don't know
+        checked.setdefault("reasoning_content", checked.pop("reasoning"))
     if "tool_call_id" in checked:
         checked_id(f"{at}.tool_call_id", checked["tool_call_id"])
     return checked

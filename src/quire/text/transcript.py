@@ -38,7 +38,7 @@ class Transcript:
         """The output with its text, which may end the branch; None for one of a branch that ended before."""
         if self._text is None:
             return output
-        id, branch, tokens, _, tops, finish, reason, done, logprob, scored, cached = output
+        id, branch, tokens, _, tops, finish, reason, done, logprob, scored, cached, _ = output
         if branch in self._ended:
             return None
         # An end token itself is not text.

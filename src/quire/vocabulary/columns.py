@@ -78,6 +78,15 @@ def write_tops(tops: Sequence[Top]) -> Iterator[bytes]:
     yield write_floats(list(chain.from_iterable(alternatives)), "top alternatives")
 
 
+def write_vectors(vectors: Sequence[Sequence[float]], field: str) -> Iterator[bytes]:
+    """Runs of numbers."""
+    yield write_ints(list(map(len, vectors)), field)
+    try:
+        yield struct.pack(f"<{sum(map(len, vectors))}d", *chain.from_iterable(vectors))
+    except (struct.error, OverflowError) as error:
+        raise WireError(field, str(error)) from error
+
+
 class Reader:
     """A frame, read up to byte `at`."""
 
@@ -153,6 +162,13 @@ def read_text(reader: Reader, length: int) -> str:
         return bytes(reader.frame[at : at + length]).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise WireError("error", f"no UTF-8: {error.reason}", at + error.start) from error
+
+
+def read_vectors(reader: Reader, count: int, field: str) -> list[tuple[float, ...]]:
+    """`count` runs of numbers. There must be other proof of `count`."""
+    lengths = reader.lengths(count, field)
+    total = sum(lengths)
+    return split(reader.floats(total, field), lengths)
 
 
 def read_tops(reader: Reader, samples: int) -> Iterable[tuple[Top, ...]]:

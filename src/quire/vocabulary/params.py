@@ -25,6 +25,7 @@ MAX_BAD_WORD_IDS = 1024  # in all of them together
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
 MAX_STOP_IDS = 1024
+POOLINGS = ("auto", "mean", "last")
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -102,6 +103,8 @@ class SamplingParams:
     allows. `logprobs` k returns the chosen token's log-probability and those of the k most likely; with
     `logprob_token_ids` those of exactly these tokens come in place of the most likely ones, and `logprobs` is None or
     as many (an empty list is None). `seed` makes the result a function of (seed, prompt) whatever else is in the batch.
+    With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean", the "last" token's, or
+    what the engine was started with ("auto").
     `bad_word_ids` and `stop_automaton` are filled from `bad_words` and `stop` by the engine's tokenizer, before the
     request is queued. `structured` is the form of the output, given as such or by vLLM's names in `structured_outputs`;
     `grammar` is made of it where it comes in, too.
@@ -136,6 +139,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    pooling: str | None = None
     structured: Structured | None = None
     structured_outputs: StructuredOutputsParams | None = None
     stop_automaton: Any = field(default=None, compare=False, repr=False)
@@ -187,6 +191,16 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise InputError("stop strings need detokenize=True", "stop")
         put("structured", self._structured())
+        if self.pooling is not None:
+            self._check_pooling()
+
+    def _check_pooling(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {_shown(self.pooling)}", "pooling")
+        for name, plain in (("n", 1), ("best_of", None), ("beam_width", None), ("method", None), ("logprobs", None),
+                            ("logprob_token_ids", None), ("prompt_logprobs", None), ("structured", None)):  # fmt: skip
+            if getattr(self, name) != plain:
+                raise InputError(f"{name} can't be combined with pooling, which generates nothing", name)
 
     def _structured(self) -> Structured | None:
         """The form of the output, by whichever name it was given. Beams and methods have none: they choose among the
@@ -303,6 +317,7 @@ class SamplingParams:
             chosen=self.beam_width is not None or self.method is not None,
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
             logprob_token_ids=tuple(self.logprob_token_ids or ()),
+            pooling=self.pooling or "",
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:

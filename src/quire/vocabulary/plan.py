@@ -33,6 +33,7 @@ class Sampling(NamedTuple):
     chosen: bool = False  # a method chooses among the likeliest tokens: none is drawn
     prompt_logprobs: int = -1  # most likely tokens to return with each token to score; -1: none is scored
     logprob_token_ids: tuple[int, ...] = ()  # to return with each sample, in place of the most likely ones
+    pooling: str = ""  # "mean" or "last": nothing is drawn, hidden states of the prompt are returned (Sampled.pooled)
 
     @property
     def greedy(self) -> bool:
@@ -188,12 +189,16 @@ class Top(NamedTuple):
 class Sampled(NamedTuple):
     """What a row produced: `tokens` drawn (one a branch; of a row with a draft the run that was accepted: some of the
     draft, and one token after it), `tops` beside each when log-probabilities were asked for, and `scores`, one for each
-    of the row's `score` tokens. `error` is set when the row's logits were not finite."""
+    of the row's `score` tokens. `error` is set when the row's logits, or what is pooled, were not finite.
+
+    `pooled` [hidden], of a row of a sequence with `pooling`: the sum of the hidden states of its tokens ("mean"), or
+    that of the prompt's last one, from the row that has it."""
 
     tokens: tuple[int, ...]
     tops: tuple[Top, ...] = ()
     scores: tuple[Top, ...] = ()
     error: str = ""
+    pooled: tuple[float, ...] = ()
 
 
 class Mapped(NamedTuple):

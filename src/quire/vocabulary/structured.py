@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
 from quire.errors import InputError
@@ -15,6 +15,7 @@ Kind = Literal["json", "regex", "grammar", "choice", "json_object", "structural_
 KINDS: tuple[str, ...] = get_args(Kind)
 MAX_SOURCE = 1 << 18  # characters
 MAX_CHOICES = 4096
+ANY = "any"  # a kind that only readers of thoughts ask for: whatever the model says, behind them
 MAX_MARKER = 16  # tokens
 
 
@@ -22,15 +23,19 @@ MAX_MARKER = 16  # tokens
 class Structured:
     """The form of an output. `source` is the JSON text of a schema, a pattern, a Lark grammar, a JSON list of choices,
     "" or the JSON of a structural tag. The grammar begins behind the token ids `after`, a marker such as </think>; with
-    none at the first token of the output."""
+    none at the first token of the output. Before it stand thoughts, which begin with the tokens `opening`, and have at
+    most `budget` tokens more: then the marker follows."""
 
-    kind: Kind
+    kind: Kind | Literal["any"]
     source: str
     after: tuple[int, ...] = ()
+    opening: tuple[int, ...] = ()
+    budget: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "after", tuple(self.after))
-        if self.kind not in KINDS:
+        for name in ("after", "opening"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.kind not in (*KINDS, ANY):
             raise InputError(f"structured output is one of {', '.join(KINDS)}, got {str(self.kind)[:40]!r}", NAME)
         if not isinstance(self.source, str):
             raise InputError(f"the source of {self.kind} must be a string, got {type(self.source).__name__}", NAME)
@@ -38,8 +43,14 @@ class Structured:
             raise InputError(
                 f"{self.kind} has {len(self.source)} characters; at most {MAX_SOURCE} are compiled to a grammar", NAME
             )
-        if not all(type(token) is int and token >= 0 for token in self.after) or len(self.after) > MAX_MARKER:
-            raise InputError(f"after must hold at most {MAX_MARKER} token ids, got {str(self.after)[:60]}", NAME)
+        for name in ("after", "opening"):
+            tokens = getattr(self, name)
+            if not all(type(token) is int and token >= 0 for token in tokens) or len(tokens) > MAX_MARKER:
+                raise InputError(f"{name} must hold at most {MAX_MARKER} token ids, got {str(tokens)[:60]}", NAME)
+        if self.budget is not None and not (type(self.budget) is int and 0 <= self.budget < 2**31):
+            raise InputError(f"budget must be from 0 to {2**31 - 1}, got {str(self.budget)[:40]}", NAME)
+        if not self.after and (self.opening or self.budget is not None or self.kind == ANY):
+            raise InputError("without the marker that ends them, after, there are no thoughts", NAME)
 
 
 NAME = "structured_outputs"
@@ -70,6 +81,13 @@ class StructuredOutputsParams:
         return compact(found) if self.disable_any_whitespace else found
 
 
+NAMING = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of JSON Schema whose value has schemas by name; HOLDING: is a schema, or a list of some."""
+HOLDING = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+OTHERS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+COMPOSING = frozenset(("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
+
+
 def source_of(kind: Kind, value: Any, name: str = NAME) -> str:
     """The source that `value` is for a kind. InputError, for the parameter `name`, if it is of another type."""
     if kind == "json_object":
@@ -92,13 +110,44 @@ def source_of(kind: Kind, value: Any, name: str = NAME) -> str:
 def compact(asked: Structured) -> Structured:
     """The same JSON without space between its parts. InputError for what isn't JSON."""
     if asked.kind == "json_object":
-        asked = Structured("json", '{"type": "object"}', asked.after)
+        asked = replace(asked, kind="json", source='{"type": "object"}')
     return _with_option(asked, "whitespace_flexible", False)
 
 
 def lenient(asked: Structured) -> Structured:
     """The same schema, whose keywords needn't all be enforced: those that can't be are passed over."""
     return _with_option(asked, "lenient", True)
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, whose objects have no other members than `properties` names, where it says nothing of others:
+    what OpenAI's `strict` has schemas say. One that composes objects of parts is left as it is: closed, each part would
+    exclude what the others name."""
+    try:
+        return schema if _composes(schema) else _closed(schema)
+    except RecursionError as error:
+        raise InputError("json: the schema is nested too deep to be read", NAME) from error
+
+
+def _composes(schema: Any) -> bool:
+    if isinstance(schema, dict):
+        beside = "properties" in schema and not COMPOSING.isdisjoint(schema)
+        return beside or "allOf" in schema or any(map(_composes, schema.values()))
+    return isinstance(schema, list) and any(map(_composes, schema))
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _closed(one) if name in HOLDING else one for name, one in schema.items()}
+    for name in NAMING:
+        if isinstance(parts := found.get(name), dict):
+            found[name] = {key: _closed(one) for key, one in parts.items()}
+    if "properties" in found and OTHERS.isdisjoint(found):
+        found["additionalProperties"] = False
+    return found
 
 
 def _with_option(asked: Structured, name: str, value: bool) -> Structured:
@@ -113,7 +162,7 @@ def _with_option(asked: Structured, name: str, value: bool) -> Structured:
         return asked
     options = schema.get(OPTIONS)
     options = {**(options if isinstance(options, dict) else {}), name: value}
-    return Structured("json", json.dumps({**schema, OPTIONS: options}, ensure_ascii=False), asked.after)
+    return replace(asked, source=json.dumps({**schema, OPTIONS: options}, ensure_ascii=False))
 
 
 def _dumped(kind: str, value: Any, name: str) -> str:

@@ -21,12 +21,14 @@ from quire.vocabulary.columns import (
     pack,
     read_text,
     read_tops,
+    read_vectors,
     split,
     write_counts,
     write_floats,
     write_ints,
     write_runs,
     write_tops,
+    write_vectors,
 )
 from quire.vocabulary.media import Medium
 from quire.vocabulary.plan import (
@@ -47,7 +49,7 @@ from quire.vocabulary.plan import (
     Table,
 )  # fmt: skip
 
-VERSION = 5
+VERSION = 6
 PLAN, RESULT = 1, 2
 
 Message = StepPlan | StepResult
@@ -67,7 +69,7 @@ CODES = {kind.entry: code for code, kind in enumerate(ENTRIES)}
 
 HEAD = struct.Struct("<BB")  # version, kind
 PLAN_HEAD = struct.Struct("<IIIII")  # births, entries of the journal, rows, entries of `ahead`, masks
-RESULT_HEAD = struct.Struct("<Idd")  # samples, seconds, idle
+RESULT_HEAD = struct.Struct("<I?dd")  # samples, whether some are pooled, seconds, idle
 # slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling, pictures
 BIRTH = struct.Struct("<iqiqiiIBI")
 MEDIUM = struct.Struct("<32s4I")  # key, start, tokens, rows, parts
@@ -76,6 +78,8 @@ KEY_BYTES = 32
 # biases, bad words, named tokens; flags
 SAMPLING = struct.Struct("<6d3i5IB")
 CHOSEN, RESTRICTED = 1, 2  # flags of sampling: a method chooses; allowed_token_ids is not None
+POOLING = {"": 0, "mean": 4, "last": 8}  # and of these one
+POOLED = {flag: pooling for pooling, flag in POOLING.items()}
 
 
 def encode(message: Message) -> bytes:
@@ -116,10 +120,11 @@ def _plan(plan: StepPlan) -> Iterator[bytes]:
 def _result(result: StepResult) -> Iterator[bytes]:
     samples, seconds, idle = result
     yield HEAD.pack(VERSION, RESULT)
-    yield pack(RESULT_HEAD, "result head", len(samples), seconds, idle)
+    some = any(sample.pooled for sample in samples)
+    yield pack(RESULT_HEAD, "result head", len(samples), some, seconds, idle)
     if not samples:
         return
-    tokens, tops, scores, errors = zip(*samples)
+    tokens, tops, scores, errors, pooled = zip(*samples)
     texts = [error.encode("utf-8", "surrogatepass") for error in errors] if any(errors) else errors
     yield write_ints(list(map(len, texts)), "error lengths", "b")  # one a sample: a reader knows how many there are
     if any(errors):
@@ -128,6 +133,8 @@ def _result(result: StepResult) -> Iterator[bytes]:
     for each in (tops, scores):
         yield write_counts(each, "numbers of tops")
         yield from write_tops(list(chain.from_iterable(each)))
+    if some:
+        yield from write_vectors(pooled, "pooled")
 
 
 def _birth(birth: Birth) -> Iterator[bytes]:
@@ -150,7 +157,7 @@ def _sampling(asked: Sampling) -> Iterator[bytes]:
         SAMPLING, "sampling", asked.temperature, asked.top_p, asked.min_p, asked.presence_penalty,
         asked.frequency_penalty, asked.repetition_penalty, asked.top_k, asked.min_tokens, asked.prompt_logprobs,
         len(asked.stop_token_ids), len(allowed or ()), len(bias), len(words), len(asked.logprob_token_ids),
-        CHOSEN * asked.chosen | RESTRICTED * (allowed is not None),
+        CHOSEN * asked.chosen | RESTRICTED * (allowed is not None) | POOLING[asked.pooling],
     )  # fmt: skip
     yield write_ints(asked.stop_token_ids, "stop tokens")
     yield write_ints(allowed or (), "allowed tokens")
@@ -222,7 +229,7 @@ def _read_masks(reader: Reader, count: int) -> tuple[Mask, ...]:
 
 
 def _read_result(reader: Reader) -> StepResult:
-    count, seconds, idle = reader.take(RESULT_HEAD, "result head")
+    count, some, seconds, idle = reader.take(RESULT_HEAD, "result head")
     if not reader.bounded(count, "samples"):
         return StepResult((), seconds, idle)
     lengths = reader.lengths(count, "error lengths")
@@ -230,7 +237,8 @@ def _read_result(reader: Reader) -> StepResult:
     tokens = reader.runs(count, "sampled tokens")
     tops = read_tops(reader, count)
     scores = read_tops(reader, count)
-    return StepResult(tuple(map(new, repeat(Sampled), zip(tokens, tops, scores, errors))), seconds, idle)
+    pooled = read_vectors(reader, count, "pooled") if some else repeat((), count)
+    return StepResult(tuple(map(new, repeat(Sampled), zip(tokens, tops, scores, errors, pooled))), seconds, idle)
 
 
 def _read_birth(reader: Reader) -> Birth:
@@ -248,7 +256,8 @@ def _read_birth(reader: Reader) -> Birth:
 def _read_sampling(reader: Reader) -> Sampling:
     *factors, top_k, min_tokens, scored, stops, some, biased, barred, named, flags = reader.take(SAMPLING, "sampling")
     temperature, top_p, min_p, presence, frequency, repetition = factors
-    if flags & ~(CHOSEN | RESTRICTED) or (some and not flags & RESTRICTED):
+    pooling = POOLED.get(flags & ~(CHOSEN | RESTRICTED))
+    if pooling is None or (some and not flags & RESTRICTED):
         raise reader.error("sampling", f"its flags are {flags}")
     stop = reader.ints(stops, "stop tokens")
     allowed = reader.ints(some, "allowed tokens")
@@ -258,7 +267,7 @@ def _read_sampling(reader: Reader) -> Sampling:
     return Sampling(
         temperature, top_p, top_k, min_p, presence, frequency, repetition, min_tokens, stop,
         allowed if flags & RESTRICTED else None, bias, words, bool(flags & CHOSEN), scored,
-        reader.ints(named, "named tokens"),
+        reader.ints(named, "named tokens"), pooling,
     )  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.data.kernels.limits import SCORED_AT_ONCE
 from quire.vocabulary.plan import Top
 
 
@@ -46,6 +47,12 @@ def details_of(
         values, order = logprobs.gather(1, ids).sort(stable=True, dim=-1, descending=True)
         parts += [ids.gather(1, order), values]
     return torch.cat([part.double() for part in parts], 1)
+
+
+def scores_of(head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, width: int) -> Tensor:
+    """`details_of` the tokens [N] that follow `hidden` [N, H], some at a time: `head` makes logits of hidden states."""
+    parts = zip(hidden.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE))
+    return torch.cat([details_of(head(some).float(), wanted, width) for some, wanted in parts])
 
 
 def total_of(logits: Tensor) -> Tensor:

@@ -20,15 +20,16 @@ from torch import Tensor
 from quire.data.kernels.batch import to_device
 from quire.data.kernels.contiguous import ContiguousBackend
 from quire.data.kernels.cpu.loading import library
-from quire.data.kernels.limits import MOST_GRAPH_ROWS, SCORED_AT_ONCE
+from quire.data.kernels.limits import MOST_GRAPH_ROWS
 from quire.data.kernels.reference import ReferenceBackend
 from quire.data.kernels.sdpa import SdpaBackend
 from quire.data.runner.crossing import CrossPictures
 from quire.data.runner.drawn import Drawn
 from quire.data.runner.idle import Idle, Span
 from quire.data.runner.inputs import Flat, batch_of
-from quire.data.runner.logprobs import details_of, top_of
+from quire.data.runner.logprobs import scores_of, top_of
 from quire.data.runner.pictures import Pictures
+from quire.data.runner.pooling import Pooling, sampled
 from quire.data.runner.prompts import Prompts
 from quire.data.runner.rehearsal import rehearse
 from quire.data.runner.sampler import Sampler
@@ -39,7 +40,7 @@ from quire.data.runner.store import Store
 from quire.errors import StartupError
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_LOGPROBS
-from quire.vocabulary.plan import Encode, Mapped, Mask, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Encode, Mapped, Mask, Row, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
@@ -79,6 +80,7 @@ class Ticket(NamedTuple):
     plan: StepPlan
     began: float
     span: Span | None  # on a GPU
+    pooled: dict[int, Tensor]  # by slot
     held: Callable[[], Drawn] | None = None  # draws that wait for masks
 
 
@@ -116,6 +118,7 @@ class ModelRunner:
         self.prompts: Prompts | None = None  # where layers have budgets
         self.seen: SeenTokens | None = None  # in debug mode, where layers have states
         self.pictures: Pictures | None = None  # where the model sees
+        self.pooling = Pooling()
         self.whole: np.ndarray | None = None  # by slot, the length of a prompt whose tokens attend both ways
         self.last: Tensor
         self.graphs: Any = None  # of decode steps
@@ -223,6 +226,7 @@ class ModelRunner:
         began = time.perf_counter()
         for birth in plan.births:
             self.sampler.birth(birth)
+        self.pooling.born(plan.births)
         if self.prompts is not None:
             self.prompts.born(plan.births)
         if self.whole is not None:
@@ -262,16 +266,16 @@ class ModelRunner:
 
     def _rows(self, plan: StepPlan, began: float) -> Ticket:
         """Enqueue a plan's rows: as graphs where there are any for them."""
-        rows, scores = plan.rows, []
+        rows, scores, pooled = plan.rows, [], {}
         if not rows:
-            return Ticket(None, [], plan, began, None)
+            return Ticket(None, [], plan, began, None, {})
         self.sampler.masks.take(plan.masks)
         mark, replayed = self.idle.begin(), True
         drawn: Drawn | None
         sees = self.pictures is not None and self.pictures.sees(rows)
         if self._for_no_graph(rows):
             replayed = False
-            drawn, scores = self._eager(rows, Flat.of(rows))
+            drawn, scores, pooled = self._eager(rows, Flat.of(rows))
         elif self.graphs is not None and self.graphs.fits(rows):
             drawn = self._sampled(rows, partial(self.graphs.run, rows, sees=sees))
         else:
@@ -282,36 +286,40 @@ class ModelRunner:
                 drawn = self._sampled(sampling, partial(self.mixed.run, flat, sizes))
             else:
                 replayed = False
-                drawn, scores = self._eager(rows, flat)
+                drawn, scores, pooled = self._eager(rows, flat)
         held, drawn = (drawn, None) if callable(drawn) else (None, drawn)
-        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), held)
+        return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), pooled, held)
 
     def _for_no_graph(self, rows: tuple[Row, ...]) -> bool:
         """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
-        their embeddings, or attend both ways."""
+        their embeddings, attend both ways, or give hidden states away."""
         if self.prompts is not None and self.prompts.end(rows):
             return True
         if self.pictures is not None and self.pictures.touch(rows):
             return True
+        if self.pooling.asked(rows):
+            return True
         return self.whole is not None and any(row.start < self.whole[row.slot] for row in rows)
 
-    def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor]]:
-        """Enqueue rows launch by launch: what they draw, and the log-probabilities of prompts."""
+    def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
+        """Enqueue rows launch by launch: what they draw, the log-probabilities of prompts, and what is pooled."""
         whole = None if self.whole is None else flat.starts < self.whole[flat.slots]
         batch = batch_of(flat, self.store, self.last, whole)
         shown = None if self.pictures is None else self.pictures.of(flat)
-        scored = any(row.score for row in rows)
+        asked = self.pooling.asked(rows)
+        scored = asked or any(row.score for row in rows)
         narrow = not scored and len(batch.asked) < len(batch.tokens)
         step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states, shown)
         step.crossing = None if self.pictures is None else self.pictures.crossing(flat, self.backend)
         hidden = self.model(batch.tokens, step)
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
+        pooled = self.pooling.of(rows, batch.offsets, hidden) if asked else {}
         if not len(batch.asked):
-            return None, scores
+            return None, scores, pooled
         ends = hidden if narrow else hidden.index_select(0, batch.ends)
         split = isinstance(self.sampler, SplitSampler)
         logits = self.model.logits(ends, own=True) if split else self.model.logits(ends)
-        return self._draw([row for row in rows if row.sample], logits), scores
+        return self._draw([row for row in rows if row.sample], logits), scores, pooled
 
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
@@ -333,13 +341,7 @@ class ModelRunner:
         """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
         targets = to_device(np.array(row.score, dtype=np.int64), self.device)
         width = min(MAX_LOGPROBS, self.spec.vocab_size) if self.sampler.sampling(row.slot).prompt_logprobs > 0 else 0
-        parts = [
-            details_of(self.model.logits(part).float(), wanted, width)
-            for part, wanted in zip(
-                hidden[offset : offset + len(row.score)].split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE)
-            )
-        ]
-        return torch.cat(parts)
+        return scores_of(self.model.logits, hidden[offset : offset + len(row.score)], targets, width)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step: its rows have run when this returns, so their pages may be moved by others. Its seconds run
@@ -351,11 +353,9 @@ class ModelRunner:
             self.exchange.check()
         if len(finished) == len(ticket.plan.rows) and not ticket.scores:
             return StepResult(tuple(finished), self._seconds(ticket), self.idle.collected(ticket.span))
-        drawn = iter(finished)
-        scores = iter(ticket.scores)
-        samples = []
+        drawn, scores, samples = iter(finished), iter(ticket.scores), []
         for row in ticket.plan.rows:
-            sample = next(drawn) if row.sample else Sampled(())
+            sample = next(drawn) if row.sample else sampled(ticket.pooled.get(row.slot))
             if row.score:
                 most = max(self.sampler.sampling(row.slot).prompt_logprobs, 0)
                 scored = zip(row.score, next(scores).tolist())

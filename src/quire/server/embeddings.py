@@ -1,0 +1,153 @@
+"""/v1/embeddings, /score and /rerank: embeddings of texts by the model that is served, and their cosines. A model that
+was made to write is a bi-encoder here: each text is embedded by itself, and no pair is read together.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from quire.errors import InputError
+from quire.server.errors import renamed
+from quire.server.pieces import Pieces
+from quire.server.protocol import MAX_PROMPTS, EmbeddingRequest, RerankRequest, ScoreRequest, warnings
+from quire.server.request_log import log_request
+from quire.server.sampling import check_known, completion_prompts
+from quire.server.size import Size
+from quire.server.stream import CLIENT_LEFT, Call, WholeAnswer, unless_left
+from quire.text.embedding import EMBED, cosine, vector
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from quire.server.service import Service
+
+Body = EmbeddingRequest | ScoreRequest | RerankRequest
+
+
+class Embeddings:
+    """The routes, over what `service` has."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def embeddings(self, body: EmbeddingRequest, http: Request) -> Response:
+        """Embed texts or token ids."""
+        given = completion_prompts(body.input, "input")
+
+        def written(vectors: list[np.ndarray], usage: str) -> Pieces:
+            numbers = [_base64(one) if body.encoding_format == "base64" else _floats(one) for one in vectors]
+            data = [f'{{"object":"embedding","index":{at},"embedding":{one}}}' for at, one in enumerate(numbers)]
+            return ['{"object":"list","model":', self._name, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
+
+        return await self._answer("embd", body, "input", given, http, written, body.add_special_tokens, body.dimensions)
+
+    async def score(self, body: ScoreRequest, http: Request) -> Response:
+        """Cosines of pairs of texts: one with each of several, or as many as there are of both."""
+        first, second = ([one] if isinstance(one, str) else list(one) for one in (body.text_1, body.text_2))
+        if not first or not second or len(first) not in (1, len(second)):
+            raise InputError(f"text_1 has {len(first)} texts for {len(second)}: it must be one, or as many", "text_1")
+        _check_number("text_2", len(first) + len(second))
+
+        def written(vectors: list[np.ndarray], usage: str) -> Pieces:
+            lefts, rights = vectors[: len(first)], vectors[len(first) :]
+            lefts = lefts if len(lefts) == len(rights) else lefts * len(rights)
+            data = [
+                f'{{"index":{at},"object":"score","score":{cosine(*pair)!r}}}'
+                for at, pair in enumerate(zip(lefts, rights))
+            ]
+            head = (
+                f'{{"id":"score-{uuid.uuid4().hex}","object":"list","created":{int(time.time())},"model":{self._name}'
+            )
+            return [head, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
+
+        return await self._answer("score", body, "text_2", [*first, *second], http, written)
+
+    async def rerank(self, body: RerankRequest, http: Request) -> Response:
+        """Documents by their cosine with the query."""
+        _check_number("documents", 1 + len(body.documents))
+        if not body.documents:
+            raise InputError("documents must have at least one entry", "documents")
+        if body.top_n is not None and body.top_n < 1:
+            raise InputError(f"top_n must be at least 1, got {str(body.top_n)[:40]}", "top_n")
+
+        def written(vectors: list[np.ndarray], usage: str) -> Pieces:
+            query, *others = vectors
+            scores = [cosine(query, other) for other in others]
+            best = sorted(range(len(scores)), key=lambda at: -scores[at])[: body.top_n]
+            pieces = [f'{{"id":"rerank-{uuid.uuid4().hex}","model":{self._name},"results":[']
+            for place, at in enumerate(best):
+                text = (
+                    "" if body.return_documents is False else f',"document":{json.dumps({"text": body.documents[at]})}'
+                )
+                pieces.append(f'{"," if place else ""}{{"index":{at},"relevance_score":{scores[at]!r}{text}}}')
+            return [*pieces, f'],"usage":{usage}}}']
+
+        return await self._answer("rerank", body, "documents", [body.query, *body.documents], http, written)
+
+    @property
+    def _name(self) -> str:
+        return json.dumps(self.service.names[0])
+
+    async def _answer(
+        self, kind: str, body: Body, name: str, given: Sequence[Any], http: Request, written: Any,
+        special: bool = True, dimensions: int | None = None,
+    ) -> Response:  # fmt: skip
+        """What `written` makes of the embeddings of what is `given`, which the body calls `name`."""
+        service = self.service
+        service.check_model(body.model)
+        check_known(body, service.terms.strict)
+        if body.cache_salt == "":
+            raise InputError("cache_salt must not be empty", "cache_salt")
+        service.llm.limits.check_embedding(dimensions)
+        if "" in given:
+            raise InputError("a text is empty: each must have at least one character", name)
+        with renamed("prompt", name):
+            prompts = await service.prompts.read(given, special, service.cut(body, 1))
+            call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, Size(0, 0))
+            await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True)
+        if service.log_requests:
+            log_request(call.id, prompts, EMBED, http.scope)
+        tokens = sum(len(prompt.ids) for prompt in prompts)
+
+        async def whole() -> Pieces:
+            vectors = [vector(output, dimensions) for _, output in await call.whole()]
+            made: Pieces = written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
+            return made
+
+        return await _sent(call, unless_left(http.receive, whole()), warnings(body))
+
+
+async def _sent(call: Call, work: Awaitable[Pieces | None], headers: dict[str, str]) -> Response:
+    """The response of the pieces; the call ends with it."""
+    try:
+        pieces = await work
+        if pieces is not None:
+            call.weigh(sum(map(len, pieces)))
+            return WholeAnswer(pieces, headers, call)
+    except BaseException:
+        call.close()
+        raise
+    call.close()
+    return Response(status_code=CLIENT_LEFT)
+
+
+def _check_number(name: str, number: int) -> None:
+    if number > MAX_PROMPTS:
+        raise InputError(f"there are {number} texts in all; at most {MAX_PROMPTS} are embedded at once", name)
+
+
+def _base64(numbers: np.ndarray) -> str:
+    return json.dumps(base64.b64encode(numbers.astype("<f4").tobytes()).decode())
+
+
+def _floats(numbers: np.ndarray) -> str:
+    """A JSON array; nine digits say which float32 it was."""
+    return "[" + ",".join(["%.9g"] * len(numbers)) % tuple(numbers.tolist()) + "]"

@@ -1,0 +1,34 @@
+"""Embeddings: what a request with pooling brought, as vectors of length 1, so that their product is their cosine. The
+sum of hidden states gives the same as their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.control.outcomes import Output
+from quire.errors import InputError
+from quire.vocabulary.params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+EMBED = SamplingParams(pooling="auto", temperature=0, max_tokens=1, detokenize=False)
+
+
+def vector(output: Output, dimensions: int | None = None) -> np.ndarray:
+    """float32 [hidden], or its first `dimensions` numbers, of length 1. InputError if there is none."""
+    import numpy as np
+
+    if not output.pooled:
+        raise InputError(f"the text has no embedding: {output.stop_reason or output.finish_reason}", "input")
+    found = np.array(output.pooled[:dimensions], dtype=np.float64)
+    length = np.linalg.norm(found)
+    return (found / length if length else found).astype(np.float32)
+
+
+def cosine(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
+    """Of two vectors of length 1."""
+    import numpy as np
+
+    return float(np.dot(np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)))

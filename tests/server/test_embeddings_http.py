@@ -1,0 +1,145 @@
+"""/v1/embeddings, /score and /rerank over HTTP, and in a batch: the bundled model's, and what they refuse."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_service
+import httpx
+import numpy as np
+import pytest
+from echo_service import Running
+from openai import OpenAI
+
+from quire import LLM
+from quire.build import build
+from quire.config import EngineConfig
+from quire.server.app import create_app
+from quire.server.batch import run_batch
+
+TEXTS = ["Once upon a time", "The sky is blue.", "A cat sat on the mat."]
+CPU = {"device": "cpu", "dtype": "float32", "kv_gib": 0.02}
+HIDDEN = 256
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with echo_service.serving(build(EngineConfig(**CPU))) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, timeout=30) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def offline() -> tuple[np.ndarray, list[list[int]]]:
+    with LLM("", **CPU) as llm:
+        return np.array(llm.embed(TEXTS)), [llm.encode(text) for text in TEXTS]
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_openai_client(running: Running, offline: tuple[np.ndarray, list[list[int]]]) -> None:
+    """Which asks for base64 unless told otherwise."""
+    wanted, ids = offline
+    with OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0) as client:
+        for given in (TEXTS, ids):
+            found = client.embeddings.create(model="echo", input=given, user="someone")
+            assert np.allclose([one.embedding for one in found.data], wanted, atol=1e-5)
+            assert [one.index for one in found.data] == [0, 1, 2]
+            assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, ids))
+        for given in (TEXTS[0], ids[0]):
+            found = client.embeddings.create(model="echo", input=given, encoding_format="float", dimensions=16)
+            short = wanted[0][:16] / np.linalg.norm(wanted[0][:16])
+            assert np.allclose(found.data[0].embedding, short, atol=1e-5)
+
+
+def test_formats_say_the_same(http: httpx.Client) -> None:
+    floats, coded = (
+        post(http, "/v1/embeddings", input=TEXTS, encoding_format=form)["data"] for form in ("float", "base64")
+    )
+    for a, b in zip(floats, coded):
+        assert np.array_equal(np.float32(a["embedding"]), np.frombuffer(base64.b64decode(b["embedding"]), "<f4"))
+
+
+def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[list[int]]]) -> None:
+    wanted, ids = offline
+    cosines = wanted @ wanted[0]
+    found = post(http, "/score", text_1=TEXTS[0], text_2=TEXTS)
+    assert np.allclose([one["score"] for one in found["data"]], cosines, atol=1e-5)
+    assert found["usage"]["prompt_tokens"] == sum(map(len, ids)) + len(ids[0])
+    found = post(http, "/score", text_1=TEXTS, text_2=TEXTS)
+    assert np.allclose([one["score"] for one in found["data"]], 1, atol=1e-5)
+    best = [int(at) for at in np.argsort(-cosines)]
+    found = post(http, "/rerank", query=TEXTS[0], documents=TEXTS)
+    assert [one["index"] for one in found["results"]] == best
+    assert [one["document"]["text"] for one in found["results"]] == [TEXTS[at] for at in best]
+    assert np.allclose([one["relevance_score"] for one in found["results"]], cosines[best], atol=1e-5)
+    found = post(http, "/rerank", query=TEXTS[0], documents=TEXTS, top_n=1, return_documents=False)
+    assert [set(one) for one in found["results"]] == [{"index", "relevance_score"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "why"),
+    [
+        ("/v1/embeddings", {}, "input", "required"),
+        ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
+        ("/v1/embeddings", {"input": []}, "input", "1 to 256 entries"),
+        ("/v1/embeddings", {"input": ["a"] * 257}, "input", "1 to 256 entries"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input", "at least one character"),
+        ("/v1/embeddings", {"input": {"a": 1}}, "input", "must be a string"),
+        ("/v1/embeddings", {"input": [1.5]}, "input", "must be a string"),
+        ("/v1/embeddings", {"input": [5, 10**6]}, "input", "token ids are integers"),
+        ("/v1/embeddings", {"input": [7] * 5000}, "input", "tokens"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", f"between 1 and {HIDDEN}, got 0"),
+        ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN + 1}, "dimensions", f"got {HIDDEN + 1}"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
+        ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt", "not be empty"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "2 texts for 3"),
+        ("/score", {"text_1": "a", "text_2": []}, "text_1", "1 texts for 0"),
+        ("/score", {"text_1": "a", "text_2": ["a"] * 256}, "text_2", "257 texts"),
+        ("/score", {"text_1": "a", "text_2": ""}, "text_2", "at least one character"),
+        ("/rerank", {"query": "a", "documents": []}, "documents", "at least one"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1"),
+        ("/rerank", {"query": ["a"], "documents": ["a"]}, "query", "string"),
+    ],
+)
+def test_bad_input(http: httpx.Client, path: str, body: dict[str, Any], param: str, why: str) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert why in error["message"]
+
+
+def test_no_embeddings_here(echo: Running) -> None:
+    answer = httpx.post(f"{echo.url}/v1/embeddings", json={"input": "a"})
+    assert answer.status_code == 400
+    assert "has no embeddings" in answer.json()["error"]["message"]
+    assert httpx.post(f"{echo.url}/rerank", json={"query": "a", "documents": ["b"], "model": "x"}).status_code == 404
+
+
+def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": TEXTS[0]}}
+    (tmp_path / "in").write_text(json.dumps(line))
+
+    def make() -> Any:
+        llm = echo_service.linked(build(EngineConfig(**CPU)), apart=False)  # type: ignore[arg-type]
+        return llm, create_app(llm, ["tiny"])
+
+    assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == 1
+    found = json.loads((tmp_path / "out").read_text())["response"]["body"]["data"]
+    assert np.allclose(found[0]["embedding"], post(http, "/v1/embeddings", input=TEXTS[0])["data"][0]["embedding"],
+                       atol=1e-5)  # fmt: skip

@@ -1,0 +1,196 @@
+"""Thoughts over HTTP: apart from the answer, whole and streamed; bounded; with tools and forms behind them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from asking import refusal
+from echo_service import Running, Saying
+from openai import OpenAI
+
+from quire.text.chat import ChatTemplate
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.reasoning_content %}({{ m.reasoning_content }})"
+    "{% endif %};{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+    "{% if add_generation_prompt %}a:{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think></think>{% elif opened is defined %}<think>\n{% endif %}{% endif %}"
+)
+MARKERS = "<think>", "</think>"
+TALK: Any = [{"role": "user", "content": "so?"}]
+SAID = "<think>\nonce upon\n a time\n</think>\n\nquire"
+THOUGHT, ANSWER = "once upon\n a time", "quire"
+PAGES = {"type": "object", "properties": {"of": {"enum": ["quire", "ream"]}}, "required": ["of"]}
+TOOLS: Any = [{"type": "function", "function": {"name": "pages", "parameters": PAGES}}]
+Served = tuple[OpenAI, Callable[[str], None], Running]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A server whose model says what it is told to, and whose markers are tokens."""
+    runner = Saying(echo_service.tokenizer(MARKERS))
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
+    model = model._replace(chat=ChatTemplate(TEMPLATE, {}), tokenizer=echo_service.tokenizer(MARKERS))
+    with (
+        echo_service.serving(model) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
+    ):
+        yield client, runner.say, running
+
+
+def ask(client: OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(**{"model": "echo", "messages": TALK, "max_tokens": 200, **more})
+
+
+def streamed(client: OpenAI, **more: Any) -> tuple[str, str, list[str], Any]:
+    """Thoughts, answer, calls' arguments, and the last chunk."""
+    thought, answer, calls, last = "", "", list[str](), None
+    for last in ask(client, stream=True, stream_options={"include_usage": True}, **more):
+        for choice in last.choices:
+            thought += getattr(choice.delta, "reasoning_content", None) or ""
+            assert not (answer and getattr(choice.delta, "reasoning", None)), "thoughts come first"
+            answer += choice.delta.content or ""
+            for piece in choice.delta.tool_calls or ():
+                calls += [""] * (piece.index + 1 - len(calls))
+                calls[piece.index] += piece.function.arguments
+    return thought, answer, calls, last
+
+
+def test_thoughts_are_apart_whole_and_streamed(served: Served) -> None:
+    client, say, _ = served
+    say(SAID)
+    whole = ask(client)
+    [choice] = whole.choices
+    assert (choice.message.reasoning_content, choice.message.reasoning) == (THOUGHT, THOUGHT)
+    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+    thought, answer, _, last = streamed(client)
+    assert (thought, answer) == (THOUGHT, ANSWER)
+    within = len(echo_service.tokenizer(MARKERS).encode("\nonce upon\n a time\n", add_special_tokens=False))
+    for usage in (whole.usage, last.usage):
+        assert usage.completion_tokens_details.reasoning_tokens == within
+        assert usage.completion_tokens > within + 2
+
+
+def test_each_sample_has_its_own(served: Served) -> None:
+    client, say, _ = served
+    say(SAID)
+    found = ask(client, n=3)
+    assert [(one.message.reasoning_content, one.message.content) for one in found.choices] == [(THOUGHT, ANSWER)] * 3
+    assert found.usage.completion_tokens_details.reasoning_tokens % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "text", "expected"),
+    [
+        ({"opened": True}, "once\n</think> quire", ("once", "quire")),
+        ({"opened": True}, "once", ("once", None)),
+        ({"enable_thinking": False}, "quire </think>", (None, "quire </think>")),
+        ({}, "quire <think>", (None, "quire <think>")),
+        ({}, "<think></think>quire", (None, "quire")),
+    ],
+)
+def test_how_the_prompt_ends_counts(served: Served, variables: Any, text: str, expected: Any) -> None:
+    client, say, _ = served
+    say(text)
+    [choice] = ask(client, extra_body={"chat_template_kwargs": variables}).choices
+    message = choice.message
+    assert (getattr(message, "reasoning_content", None), message.content) == expected
+
+
+def test_they_may_be_left_out(served: Served) -> None:
+    client, say, _ = served
+    say(SAID)
+    found = ask(client, extra_body={"include_reasoning": False})
+    assert not hasattr(found.choices[0].message, "reasoning_content")
+    assert found.choices[0].message.content == ANSWER
+    assert found.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_budget_ends_them(served: Served, budget: int, opened: bool) -> None:
+    client, say, _ = served
+    say("once upon a time there was a quire of pages" * 3)
+    more: Any = {"thinking_token_budget": budget, "return_token_ids": True}
+    if opened:
+        more["chat_template_kwargs"] = {"opened": True}
+    found = ask(client, extra_body=more, max_tokens=40)
+    assert found.usage.completion_tokens_details.reasoning_tokens == budget
+    ids = found.choices[0].token_ids
+    begin, end = (echo_service.tokenizer(MARKERS).find(text) for text in MARKERS)
+    assert ids.index(end) == budget + (not opened)
+    assert opened or ids[0] == begin
+    assert found.choices[0].message.content
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_form_begins_behind_them(served: Served, opened: bool) -> None:
+    client, say, _ = served
+    say(("" if opened else "<think>") + "once upon</think>")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
+    more = {"chat_template_kwargs": {"opened": True}} if opened else {}
+    [choice] = ask(client, response_format=form, extra_body=more).choices
+    assert choice.message.reasoning_content == "once upon"
+    assert json.loads(choice.message.content)["of"] in ("quire", "ream")
+    off: Any = {"chat_template_kwargs": {"enable_thinking": False}}
+    [choice] = ask(client, response_format=form, extra_body=off).choices
+    assert json.loads(choice.message.content)["of"] in ("quire", "ream")
+
+
+def test_calls_come_behind_them(served: Served) -> None:
+    client, say, _ = served
+    say('<think>once</think><tool_call>{"name": "pages", "arguments": {"of": "quire"}}</tool_call>')
+    [choice] = ask(client, tools=TOOLS).choices
+    assert choice.message.reasoning_content == "once"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"of": "quire"}
+    say("<think>once</think>")
+    for choice_of in ("required", {"type": "function", "function": {"name": "pages"}}):
+        [choice] = ask(client, tools=TOOLS, tool_choice=choice_of).choices
+        assert choice.message.reasoning_content == "once"
+        assert json.loads(choice.message.tool_calls[0].function.arguments)["of"] in ("quire", "ream")
+        thought, answer, calls, _ = streamed(client, tools=TOOLS, tool_choice=choice_of)
+        assert (thought, answer) == ("once", "")
+        assert json.loads(calls[0])["of"] in ("quire", "ream")
+
+
+def test_cut_within_thoughts_nothing_was_called(served: Served) -> None:
+    client, say, _ = served
+    say("<think>once upon a time there was a quire</think>")
+    named: Any = {"type": "function", "function": {"name": "pages"}}
+    [choice] = ask(client, tools=TOOLS, tool_choice=named, max_tokens=3).choices
+    assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, None)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_histories_have_thoughts(served: Served, name: str) -> None:
+    _, _, running = served
+    talk = [*TALK, {"role": "assistant", "content": "x", name: "hm"}]
+    found = httpx.post(f"{running.url}/tokenize", json={"messages": talk, "return_token_strs": True}).json()
+    assert "(hm)" in "".join(found["token_strs"]).replace("Ġ", " ")
+
+
+def test_what_is_wrong_is_named(served: Served) -> None:
+    _, _, running = served
+    for more, message in (
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": "1"}, "thinking_token_budget"),
+        ({"thinking_token_budget": 4, "ignore_eos": True}, "ignore_eos can't be combined with thinking_token_budget"),
+        ({"include_reasoning": 1}, "include_reasoning"),
+        ({"chat_template_kwargs": {"enable_thought": True}}, "enable_thought"),
+    ):
+        with httpx.Client(base_url=running.url) as http:
+            told = refusal(http, "/v1/chat/completions", {"messages": TALK, **more})
+        assert message in json.dumps(told), told
+
+
+def test_a_budget_needs_a_model_that_thinks() -> None:
+    with echo_service.serving() as running:
+        body = {"messages": TALK, "thinking_token_budget": 4}
+        told = httpx.post(f"{running.url}/v1/chat/completions", json=body)
+        assert told.status_code == 400
+        assert "see --reasoning-parser" in told.json()["error"]["message"]
