@@ -80,7 +80,7 @@ class Reading:
         if self._thoughts is None or self._thinking is None or self._counter is None:
             return self._answered(text, last)
         thought, text = self._thoughts.push(text, last)
-        self._counter.add(tokens, self._thoughts)
+        self._counter.add(tokens)
         over = last and self._thoughts.phase in ("behind", "over")
         parts = self._answered(text, last) if text or over else Parts()
         return parts._replace(reasoning=thought if self._thinking.shown else "")
