@@ -203,7 +203,7 @@ def _assembled(
         engine.restarts = Restarts(partial(starting.anew, said, folder, ends, plan.max_len, make_memory))
     if member is not None:
         member.pool.turns.add(engine)
-    return engine, plan, (*_computing(runner, ranks, device), *source.notes,
+    return engine, plan, (*_computing(config, runner, ranks, device), *source.notes,
                           *_notices(config, plan, ends, source.defaults))  # fmt: skip
 
 
@@ -233,13 +233,18 @@ def _runner(
     return ranks
 
 
-def _computing(runner: Any, ranks: RemoteRunner | None, device: str) -> tuple[str, ...]:
+def _computing(config: EngineConfig, runner: Any, ranks: RemoteRunner | None, device: str) -> tuple[str, ...]:
     """What computes, to be said at start."""
     if ranks is not None:
+        from quire.parallel.starting import unshared
+
         count = len(ranks.sides)
         if device != "cpu":
             return (f"{count} rank{'s' * (count > 1)}, each with a GPU", *ranks.notices)
-        return tuple(f"{count} rank{'s' * (count > 1)}, each: {said}" for said in ranks.notices)
+        return (
+            *(f"{count} rank{'s' * (count > 1)}, each: {said}" for said in ranks.notices),
+            *unshared(config.threads, count),
+        )
     if device == "cpu":
         from quire.data.weights.mapped import trim
 

@@ -71,6 +71,7 @@ from quire.vocabulary.media import Medium, Pixels
 from quire.vocabulary.method import Method
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import Mapped, RankUse, Top
+from quire.vocabulary.structured import ANY, Structured
 
 unsigned = st.integers(0, 2**32 - 1)
 small = st.integers(0, 2**31 - 1)
@@ -193,6 +194,7 @@ PARAMS: list[dict[str, Any]] = [
     {"bad_word_ids": ((1, 2), (3,))}, {"logprobs": 4, "prompt_logprobs": 0}, {"logprob_token_ids": [7, 8]},
     {"detokenize": False, "skip_special_tokens": False, "ignore_eos": True, "min_tokens": 2},
     {"presence_penalty": -0.1, "frequency_penalty": 2, "repetition_penalty": 1.1},
+    {"structured": Structured("regex", "a+", (5, 6))}, {"structured": Structured(ANY, "", (5,), (4,), 0)},
 ]  # fmt: skip
 
 

@@ -116,6 +116,24 @@ def test_text_is_never_html(page: Any) -> None:
     assert page.locator("#log img, #log b b").count() == 0
 
 
+def test_thoughts_stand_apart_and_are_never_html(page: Any) -> None:
+    deltas = [{"reasoning_content": "<b>let me"}, {"reasoning_content": " see</b>"}, {"content": "It is blue."}]
+    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+    body = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    say(page, "What colour is the sky?")
+    page.wait_for_selector("#log .tree")
+    assert page.locator("#log details:not([open]) summary").inner_text() == "thoughts"
+    page.click("#log summary")
+    assert page.inner_text("#log .thoughts .text") == "<b>let me see</b>"
+    assert page.inner_text("#log .tree") == "It is blue."
+    asked = list[Any]()
+    page.on("request", lambda request: asked.append(request.post_data_json))
+    say(page, "And then?")
+    page.wait_for_selector("#log .turn:nth-of-type(4) .tree")
+    assert asked[0]["messages"][1] == {"role": "assistant", "content": "It is blue."}
+
+
 def test_a_stream_grows_and_stops(page: Any) -> None:
     page.click("summary")
     page.fill("#max_tokens", "3000")

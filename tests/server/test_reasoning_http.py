@@ -158,6 +158,47 @@ def test_calls_come_behind_them(served: Served) -> None:
         assert json.loads(calls[0])["of"] in ("quire", "ream")
 
 
+def test_a_message_that_is_continued_within_its_thoughts(served: Served) -> None:
+    client, say, _ = served
+    say(" me see</think>quire")
+    for begun, expected in (("<think>let", ("me see", "quire")), ("The", (None, " me see</think>quire"))):
+        more = {"continue_final_message": True, "add_generation_prompt": False}
+        [choice] = ask(client, messages=[*TALK, {"role": "assistant", "content": begun}], extra_body=more).choices
+        assert (getattr(choice.message, "reasoning_content", None), choice.message.content) == expected
+
+
+def test_a_prompt_that_was_cut_still_says_what_follows(served: Served) -> None:
+    client, say, _ = served
+    say("once</think>quire")
+    more: Any = {"chat_template_kwargs": {"opened": True}, "truncate_prompt_tokens": 4}
+    [choice] = ask(client, extra_body=more).choices
+    assert (choice.message.reasoning_content, choice.message.content) == ("once", ANSWER)
+
+
+def test_markers_of_several_tokens() -> None:
+    runner = Saying()
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(TEMPLATE, {}))
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
+    opened: Any = {"chat_template_kwargs": {"opened": True}}
+    within = len(echo_service.tokenizer().encode("once upon a time", add_special_tokens=False))
+    with (
+        echo_service.serving(model) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
+        httpx.Client(base_url=running.url) as http,
+    ):
+        for more, begin in (({}, "<think>"), (opened, "")):
+            runner.say(f"{begin}once upon a time</think>quire")
+            for usage in (ask(client, extra_body=more).usage, streamed(client, extra_body=more)[3].usage):
+                assert usage.completion_tokens_details.reasoning_tokens == within
+        message = ask(client, response_format=form).choices[0].message  # at once
+        assert json.loads(message.content)["of"] in ("quire", "ream")
+        assert getattr(message, "reasoning_content", None) is None
+        for field, value in (("response_format", form), ("thinking_token_budget", 3)):
+            told = refusal(http, "/v1/chat/completions", {"messages": TALK, field: value, **opened})
+            assert told["param"] == field
+            assert "'</think>' is no token here" in told["message"]
+
+
 def test_cut_within_thoughts_nothing_was_called(served: Served) -> None:
     client, say, _ = served
     say("<think>once upon a time there was a quire</think>")

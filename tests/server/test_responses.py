@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from quire.errors import InputError
 from quire.server import response_store
 from quire.server.errors import UnknownResponse
+from quire.server.response_render import Items
 from quire.server.response_schemas import Responded
 from quire.server.response_store import Store
 from quire.text.chat import ChatTemplate
@@ -354,6 +355,37 @@ def test_agents_library(served: Server) -> None:
             return (await agents.Runner.run(agent, "Weather?")).final_output
 
     assert asyncio.run(ask()) == "Paris: rain."
+
+
+def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = "<think>", "</think>"
+    runner = Saying(echo_service.tokenizer(markers))
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
+    template = "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    model = model._replace(chat=ChatTemplate(template, {}), tokenizer=echo_service.tokenizer(markers))
+    with (
+        echo_service.serving(model) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
+    ):
+        runner.say("<think>\nonce upon\n</think>\n\nquire")
+        whole = client.responses.create(model="echo", input="So?")
+        with client.responses.stream(model="echo", input="So?") as stream:
+            told = [event.type for event in stream]
+            last = stream.get_final_response()
+        for found in (whole, last):
+            assert kinds(found) == ["reasoning", "message"]
+            assert found.output[0].content[0].text == "once upon"
+            assert found.output_text == "quire"
+            assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+        assert told.index("response.reasoning_text.done") < told.index("response.output_text.delta")
+
+        def fails(*given: Any) -> Any:
+            raise RuntimeError("secret")
+
+        monkeypatch.setattr(Items, "end", fails)
+        *_, failed = client.responses.create(model="echo", input="So?", stream=True)
+        assert (failed.type, failed.response.status) == ("response.failed", "failed")
+        assert (failed.response.error.code, failed.response.error.message) == ("server_error", "internal error")
 
 
 def test_without_a_store() -> None:

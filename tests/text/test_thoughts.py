@@ -93,11 +93,13 @@ def test_steps_are_linear_in_adversarial_texts(name: str) -> None:
 
 def test_how_a_prompt_ends_says_what_follows() -> None:
     think, r1 = FORMATS["think"], FORMATS["deepseek_r1"]
-    assert opening_of(think, "<|assistant|>\n<think>\n", False) == "open"
-    assert opening_of(think, "<|assistant|>\n<think>\n\n</think>\n\n", False) == "closed"
-    assert opening_of(think, "<|assistant|>", False) == "maybe"
-    assert opening_of(r1, "<|assistant|>", False) == "open"
-    assert opening_of(r1, "<|assistant|>The", True) == "closed"
+    assert opening_of(think, "<|assistant|>\n<think>\n") == "open"
+    assert opening_of(think, "<|assistant|>\n<think>\n\n</think>\n\n") == "closed"
+    assert opening_of(think, "<|assistant|>") == "maybe"
+    assert opening_of(r1, "<|assistant|>") == "open"
+    assert opening_of(r1, "<think><|assistant|>The", "The") == "closed"
+    assert opening_of(think, "<|assistant|><think>let me", "<think>let me") == "open"
+    assert opening_of(think, "<|assistant|><think>so</think>It", "<think>so</think>It") == "closed"
 
 
 def test_names_and_signs() -> None:

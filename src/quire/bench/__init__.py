@@ -20,6 +20,7 @@ from quire.bench import (
     histories,
     memory,
     mixed,
+    parallel,
     preemption,
     profile,
     runs,
@@ -54,6 +55,7 @@ class Entry(NamedTuple):
 def main(args: list[str]) -> int:
     """Run one entry: a table to stdout, progress to stderr, JSON to --out."""
     given = _parser().parse_args(args)
+    given.said = args
     if given.entry in (None, "list"):
         print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
         return 0
@@ -241,6 +243,9 @@ ENTRIES: dict[str, Entry] = {
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
     "allocator": Entry("what a page costs, given out and taken back", allocator.run, allocator.show, allocator.flags),
     "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
+    "parallel": Entry(
+        "several ranks, all that there is to measure of them", parallel.run, parallel.show, parallel.flags
+    ),
     "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
     "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),
     "limits": Entry("what a CPU allows, and where each operation's time goes", _limits, _show_limits, _limits_flags),

@@ -11,6 +11,7 @@ from quire.errors import StartupError
 
 OURS = ("auto", "reference", "sdpa", "native", "triton")
 BACKENDS = {**{name: name for name in OURS}, "triton_attn": "triton", "torch_sdpa": "sdpa"}
+EXECUTORS = {"mp": "process", "uni": "inline"}
 FORMATS = ("auto", "safetensors", "dummy")
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -37,7 +38,7 @@ ONLY = {
 }  # fmt: skip
 # Beginnings of flags, and why quire has none that begin so.
 REASONS = (
-    ("distributed-", "see --executor"),
+    ("distributed-", "ranks need no settings of torch.distributed; see --executor"),
     ("data-parallel expert-parallel enable-expert-parallel nnodes "
      "node-rank master-addr master-port ray- worker- disable-custom-all-reduce decode-context-parallel "
      "prefill-context-parallel enable-eplb eplb- enable-dbo headless",
@@ -98,6 +99,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="the argument MODEL", **there)
     group.add_argument("--kv-cache-memory-bytes", type=size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", **there)
     group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA", **there)
+    group.add_argument("--distributed-executor-backend", metavar="NAME",
+                       help="--executor; mp: process, uni: inline", **there)  # fmt: skip
     group.add_argument("--load-format", choices=FORMATS, help="dummy: --dummy-weights", **there)
     group.add_argument("--enforce-eager", action="store_true", help="--no-cuda-graphs", **there)
     for flag in NEEDLESS:
@@ -125,6 +128,12 @@ def said_as_vllm(args: argparse.Namespace) -> dict[str, Any]:
         if found["attention"] is None:
             cause = f"--attention-backend {args.attention_backend[:80]!r} is not in quire"
             raise StartupError(cause, f"Choose one of: {', '.join(sorted(BACKENDS))}")
+    if "distributed_executor_backend" in given:
+        _once(given, "distributed_executor_backend", "executor")
+        found["executor"] = EXECUTORS.get(args.distributed_executor_backend.lower())
+        if found["executor"] is None:
+            cause = f"--distributed-executor-backend {args.distributed_executor_backend[:80]!r} is not in quire"
+            raise StartupError(cause, f"Choose one of: {', '.join(EXECUTORS)}")
     if "load_format" in given:
         if given.get("dummy_weights") and args.load_format != "dummy":
             raise StartupError(

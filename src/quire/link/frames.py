@@ -315,13 +315,10 @@ def read_params(data: dict[str, Any]) -> SamplingParams:
         raise WireError("bad_word_ids", "no lists of token ids")
     form = data.get("structured")
     if form is not None:
-        if (
-            not isinstance(form, list | tuple)
-            or len(form) != 5
-            or not all(isinstance(x, list | tuple) for x in form[2:4])
-        ):
+        lists = isinstance(form, list | tuple) and all(isinstance(tokens, list | tuple) for tokens in form[2:4])
+        if not lists or len(form) != 5:
             raise WireError("structured", "no kind, source, markers and budget")
-        form = Structured(form[0], form[1], tuple(form[2]))
+        form = Structured(*form)
     return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words)), "structured": form})
 
 

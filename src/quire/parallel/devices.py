@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import StartupError
 from quire.parallel.frames import Hello
+from quire.parallel.neighbours import MANY, neighbours
 
 if TYPE_CHECKING:
     from quire.parallel.device_exchange import DeviceExchange
@@ -44,7 +45,7 @@ def sharing() -> bool:
 
 def room_of(told: Sequence[dict[str, Any]], utilization: float) -> tuple[int, int, str]:
     """What memory is planned for, given what each rank's Seat tells: bytes of a rank's GPU in all and free, of the one
-    with the least room, and a name for it. StartupError for GPUs of different kinds."""
+    with the least room, and a name for it that says who uses it, if known. StartupError for GPUs of different kinds."""
     names = [str(one["name"]) for one in told]
     for rank, name in enumerate(names):
         if name != names[0]:
@@ -56,7 +57,8 @@ def room_of(told: Sequence[dict[str, Any]], utilization: float) -> tuple[int, in
     rooms = [(int(one["total"]) // users[one["index"]], int(one["free"]) // users[one["index"]]) for one in told]
     rank = min(range(len(rooms)), key=lambda rank: utilization * rooms[rank][0] - rooms[rank][0] + rooms[rank][1])
     total, free = rooms[rank]
-    said = f"GPU {told[rank]['index']}, of which {free / GIB:.2f} of {total / GIB:.2f} GiB are free"
+    others = f" (used: {told[rank]['others']})" if told[rank].get("others") else ""
+    said = f"GPU {told[rank]['index']}, of which {free / GIB:.2f} of {total / GIB:.2f} GiB are free{others}"
     return total, free, said
 
 
@@ -104,4 +106,7 @@ class Seat:
         import torch
 
         free, total = torch.cuda.mem_get_info(self.device)
-        return {"name": torch.cuda.get_device_name(self.device), "index": self.index, "free": free, "total": total}
+        found = {"name": torch.cuda.get_device_name(self.device), "index": self.index, "free": free, "total": total}
+        if total - free > MANY * total:
+            found["others"] = neighbours(str(torch.cuda.get_device_properties(self.device).uuid))
+        return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def _used(runner: Any) -> list[float]:
     return [time.process_time(), pages * mmap.PAGESIZE]
 
 
-QUESTIONS: Mapping[str, Question] = {
+QUESTIONS: dict[str, Question] = {
     "depth": lambda runner: runner.depth,
     "attention": lambda runner: getattr(runner, "attention", ""),
     "device": lambda runner: str(getattr(runner, "device", "")),

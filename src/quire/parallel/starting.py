@@ -75,3 +75,11 @@ def shared_out(threads: int | None, ranks: int) -> int | None:
         here = cores()
         threads = here.threads if here is not None else os.cpu_count() or 1
     return max(threads // ranks, 1)
+
+
+def unshared(threads: int | None, ranks: int) -> list[str]:
+    """What to say of --threads that ranks don't share out evenly: all have as many, so that they compute alike."""
+    each = max(threads // ranks, 1) if threads is not None else 0
+    if threads is None or each * ranks == threads:
+        return []
+    return [f"--threads is {threads}, and {ranks} ranks use {each} each: {each * ranks}"]

@@ -97,7 +97,7 @@ class Reading:
         if self._thoughts is None or self._thinking is None or self._counter is None:
             return "", text, True
         thought, text = self._thoughts.push(text, last)
-        self._counter.add(tokens, self._thoughts)
+        self._counter.add(tokens)
         over = last and self._thoughts.phase in ("behind", "over")
         return (thought if self._thinking.shown else ""), text, bool(text) or over
 

@@ -29,7 +29,7 @@ from quire.server.protocol import (
     warnings,
 )
 from quire.server.reasoning import Reasoning, Thinking
-from quire.server.render import ChatRenderer, CompletionRenderer, Renderer
+from quire.server.render import ChatRenderer, CompletionRenderer, Renderer, last_said
 from quire.server.request_log import log_request
 from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
 from quire.server.size import Held, Shown, bounded
@@ -115,7 +115,7 @@ class Service:
         params = box.applied(chat_params(body, self.terms), body)
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
         prompt = await self._render(body, self.cut(body, max_tokens), box.tools)
-        thinking = self.reasoning.of(body, prompt)
+        thinking = self.reasoning.of(body, prompt, last_said(body) if body.continue_final_message else None)
         params = self.reasoning.applied(params, body, thinking)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         call, params = self._call(kind, body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))

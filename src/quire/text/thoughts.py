@@ -49,13 +49,15 @@ def thoughts_of(template: str) -> str:
     return next((name for sign, name in SIGNS if sign in template), OFF)
 
 
-def opening_of(format: ThoughtFormat, prompt: str, continued: bool) -> Opening:
+def opening_of(format: ThoughtFormat, prompt: str, continued: str | None = None) -> Opening:
     """Whether an output begins within thoughts, has none any more, or says so itself: by how the prompt ends.
-    `continued`: it goes on with a message."""
+    `continued`: the message that it goes on with."""
     end = prompt[-256:].rstrip()
     if end.endswith(format.begin):
         return "open"
-    if end.endswith(format.end) or continued:
+    if continued is not None:
+        return "open" if continued.rfind(format.begin) > continued.rfind(format.end) else "closed"
+    if end.endswith(format.end):
         return "closed"
     return "open" if format.opened else "maybe"
 
@@ -68,6 +70,7 @@ class Thoughts:
         self.format, self.opening = format, opening
         self.phase: Literal["before", "inside", "behind", "over"] = "over" if opening == "closed" else "before"
         self.steps = 0
+        self.marked = False  # `begin` was read
         self._at = 0  # characters of a marker that were read
         self._blank: list[str] = []  # white space that counts if more follows
         self._begun = False
@@ -79,6 +82,11 @@ class Thoughts:
     def thinking(self) -> bool:
         """The end of thoughts is awaited."""
         return self.phase == "inside" or (self.phase == "before" and self.opening == "open")
+
+    @property
+    def marking(self) -> bool:
+        """What was read last may be a part of a marker."""
+        return self._at > 0
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
         """What `text`, the next of the output, adds to the thoughts, and to what follows them; with `last` the output
@@ -107,7 +115,7 @@ class Thoughts:
         if char == marker[self._at]:
             self._at += 1
             if self._at == len(marker):
-                self._at, self._blank = 0, []
+                self._at, self._blank, self.marked = 0, [], True
                 self.phase = "inside" if self.phase == "before" else "behind"
             return True
         if self.phase == "before" and not self._at and char.isspace():

@@ -18,7 +18,7 @@ from quire.control.memory.policies import ChunkedPolicy, FullPolicy, WindowPolic
 from quire.control.request import Sequence
 from quire.vocabulary.specs import Group, LayerSpec, Layout, ModelSpec
 
-CALLS = 16
+CALLS = 17
 
 
 def test_the_interface_is_small_and_every_memory_has_all_of_it_and_nothing_set_from_outside() -> None:

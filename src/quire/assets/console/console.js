@@ -113,10 +113,24 @@ function show(place, samples) {
   place.replaceChildren(list);
 }
 
+function showThoughts(place, samples) {
+  for (const [at, sample] of samples.entries()) {
+    if (!sample || !sample.thoughts) continue;
+    if (!sample.aside) {
+      const box = make("details", undefined, { class: "thoughts" });
+      sample.aside = make("div", "", { class: "text" });
+      box.append(make("summary", samples.length > 1 ? `thoughts of sample ${at + 1}` : "thoughts"), sample.aside);
+      place.append(box);
+    }
+    sample.aside.textContent = sample.thoughts;
+  }
+}
+
 function take(samples, choice) {
-  const sample = samples[choice.index] || (samples[choice.index] = { pieces: [], fate: "" });
-  const scored = choice.logprobs && choice.logprobs.content;
-  const text = (choice.delta || choice.message || {}).content || "";
+  const sample = samples[choice.index] || (samples[choice.index] = { pieces: [], fate: "", thoughts: "" });
+  const said = choice.delta || choice.message || {}, text = said.content || "", thought = said.reasoning_content || "";
+  const scored = !thought && choice.logprobs && choice.logprobs.content; // beside thoughts, tokens of both
+  sample.thoughts += thought;
   let rest = text;
   for (const one of scored || []) {
     if (!one.token || !rest.startsWith(one.token)) continue; // an end token isn't part of the text
@@ -133,8 +147,8 @@ async function send() {
   $("message").value = "";
   turns.push({ role: "user", content: text });
   turn("you").append(make("div", text, { class: "text" }));
-  const shown = turn("model"), place = make("div");
-  shown.append(place);
+  const shown = turn("model"), aside = make("div"), place = make("div");
+  shown.append(aside, place);
   stopper = new AbortController();
   $("stop").disabled = false;
   $("send").disabled = true;
@@ -145,6 +159,7 @@ async function send() {
     due = true;
     requestAnimationFrame(() => {
       due = false;
+      showThoughts(aside, samples);
       show(place, samples.filter(Boolean));
       $("log").scrollTop = $("log").scrollHeight;
     });

@@ -1,0 +1,63 @@
+"""What ranks take to add up rows and to compute the norm behind: see quire.bench.exchange_rank. Of each size the
+slowest rank counts, and bits must be those of all others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.errors import QuireError
+from quire.link.child import program_of
+from quire.parallel import starting
+from quire.parallel.frames import Hello
+from quire.parallel.remote import RemoteRunner
+from quire.parallel.sides import start_program
+from quire.vocabulary.layout import Layout
+
+ROWS = (1, 32, 128, 512)
+PROGRAM = program_of("quire.bench.exchange_rank")
+WAYS = ("quire", "NCCL", "gloo", "replays", "torch one-shot", "torch two-shot")
+PATIENCE = 60.0  # seconds for a rank to measure one way
+
+
+def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
+    """Every way and size, ours first, as they come. What isn't there is left out; where ranks fail, the rest isn't
+    measured, and why is the last result. None is begun after `end` (time.monotonic)."""
+    config = EngineConfig(tp=ranks, device=device)
+    runner = RemoteRunner(ranks, PATIENCE, partial(start_program, program=PROGRAM))
+    try:
+        if device == "cuda":
+            starting.meet(runner, config)
+        threads = starting.shared_out(None, ranks) if device == "cpu" else None
+        said = EngineConfig(tp=ranks, device=device, threads=threads)
+        meeting = runner.meeting.descriptors
+        runner.hello([Hello(said, part, (), 1, PATIENCE, meeting) for part in Layout(ranks).parts()])
+        runner.wait()
+        for number, way in enumerate(WAYS):
+            for rows in ROWS if way != "replays" else ROWS[:2]:
+                if time.monotonic() > end:
+                    yield {"way": way, "rows": rows, "left_out": "no time was left"}
+                    continue
+                runner.warm_up(rows, number)
+                found = runner.ask("found")
+                if "missing" not in found[0]:
+                    yield {"way": way, "rows": rows, **_joined(found)}
+    except QuireError as error:
+        yield {"way": "the rest", "rows": 0, "left_out": str(error)}
+    finally:
+        runner.close()
+
+
+def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks found."""
+    same = len({one["bits"] for one in found}) == 1
+    said: dict[str, Any] = {"same_bits": same, "exact": all(one["exact"] for one in found)}
+    if "calls" in found[0]:
+        return {**said, "calls": found[0]["calls"]}
+    by_rank = [median(one["us"]) for one in found]
+    return {**said, "us": max(by_rank), "by_rank_us": by_rank, "best_us": max(min(one["us"]) for one in found)}

@@ -1,0 +1,77 @@
+"""How this machine's GPUs are linked: a program that writes it as JSON, so that who asks opens no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+BYTES = 1 << 28  # of a copy
+COPIES = 20
+MOST_TEXT = 8000  # characters of what nvidia-smi says
+ASKED = ("topo -m", "nvlink -s", "--query-gpu=index,name,memory.total,memory.used,clocks.sm --format=csv")
+
+
+def found() -> dict[str, Any]:
+    """What another process finds: nothing where there is no GPU."""
+    command = (sys.executable, "-m", "quire.bench.links")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        said: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return {"gpus": [], "error": f"{type(error).__name__} {error}"[:300]}
+    return said
+
+
+def measured() -> dict[str, Any]:
+    """The GPUs' names, what nvidia-smi says of their links, and of each pair: peer access, atomic operations over the
+    link, as NVLink has them, and GB/s of copies one way."""
+    import torch
+
+    from quire.parallel.peer_memory import PeerError, atomics
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    said = {asked: text for asked in ASKED if (text := _smi(asked))} if names else {}
+    pairs = []
+    for here in range(len(names)):
+        for there in range(len(names)):
+            if here == there:
+                continue
+            pair: dict[str, Any] = {"from": here, "to": there}
+            pair["peer_access"] = torch.cuda.can_device_access_peer(here, there)
+            with suppress(PeerError):
+                pair["nvlink"] = atomics(here, there)
+            pair["gb_s"] = _copied(here, there)
+            pairs.append(pair)
+    return {"gpus": names, "nvidia_smi": said, "pairs": pairs}
+
+
+def _copied(here: int, there: int) -> float:
+    """10^9 bytes a second of copies from one GPU to another."""
+    import torch
+
+    source = torch.empty(BYTES, dtype=torch.uint8, device=f"cuda:{here}")
+    target = torch.empty(BYTES, dtype=torch.uint8, device=f"cuda:{there}")
+    with torch.cuda.device(here):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for i in range(COPIES + 3):
+            if i == 3:
+                start.record()
+            target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+    return COPIES * BYTES / start.elapsed_time(end) / 1e6
+
+
+def _smi(asked: str) -> str:
+    try:
+        done = subprocess.run(("nvidia-smi", *asked.split()), capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout[:MOST_TEXT]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured()))

@@ -1,0 +1,316 @@
+"""All that more than one rank is for, measured within so many minutes, most valuable first: how GPUs are linked, the
+exchange, tokens, models, starts, a failure. The document is written after each part, and what was left out is named.
+
+Models run in quire's own commands, each a process with --tp. Without a GPU the same goes through on CPU ranks, with the
+bundled model and short requests: that shows that it works, not how fast ranks are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.bench import exchange, links, rank_failure
+from quire.bench import parallel_goals as goals
+from quire.bench.document import document, short, table, write
+from quire.bench.parallel_goals import Goal
+from quire.config import MAX_RANKS
+from quire.errors import QuireError, StartupError
+from quire.parallel.devices import SHARE, sharing
+
+LARGE_FLAGS = ("--model-config", "llama3-70b", "--dummy-weights", "--dtype", "bfloat16")
+SMALL_FLAGS = ("--model-config", "llama3-8b", "--dummy-weights", "--dtype", "bfloat16")
+SMALL_WORKLOADS = ("fixed:128:128@1", "fixed:1000:128@32", "fixed:1024:128@512")
+CPU_WORKLOADS = ("fixed:16:16@1", "fixed:64:16@8")
+WARMING = "fixed:64:8@4"  # the first workload of each command, which isn't reported
+LEAST = 20.0  # seconds that must be left for a command
+PROMPT = "The old lighthouse keeper"
+
+
+class Place(NamedTuple):
+    """What is measured where: `link`, 10^9 bytes a second of the slowest pair's copies (None: no GPUs); the numbers of
+    ranks; when to end (time.monotonic)."""
+
+    device: str
+    link: float | None
+    held: bool  # the goals are of such GPUs
+    ranks: tuple[int, ...]
+    end: float
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.monotonic()
+
+    @property
+    def several(self) -> tuple[int, ...]:
+        return tuple(count for count in self.ranks if count > 1)
+
+    def beside(self, goal: float | None, peer: float | None = None) -> dict[str, float | None]:
+        """What is asked, and what vLLM was measured at, where both say something of these GPUs."""
+        return {"goal": goal if self.held else None, "peer": peer if self.held else None}
+
+    def model(self, which: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Flags and workloads of the small or the large model."""
+        if self.device == "cpu":
+            return ("--device", "cpu"), CPU_WORKLOADS
+        return (SMALL_FLAGS, SMALL_WORKLOADS) if which == "small" else (LARGE_FLAGS, tuple(goals.LARGE))
+
+
+Found = Iterator[dict[str, Any]]
+
+
+def _exchange(place: Place) -> Found:
+    for ranks in place.several:
+        for one in exchange.measured(ranks, place.device, place.end):
+            if "us" not in one:
+                done = {"value": float(one["calls"]), "unit": "calls"} if "calls" in one else {}
+                yield {"ranks": ranks, "what": f"{one['way']}, {one['rows']} rows", **done, **one}
+                continue
+            index = exchange.ROWS.index(one["rows"])
+            goal = goals.exchange_goal(ranks, index, one["rows"], place.link) if one["way"] == "quire" else None
+            yield {"ranks": ranks, "what": f"{one['way']}, {one['rows']} rows", "value": one["us"], "unit": "us",
+                   "low": True, **place.beside(goal), **one}  # fmt: skip
+
+
+def _tokens(place: Place) -> Found:
+    """What the bundled model says, in fp32: that of one rank, on every number of ranks."""
+    said = {}
+    for ranks in (1, *place.several):
+        flags = ("--dtype", "float32", "--temperature", "0", "--max-tokens", "48", "--device", place.device)
+        said[ranks] = _ran(("generate", "--tp", str(ranks), "--prompt", PROMPT, *flags), place).stdout
+        if ranks > 1:
+            yield {"ranks": ranks, "what": "tokens of one rank", "value": float(said[ranks] == said[1]), "unit": "",
+                   "text": said[ranks][:2000]}  # fmt: skip
+
+
+def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[[Place], Found]:
+    """A model's workloads, on each number of ranks."""
+
+    def measure(place: Place) -> Found:
+        flags, workloads = place.model(which)
+        held = goals.LARGE if which == "large" else goals.SMALL
+        alone: dict[str, float] = {}
+        for ranks in counts(place):
+            try:
+                results = _bench(flags, workloads, ranks, place)
+            except QuireError as error:
+                yield {"ranks": ranks, "what": which, "left_out": str(error)}
+                continue
+            for result in results:
+                name, (value, unit) = result["workload"], _value(result)
+                goal = held.get(name, Goal({}))
+                if ranks == 1:
+                    alone[name] = value
+                elif which == "small" and name == "fixed:1024:128@512" and ranks in goals.GAINS and name in alone:
+                    goal = Goal({ranks: goals.GAINS[ranks] * alone[name]})
+                asked = goals.rescaled(goal, ranks, which, place.link)
+                yield {"ranks": ranks, "what": f"{which}, {name}", "value": value, "unit": unit, "low": unit == "ms",
+                       **place.beside(asked, goal.peer.get(ranks)), "run": result}  # fmt: skip
+
+    return measure
+
+
+def _start(place: Place) -> Found:
+    """Seconds to the first token, with an empty folder of compiled kernels and with what that left."""
+    flags, _ = place.model("large")
+    for ranks in place.several:
+        with tempfile.TemporaryDirectory() as folder:
+            for how, goal in goals.START.items():
+                out = Path(folder) / "start.json"
+                args = ("bench", "start", "--tp", str(ranks), *flags, "--out", str(out))
+                _ran(args, place, TRITON_CACHE_DIR=str(Path(folder) / "kernels"))
+                [result] = json.loads(out.read_text())["results"]
+                yield {"ranks": ranks, "what": f"first token, {how}", "value": result["token_s"][0], "unit": "s",
+                       "low": True, **place.beside(goal, goals.PEER_START.get(ranks)), "run": result}  # fmt: skip
+
+
+def _deterministic(place: Place) -> Found:
+    """How many times as long a workload takes with --deterministic."""
+    flags, workloads = place.model("small")
+    for ranks in place.several[:1]:
+        runs = [_bench((*flags, *more), workloads[:2], ranks, place) for more in ((), ("--deterministic",))]
+        for plain, ordered in zip(*runs, strict=True):
+            ratio = ordered["median"]["seconds"] / plain["median"]["seconds"]
+            yield {"ranks": ranks, "what": f"--deterministic, {plain['workload']}", "value": ratio, "unit": "times",
+                   "low": True, **place.beside(goals.DETERMINISTIC),
+                   "run": {"plain": plain, "deterministic": ordered}}  # fmt: skip
+
+
+def _failure(place: Place) -> Found:
+    flags, _ = place.model("small")
+    long = 400 if place.device == "cpu" else 8000
+    for ranks in place.several[:1]:
+        for how in rank_failure.SIGNALS:
+            given = (*flags, "--tp", str(ranks))
+            found = rank_failure.measured(given, how, long, max(place.left, LEAST))
+            yield {"ranks": ranks, "what": f"a rank {how}: the last of {found['streaming']} streams ended",
+                   "value": found["last_end_s"], "unit": "s", "run": found}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """`least` seconds are to be left for it to begin; on a CPU, LEAST."""
+
+    about: str
+    run: Callable[[Place], Found]
+    least: float = LEAST
+
+
+PARTS = {
+    "exchange": Part("rows added up over ranks, and the norm behind, beside other libraries", _exchange),
+    "tokens": Part("the bundled model's tokens are one rank's", _tokens),
+    "large": Part("Llama-3-70B", _models("large", lambda place: place.several), 120.0),
+    "small": Part("Llama-3-8B", _models("small", lambda place: place.ranks), 60.0),
+    "start": Part("Llama-3-70B, until its first token", _start, 60.0),
+    "deterministic": Part("what --deterministic costs Llama-3-8B", _deterministic, 60.0),
+    "failure": Part("a rank killed, and stopped, under 32 streams of Llama-3-8B", _failure, 45.0),
+}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The entry's own arguments."""
+    parser.add_argument("--minutes", type=float, default=25.0, metavar="M", help="end by then (default: %(default)s)")
+    parser.add_argument("--part", action="append", choices=tuple(PARTS), help="only this; may be given repeatedly")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N",
+                        help="numbers of ranks (default: 1, 2, 4, 8, as far as there are GPUs; else 1, 2)")  # fmt: skip
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All parts that there is time for. With --out the document is written after each. StartupError for arguments that
+    can't be."""
+    if not 0 < args.minutes < 10_000:
+        raise StartupError(f"--minutes is {args.minutes}", "Give a number above 0")
+    end = time.monotonic() + 60 * args.minutes
+    found = links.found()
+    place = _place(found, args.ranks, end)
+    results: list[dict[str, Any]] = [{"part": "links", **found, **place._replace(end=0.0)._asdict()}]
+    _save(args, results)
+    for name in args.part or PARTS:
+        results += _part(name, place)
+        _save(args, results)
+    return results
+
+
+def _part(name: str, place: Place) -> list[dict[str, Any]]:
+    part, results = PARTS[name], list[dict[str, Any]]()
+    if place.left < (part.least if place.device == "cuda" else LEAST):
+        return [{"part": name, "left_out": f"{max(place.left, 0.0):.0f} s were left"}]
+    if not place.several and name != "small":
+        return [{"part": name, "left_out": "it takes 2 GPUs"}]
+    try:
+        for one in part.run(place):
+            results.append({"part": name, **one})
+            print(f"{name}: {_line(results[-1])}", file=sys.stderr)
+    except (QuireError, OSError, KeyError, ValueError) as error:
+        results.append({"part": name, "left_out": f"it failed: {type(error).__name__} {error}"[:500]})
+        print(f"{name}: {results[-1]['left_out']}", file=sys.stderr)
+    return results
+
+
+def _place(found: dict[str, Any], given: Sequence[int] | None, end: float) -> Place:
+    gpus = found["gpus"]
+    most = len(gpus) if gpus and not sharing() else MAX_RANKS
+    ranks = tuple(given or (count for count in (1, 2, 4, 8) if count <= (len(gpus) or 2)))
+    if not all(1 <= count <= most for count in ranks):
+        raise StartupError(f"--ranks is {list(ranks)}", f"Give numbers between 1 and {most}, or set {SHARE}=1")
+    speeds = [pair["gb_s"] for pair in found.get("pairs", ())]
+    kind = bool(gpus) and all(goals.KIND in name for name in gpus)
+    linked = all(pair.get("nvlink") for pair in found.get("pairs", ()))
+    return Place("cuda" if gpus else "cpu", min(speeds) if speeds and not linked else None, kind, ranks, end)
+
+
+def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    if args.out:
+        write(Path(args.out), document("parallel", "quire bench", args.said, results))
+
+
+def _bench(flags: Sequence[str], workloads: Sequence[str], ranks: int, place: Place) -> list[dict[str, Any]]:
+    """`quire bench throughput` on so many ranks: each workload's result."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        named = [word for name in (WARMING, *workloads) for word in ("--workload", name)]
+        args = ("bench", "throughput", "--tp", str(ranks), *flags, *named, "--repeat", "1", "--warmup", "0")
+        _ran((*args, "--out", str(out)), place)
+        results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
+        return results[1:]
+
+
+def _ran(args: Sequence[str], place: Place, **more: str) -> subprocess.CompletedProcess[str]:
+    """A command of quire's, with `more` in its environment. QuireError where it fails or takes longer than is left."""
+    command, seconds = [sys.executable, "-m", "quire", *args], place.left
+    if seconds < LEAST / 2:
+        raise QuireError(f"{max(seconds, 0.0):.0f} s were left for quire {' '.join(args[:4])}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **more})
+    except subprocess.TimeoutExpired as error:
+        raise QuireError(f"quire {' '.join(args[:4])} took longer than the {seconds:.0f} s that were left") from error
+    if done.returncode:
+        raise QuireError(f"quire {' '.join(args[:4])}: {' '.join(done.stderr.splitlines()[-2:])[:400]}")
+    return done
+
+
+def _value(result: dict[str, Any]) -> tuple[float, str]:
+    """What counts of a workload: of one request the time between tokens, of long outputs these, else all tokens."""
+    median, workload = result["median"], result["workload"]
+    if workload.endswith("@1"):
+        return 1e3 * median["inter_token_s"]["mean"], "ms"
+    if workload == "fixed:128:1024@256":
+        return median["output_tokens_per_s"], "output tok/s"
+    return median["total_tokens_per_s"], "tok/s"
+
+
+def _line(one: dict[str, Any]) -> str:
+    if "left_out" in one:
+        return f"left out: {one['left_out']}"
+    return f"{one['ranks']} ranks, {one['what']}: {short(one.get('value'))} {one.get('unit', '')}".rstrip()
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """How things are linked, a line a measurement, and what was left out."""
+    links, *rest = results
+    gpus = links["gpus"]
+    lines = [f"{len(gpus)} GPUs: {', '.join(gpus)}" if gpus else "no GPU: ranks on a CPU, the bundled model"]
+    if links["link"] is not None:
+        lines.append(f"no NVLink: copies of {links['link']:.0f} GB/s, and goals rescaled from {goals.LINK:.0f}")
+    if not links["held"]:
+        lines.append(f"no goals: they are of GPUs of the kind {goals.KIND}")
+    head = ("part", "ranks", "what", "measured", "unit", "goal", "reached", "vLLM", "bits")
+    rows = [
+        (one["part"], one["ranks"], one["what"], short(one.get("value")), one.get("unit", ""), short(one.get("goal")),
+         _reached(one), short(one.get("peer")), _alike(one))
+        for one in rest if "left_out" not in one
+    ]  # fmt: skip
+    left = [
+        f"left out: {one['part']}, {one.get('what', 'all')}: {one['left_out']}" for one in rest if "left_out" in one
+    ]
+    always = f"not measured here: {NOT_HERE}"
+    return "\n".join([*lines, table(head, rows), *left, always])
+
+
+NOT_HERE = (
+    "a step's time by rank (quire bench profile has one rank), sharded products and attention (quire bench kernels)"
+)
+
+
+def _reached(one: dict[str, Any]) -> str:
+    if one.get("goal") is None or one.get("value") is None:
+        return "-"
+    by = one["value"] / one["goal"] - 1
+    return "yes" if (by <= 0 if one.get("low") else by >= 0) else f"no, {100 * by:+.0f} %"
+
+
+def _alike(one: dict[str, Any]) -> str:
+    if "same_bits" not in one:
+        return "-"
+    if not one["same_bits"]:
+        return "RANKS DIFFER"
+    return "equal, right" if one["exact"] else "equal"

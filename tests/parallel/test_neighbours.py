@@ -1,0 +1,57 @@
+"""Who uses a GPU, as an nvidia-smi tells it that isn't one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.budget import plan_memory
+from quire.config import EngineConfig
+from quire.data.models import read_spec
+from quire.data.models.configs import named_config
+from quire.errors import StartupError
+from quire.parallel.devices import room_of
+from quire.parallel.neighbours import neighbours
+
+GIB = 2**30
+SAID = f"""GPU-aa11, 31, 1024, /usr/bin/small
+GPU-bb22, 32, 71680, /opt/env/bin/python, with a comma
+GPU-bb22, {os.getpid()}, 2048, this one
+GPU-bb22, 33, [N/A], other
+what isn't a line of it
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that says SAID if it is asked as it should be."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncase $1 in --query-compute-apps=gpu_uuid,pid,*) cat <<'E'\n{SAID}E\nesac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
+@pytest.mark.usefixtures("smi")
+def test_the_largest_come_first_and_this_process_is_none() -> None:
+    assert neighbours("bb22") == "70.00 GiB by process 32 (python, with a comma), 0.00 GiB by process 33 (other)"
+    assert neighbours("aa11") == "1.00 GiB by process 31 (small)"
+    assert neighbours("cc33") == ""
+
+
+def test_without_nvidia_smi_nobody_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert neighbours("aa11") == ""
+
+
+@pytest.mark.usefixtures("smi")
+def test_a_gpu_that_is_too_full_is_named_with_who_uses_it() -> None:
+    free = {"name": "H", "index": 0, "free": 79 * GIB, "total": 80 * GIB}
+    full = {"name": "H", "index": 1, "free": 8 * GIB, "total": 80 * GIB, "others": neighbours("bb22")}
+    seen = room_of([free, full], 0.9)
+    told = r"14\.\d+ GiB of weights.* don't fit into 0\.0 MiB on GPU 1, of which 8\.00 of 80\.00 GiB are free " \
+        r"\(used: 70\.00 GiB by process 32 \(python"  # fmt: skip
+    with pytest.raises(StartupError, match=told):
+        plan_memory(EngineConfig(tp=2), read_spec(named_config("llama3-8b")), "m", "bfloat16", 2, "cuda", seen=seen)
