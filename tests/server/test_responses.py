@@ -16,12 +16,13 @@ from echo_service import Running, Saying
 from openai import APIStatusError, OpenAI
 from pydantic import BaseModel
 
-from quire.errors import InputError
+from quire.errors import InputError, StartupError
 from quire.server import response_store
 from quire.server.errors import UnknownResponse
 from quire.server.response_render import Items
 from quire.server.response_schemas import Responded
 from quire.server.response_store import Store
+from quire.server.run import ServeOptions, _check
 from quire.text.chat import ChatTemplate
 
 HERMES = (
@@ -279,6 +280,12 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         store.check([{"ask": "a" * 10}])
 
 
+def test_the_flag() -> None:
+    for options in (ServeOptions(store_responses=-1), ServeOptions(store_responses=5, fronts=2)):
+        with pytest.raises(StartupError, match=f"--store-responses is {options.store_responses}"):
+            _check(options)
+
+
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "input", "got nothing"),
     ({"input": 5}, "input", "a string or a list"),
@@ -303,6 +310,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text", "x"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     ({"temperature": -1}, "temperature", "temperature"),
+    ({"input": "once " * 1100}, "input", "1024"),
     ({"truncation": "auto"}, "truncation", "auto"),
     ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs", "not supported"),

@@ -325,15 +325,15 @@ def in_its_names(talk: Talk) -> Iterator[None]:
     except InputError as error:
         theirs = error.param or ""
         field = theirs.partition("[")[0]
-        name = OTHER_NAMES.get(field, theirs)
+        name = "input" if field == "prompt" else OTHER_NAMES.get(field, theirs)
         text = PLACE.sub(lambda found: _place(talk, int(found[1])), str(error))
         if field == "response_format":
             text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
         elif field == "tools":
             text = text.replace(".function.", ".").replace('"function": {"name": ...}', '"name": ...')
-        elif name != theirs:
+        elif name != theirs and field != "prompt":
             text = text.replace(field, name)
-        error.args, error.param = (text,), name
+        error.args, error.param = (text,), name or None
         raise
 
 
