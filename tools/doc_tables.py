@@ -22,7 +22,7 @@ from quire.data.models.configs import named_config
 from quire.errors import StartupError
 from quire.files import LIMITS
 from quire.link import held_pixels
-from quire.server import connections, descriptors, guards, run, sampling, size
+from quire.server import connections, descriptors, guards, response_store, run, sampling, size
 from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
 from quire.text import image_headers, images, library, messages, prompts, sight
 from quire.vocabulary import columns, params
@@ -97,6 +97,9 @@ def limits() -> Iterator[str]:
         ("tokens in an answer", f"{size.MAX_TOKENS:,}: n x prompts x tokens", "as above", ""),
         ("bytes of an answer that isn't streamed", f"{size.MAX_BYTES:,}", "400", ""),
         ("bytes of all answers that wait for their clients", f"{size.MAX_HELD_BYTES:,}", "503", ""),
+        ("responses kept for previous_response_id", f"none, or N of --store-responses, in "
+         f"{bytes_of(response_store.MAX_STORED_BYTES)}; the conversation of one: "
+         f"{bytes_of(response_store.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
         ("conversations that wait for the chat template", f"{prompts.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{size.MAX_HELD:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what pictures may take in base64, "

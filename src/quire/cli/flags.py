@@ -216,6 +216,9 @@ def _add_request_flags(group: Any) -> None:
     group.add_argument("--max-logprobs", type=int, default=MAX_LOGPROBS, metavar="N",
                        help="most log-probabilities that requests may ask for (default: %(default)s)")  # fmt: skip
     group.add_argument("--strict", action="store_true", help="refuse requests that have unknown fields")
+    group.add_argument("--store-responses", type=int, default=0, metavar="N",
+                       help="keep the last N responses of /v1/responses in memory, for previous_response_id "
+                       "(default: %(default)s)")  # fmt: skip
     group.add_argument("--prefixes", metavar="FILE", help="prefixes to register at start, as JSON: "
                        '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens')  # fmt: skip
 

@@ -60,6 +60,7 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         allowed_origins=origins(args.allowed_origins),
         metrics_prefix=args.metrics_prefix,
         console=args.console,
+        store_responses=args.store_responses,
         server_info=args.enable_server_info,
         tokenizer_info=args.enable_tokenizer_info_endpoint,
         strict=args.strict,

@@ -20,6 +20,7 @@ from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
 from quire.server.metrics import Metrics
 from quire.server.peers import Peers
 from quire.server.proxy import front
+from quire.server.responses import Responses
 from quire.server.routes import PlainRoute
 from quire.server.sampling import Terms
 from quire.server.schemas import describe, parameters, responses
@@ -64,6 +65,7 @@ def create_app(
     tool_format: str | None = None,
     thoughts: str | None = None,
     console: bool = True,
+    store_responses: int = 0,
     server_info: bool = False,
     tokenizer_info: bool = False,
 ) -> FastAPI:
@@ -73,14 +75,15 @@ def create_app(
     `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `peers` are
     the fronts that this is one of. `tool_format` is how the model writes calls of tools, `thoughts` how it writes
     thoughts; None: as its template says.
-    `console`: there is one (server.console). `server_info`, `tokenizer_info`: the routes of these names are there."""
+    `console`: there is one (server.console). `server_info`, `tokenizer_info`: the routes of these names are there.
+    At most `store_responses` of /v1/responses are kept."""
     metrics = Metrics(names[0], metrics_prefix, config)
     metrics.watch(llm)
     terms = Terms(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
     service = Service(llm, names, metrics, terms, log_requests, peers, tool_format, thoughts)
     before = partial(front, counts=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
     app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
-    add_routes(app, service)
+    add_routes(app, service, store_responses)
     add_care(app, Care(llm, config), server_info, tokenizer_info)
     if console:
         add_console(app, Console(llm))
@@ -93,13 +96,16 @@ def create_app(
     return app
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
+def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None:
     """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
     app.router.route_class = PlainRoute
-    embeddings = Embeddings(service)
+    embeddings, answers = Embeddings(service), Responses(service, store_responses)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
+        ("POST", "/v1/responses", answers.create),
+        ("GET", "/v1/responses/{name}", answers.stored),
+        ("DELETE", "/v1/responses/{name}", answers.drop),
         ("POST", "/v1/embeddings", embeddings.embeddings),
         ("POST", "/score", embeddings.score),
         ("POST", "/rerank", embeddings.rerank),

@@ -8,7 +8,7 @@ import base64
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -21,7 +21,7 @@ from quire.server.protocol import MAX_PROMPTS, EmbeddingRequest, RerankRequest, 
 from quire.server.request_log import log_request
 from quire.server.sampling import check_known, completion_prompts
 from quire.server.size import Size
-from quire.server.stream import CLIENT_LEFT, Call, WholeAnswer, unless_left
+from quire.server.stream import Call, respond
 from quire.text.embedding import EMBED, cosine, vector
 
 if TYPE_CHECKING:
@@ -122,21 +122,7 @@ class Embeddings:
             made: Pieces = written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
             return made
 
-        return await _sent(call, unless_left(http.receive, whole()), warnings(body))
-
-
-async def _sent(call: Call, work: Awaitable[Pieces | None], headers: dict[str, str]) -> Response:
-    """The response of the pieces; the call ends with it."""
-    try:
-        pieces = await work
-        if pieces is not None:
-            call.weigh(sum(map(len, pieces)))
-            return WholeAnswer(pieces, headers, call)
-    except BaseException:
-        call.close()
-        raise
-    call.close()
-    return Response(status_code=CLIENT_LEFT)
+        return await respond(call, whole(), warnings(body), http.receive)
 
 
 def _check_number(name: str, number: int) -> None:

@@ -69,8 +69,13 @@ class UnknownModel(InputError):
     """A request names a model that isn't served."""
 
 
-STATUS: dict[type[InputError], int] = {UnknownModel: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413,
-                                        NotIdle: 409}  # fmt: skip
+class UnknownResponse(InputError):
+    """No response of that id is stored for who asks."""
+
+
+STATUS: dict[type[InputError], int] = {
+    UnknownModel: 404, UnknownResponse: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413, NotIdle: 409,
+}  # fmt: skip
 
 
 def failure(error: BaseException) -> Failure:

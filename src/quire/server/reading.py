@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
@@ -77,21 +78,40 @@ class Reading:
 
     def push(self, text: str, last: bool, tokens: Sequence[int] = ()) -> Parts:
         """What `text` adds, which is that of `tokens` or comes a little later; with `last` the output has ended."""
+        thought, text, due = self._parted(text, last, tokens)
+        parts = self._answered(text, last) if due else Parts()
+        return parts._replace(reasoning=thought) if thought else parts
+
+    def runs(self, text: str, last: bool, tokens: Sequence[int] = ()) -> list[Parts]:
+        """As `push`, but what comes one after the other stays apart: thoughts, texts, each call."""
+        thought, text, due = self._parted(text, last, tokens)
+        found = [Parts(reasoning=thought)]
+        if due and (self._box.choice == "named" or self._reader is None):
+            found.append(self._answered(text, last))
+        elif due:
+            found += [self._parts(run) for _, run in groupby(self._events(text, last), _run)]
+        return found
+
+    def _parted(self, text: str, last: bool, tokens: Sequence[int]) -> tuple[str, str, bool]:
+        """The thoughts to show, the answer's text, and whether that is to be read."""
         if self._thoughts is None or self._thinking is None or self._counter is None:
-            return self._answered(text, last)
+            return "", text, True
         thought, text = self._thoughts.push(text, last)
         self._counter.add(tokens)
         over = last and self._thoughts.phase in ("behind", "over")
-        parts = self._answered(text, last) if text or over else Parts()
-        return parts._replace(reasoning=thought if self._thinking.shown else "")
+        return (thought if self._thinking.shown else ""), text, bool(text) or over
 
     def _answered(self, text: str, last: bool) -> Parts:
         if self._box.choice == "named":
             return self._named(text)
         if self._reader is None:
             return Parts(text)
+        return self._parts(self._events(text, last))
+
+    def _events(self, text: str, last: bool) -> list[Event]:
+        assert self._reader is not None, "who has none doesn't ask"
         events = self._reader.feed(text)
-        return self._parts(events + self._reader.end() if last else events)
+        return events + self._reader.end() if last else events
 
     def finish_reason(self, reason: str | None) -> str | None:
         """As OpenAI has it: a call is a reason to end."""
@@ -113,6 +133,10 @@ class Reading:
                 self.called = True
             found.add(event)
         return found.parts()
+
+
+def _run(event: Event) -> tuple[str, int]:
+    return ("call" if event.kind == "arguments" else event.kind), event.index
 
 
 class Collected:

@@ -35,6 +35,7 @@ LAST_WORDS = 1.0  # seconds in which a dead server still answers, so that its cl
 MARGIN = 20.0  # seconds that the end may take beside draining, the engine's thread included; then it is forced
 MOST_TIMEOUT = 86_400  # seconds of --shutdown-timeout
 MOST_FRONTS = 64
+MOST_STORED = 1 << 20  # responses
 log = logging.getLogger("quire.server")
 
 
@@ -56,6 +57,7 @@ class ServeOptions(NamedTuple):
     allowed_origins: tuple[str, ...] = ()  # of web pages that may ask from a browser
     metrics_prefix: str = "quire"
     console: bool = True
+    store_responses: int = 0  # the most of /v1/responses that are kept
     server_info: bool = False
     tokenizer_info: bool = False
     strict: bool = False  # refuse unknown fields of requests
@@ -126,6 +128,7 @@ def application(
         strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests, peers=peers,
         tool_format=options.tool_call_parser, thoughts=options.reasoning_parser, console=options.console,
         server_info=options.server_info, tokenizer_info=options.tokenizer_info,
+        store_responses=options.store_responses,
     )  # fmt: skip
 
 
@@ -146,6 +149,12 @@ def _check(options: ServeOptions) -> None:
     if options.fronts > 1 and options.engine_process == "off":
         cause = f"--fronts is {options.fronts}, and --engine-process is off"
         raise StartupError(cause, "Fronts share an engine that has a process of its own")
+    if not 0 <= options.store_responses <= MOST_STORED:
+        cause = f"--store-responses is {options.store_responses}"
+        raise StartupError(cause, f"It must be between 0, for none, and {MOST_STORED}")
+    if options.fronts > 1 and options.store_responses:
+        cause = f"--fronts is {options.fronts}, and --store-responses is {options.store_responses}"
+        raise StartupError(cause, "A front finds only the responses that it gave: store them with one front")
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
     raise_limit()
     most = options.max_connections

@@ -11,14 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.control.rest import LEVELS, TAGS
 from quire.link.messages import MODES, MOST_TAGS
+from quire.server.embedding_schemas import Embeddings, Ranking, Scores
+from quire.server.exact import Exact
+from quire.server.response_schemas import DroppedResponse, Responded
 
 Finish = Literal["stop", "length", "tool_calls", "abort", "error"] | None
-
-
-class Exact(BaseModel):
-    """All fields, and no others. Those that have a default may be left out."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class ErrorInfo(Exact):
@@ -110,7 +107,7 @@ class Message(Exact):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = Field([])
 
 
 class ChatChoice(Exact):
@@ -151,7 +148,7 @@ class ToolCallPiece(Exact):
 class Delta(Exact):
     role: Literal["assistant"] = "assistant"
     content: str = ""
-    tool_calls: list[ToolCallPiece] = []
+    tool_calls: list[ToolCallPiece] = Field([])
 
 
 class StreamedChoice(Exact):
@@ -178,58 +175,6 @@ class Chunk(Exact):
     choices: list[StreamedChoice]
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
-
-
-class EmbeddingUsage(Exact):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(Exact):
-    """Base64 is of little-endian float32."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class Embeddings(Exact):
-    object: Literal["list"]
-    model: str
-    data: list[Embedding]
-    usage: EmbeddingUsage
-
-
-class Score(Exact):
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class Scores(Exact):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-
-
-class Document(Exact):
-    text: str
-
-
-class Ranked(Exact):
-    index: int
-    relevance_score: float
-    document: Document | None = None
-
-
-class Ranking(Exact):
-    id: str
-    model: str
-    results: list[Ranked]
-    usage: EmbeddingUsage
 
 
 class Tokens(Exact):
@@ -318,6 +263,9 @@ class Load(Exact):
 ANSWERS: dict[str, type[BaseModel] | None] = {
     "POST /v1/completions": Completion,
     "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/responses": Responded,
+    "GET /v1/responses/{name}": Responded,
+    "DELETE /v1/responses/{name}": DroppedResponse,
     "POST /v1/embeddings": Embeddings,
     "POST /score": Scores,
     "POST /rerank": Ranking,
@@ -354,7 +302,7 @@ REASONS = {
     400: "What was asked can't be done; the message names the field, the value and the limit",
     401: "No valid key",
     403: "No admin key",
-    404: "No such model or prefix",
+    404: "No such model, prefix or stored response",
     408: "The body took too long to arrive",
     409: "A prefix of that name is registered, or requests run",
     413: "The body is too large, or the prefix doesn't fit",
@@ -369,7 +317,7 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     codes = {401: Error, 500: Error, 503: Error}
     if method == "POST" and path != "/ping":
         codes |= dict.fromkeys((400, 404, 408, 413), Error)
-    if "models/" in path or method == "DELETE":
+    if "{" in path:
         codes |= {404: Error}
     if "prefixes" in path:
         codes |= dict.fromkeys((400, 403, 409), Error)
@@ -388,8 +336,9 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     found[200] = {"description": "The answer"} if answer is None else {"model": answer, "description": "The answer"}
     if path in ("/health", "/ping"):
         found[503] = {"description": "The engine's loop hangs, or requests are not accepted"}
-    if path.endswith("completions"):
-        found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": Chunk.__doc__}}}
+    if path.endswith("completions") or (method, path) == ("POST", "/v1/responses"):
+        told = Responded.__doc__ if path.endswith("responses") else Chunk.__doc__
+        found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": told}}}
     return found
 
 

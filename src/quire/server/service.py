@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,14 +28,14 @@ from quire.server.protocol import (
     Truncation,
     warnings,
 )
-from quire.server.reasoning import Reasoning
+from quire.server.reasoning import Reasoning, Thinking
 from quire.server.render import ChatRenderer, CompletionRenderer, Renderer, last_said
 from quire.server.request_log import log_request
 from quire.server.sampling import Terms, chat_params, check_known, completion_params, completion_prompts
 from quire.server.size import Held, Shown, bounded
-from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond
+from quire.server.stream import Call, EventStream, Json, WholeAnswer, respond, whole
 from quire.server.structured import field_of
-from quire.server.tools import toolbox
+from quire.server.tools import Toolbox, toolbox
 from quire.text.calls.formats import format_of
 from quire.text.prompts import Cut, Prompt
 from quire.text.sight import pictured
@@ -45,6 +46,16 @@ from quire.vocabulary.structured import NAME
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens",
                       "tools", "self"})  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """A chat that can be queued."""
+
+    call: Call
+    prompt: Prompt
+    params: SamplingParams
+    box: Toolbox
+    thinking: Thinking | None
 
 
 class Service:
@@ -92,6 +103,13 @@ class Service:
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
+        asked = await self.asked("chatcmpl", body)
+        call, prompts = asked.call, [asked.prompt]
+        renderer = ChatRenderer(call.id, self.names[0], body, prompts, self._words(body), asked.box, asked.thinking)
+        return await self._answer(call, renderer, body, prompts, asked.params, http)
+
+    async def asked(self, kind: str, body: ChatRequest) -> Asked:
+        """What a chat asks for; `kind` is what the answer's id begins with. Nothing is queued."""
         self.check_model(body.model)
         box = toolbox(body, self.tool_format)
         params = box.applied(chat_params(body, self.terms), body)
@@ -100,9 +118,8 @@ class Service:
         thinking = self.reasoning.of(body, prompt, last_said(body) if body.continue_final_message else None)
         params = self.reasoning.applied(params, body, thinking)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
-        call, params = self._call("chatcmpl", body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
-        renderer = ChatRenderer(call.id, self.names[0], body, [prompt], self._words(body), box, thinking)
-        return await self._answer(call, renderer, body, [prompt], params, http)
+        call, params = self._call(kind, body, [prompt], params, Shown(1, bool(body.return_token_ids), scored))
+        return Asked(call, prompt, params, box, thinking)
 
     def _call(
         self, kind: str, body: Sampling, prompts: list[Prompt], params: SamplingParams, shown: Shown
@@ -123,6 +140,17 @@ class Service:
         params: SamplingParams,
         http: Request,
     ) -> Response:
+        headers = await self.queue(call, renderer, body, prompts, params, http)
+        if not body.stream:
+            return await respond(call, whole(call, renderer), headers, http.receive)
+        options = body.stream_options or StreamOptions()
+        return EventStream(call, renderer, headers, bool(options.include_usage), bool(options.continuous_usage_stats))
+
+    async def queue(
+        self, call: Call, renderer: Renderer, body: Sampling, prompts: list[Prompt], params: SamplingParams,
+        http: Request,
+    ) -> dict[str, str]:  # fmt: skip
+        """Queue what was asked for. The headers of the answer."""
         headers = warnings(body, self._unread(body))
         try:
             await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
@@ -133,10 +161,7 @@ class Service:
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
         renderer.pace.turns = self.turns
-        if not body.stream:
-            return await respond(call, renderer, headers, http.receive)
-        options = body.stream_options or StreamOptions()
-        return EventStream(call, renderer, headers, bool(options.include_usage), bool(options.continuous_usage_stats))
+        return headers
 
     def cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
         """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""

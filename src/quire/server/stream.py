@@ -159,15 +159,19 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        last = DONE
+        failed: BaseException | None = None
         try:
             async for pieces in self._chunks():
                 await send_pieces(send, pieces, more=True)
         except (asyncio.CancelledError, SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # also what libraries raise beside Exception
-            last = event(failure(error).body())
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            failed = error
+        await send({"type": "http.response.body", "body": self._last(failed), "more_body": False})
+
+    def _last(self, error: BaseException | None) -> bytes:
+        """The end of the stream, which may have failed."""
+        return DONE if error is None else event(failure(error).body())
 
     async def _chunks(self) -> AsyncIterator[Pieces]:
         """The events of the stream that `_write` doesn't write, without [DONE]."""
@@ -224,10 +228,10 @@ class WholeAnswer(Response):
                 self._call.close()
 
 
-async def respond(call: Call, renderer: Renderer, headers: dict[str, str], receive: Receive) -> Response:
-    """The whole response of a call; 499, which nobody reads, when the client left."""
+async def respond(call: Call, work: Coroutine[Any, Any, Pieces], headers: dict[str, str], receive: Receive) -> Response:
+    """The response of a call, whose pieces are `work`'s; 499, which nobody reads, when the client left."""
     try:
-        pieces = await unless_left(receive, _whole(call, renderer))
+        pieces = await unless_left(receive, work)
         if pieces is not None:
             call.weigh(sum(map(len, pieces)))
             return WholeAnswer(pieces, headers, call)
@@ -238,7 +242,8 @@ async def respond(call: Call, renderer: Renderer, headers: dict[str, str], recei
     return Response(status_code=CLIENT_LEFT)
 
 
-async def _whole(call: Call, renderer: Renderer) -> Pieces:
+async def whole(call: Call, renderer: Renderer) -> Pieces:
+    """The answer of a call, when all of it is there."""
     pieces = [renderer.head(whole=True)]
     choices = 0
     for at, output in await call.whole():

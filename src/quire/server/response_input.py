@@ -1,0 +1,341 @@
+"""The body of /v1/responses, and what it is as a chat: its items as messages, its names as the chat's.
+
+Nothing here reaches the engine: a ChatRequest comes out, which the chat's own path checks and answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import WithJsonSchema
+
+from quire.errors import InputError, shown
+from quire.server.protocol import (
+    BIASES,
+    NOTHING,
+    OBJECT,
+    REFUSED,
+    ChatRequest,
+    Fields,
+    Ids,
+    Objects,
+    StreamOptions,
+    Strings,
+    ranged,
+)  # fmt: skip
+from quire.text.messages import MAX_MESSAGES
+from quire.vocabulary.params import MAX_STOP_CHARS, MAX_STOPS
+
+Json = dict[str, Any]
+INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": OBJECT, "minItems": 1, "maxItems": MAX_MESSAGES}]}
+CHOICE = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OBJECT]}
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+ROLES = ("user", "assistant", "system", "developer")
+PARTS = ("input_text", "output_text", "refusal", "input_image")
+INCLUDED = ("reasoning.encrypted_content",)  # nothing is encrypted here, so there is none to include
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata: OpenAI's
+# OpenAI's fields that would change what is answered, or where it can be had.
+NOT_HERE = frozenset({
+    "background", "background_options", "context_management", "conversation", "max_tool_calls", "moderation", "prompt",
+})  # fmt: skip
+OTHER_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+               "response_format": "text", "reasoning_effort": "reasoning"}  # fmt: skip
+
+
+class ResponseRequest(Fields):
+    """The body of /v1/responses: OpenAI's fields, and those of chats that have no other name here."""
+
+    model: str | None = None
+    input: Annotated[Any, WithJsonSchema(INPUT)] = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    tools: Objects | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: Strings | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = ranged(1)
+    temperature: float | None = ranged(0, 100)
+    top_p: float | None = ranged(0, 1)
+    top_k: int | None = ranged(-1)
+    min_p: float | None = ranged(0, 1)
+    presence_penalty: float | None = ranged(-2, 2)
+    frequency_penalty: float | None = ranged(-2, 2)
+    repetition_penalty: float | None = ranged(0.01, 100)
+    seed: int | None = ranged(-(2**63), 2**63 - 1)
+    stop: str | Strings | None = ranged(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
+    stop_token_ids: Ids | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ids | None = ranged(minItems=1)
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(BIASES)] = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = ranged(0)
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = ranged(minLength=1)
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = ranged(0, 2**31 - 1)
+    include_reasoning: bool | None = None
+
+
+SAME = (
+    "model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids",
+    "logit_bias", "ignore_eos", "min_tokens", "skip_special_tokens", "cache_salt", "structured_outputs",
+    "chat_template_kwargs", "thinking_token_budget", "include_reasoning",
+)  # fmt: skip
+OF_CHATS = frozenset(ChatRequest.model_fields) - frozenset(ResponseRequest.model_fields)
+
+
+class Talk(NamedTuple):
+    """A conversation: messages of the chat's, and where each comes from."""
+
+    messages: list[Json]
+    places: list[str]
+
+
+def as_chat(body: ResponseRequest, talk: Talk) -> ChatRequest:
+    """The chat that the request is. InputError names a field that can't be had."""
+    _check(body)
+    given: Json = {name: getattr(body, name) for name in SAME}
+    given |= {"messages": talk.messages, "max_completion_tokens": body.max_output_tokens}
+    given["tools"] = None if body.tools is None else [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    given["tool_choice"] = _choice(body.tool_choice)
+    text, reasoning = body.text or {}, body.reasoning or {}
+    given["response_format"] = _format(text.get("format"))
+    given["reasoning_effort"] = _string("reasoning.effort", reasoning.get("effort"))
+    return ChatRequest.model_construct(**given, **_unread(body))
+
+
+def _check(body: ResponseRequest) -> None:
+    """InputError for what isn't offered here."""
+    for name, value in (body.model_extra or {}).items():
+        if name in NOT_HERE | OF_CHATS | REFUSED | {"top_logprobs"} and value not in NOTHING:
+            other = f": it is {OTHER_NAMES[name]} here" if name in OTHER_NAMES else ""
+            raise InputError(f"{name} is not supported in /v1/responses{other}", name)
+    if body.truncation == "auto":
+        raise InputError('truncation "auto" is not supported: what is too long is refused', "truncation")
+    for name in body.include or ():
+        if name not in INCLUDED:
+            raise InputError(f"include may have {', '.join(INCLUDED)}; {name[:60]!r} is not supported", "include")
+    metadata = body.metadata or {}
+    if len(metadata) > MAX_PAIRS:
+        raise InputError(f"metadata may have at most {MAX_PAIRS} entries, got {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY or not isinstance(value, str) or len(value) > MAX_VALUE:
+            most = f"keys of at most {MAX_KEY} characters and strings of at most {MAX_VALUE}"
+            raise InputError(f"metadata has {most}; {key[:60]!r} is {shown(value)}", "metadata")
+
+
+def _unread(body: ResponseRequest) -> Json:
+    """What nobody reads: the chat's path names it, or refuses it if the server is strict."""
+    ignored = OF_CHATS | NOT_HERE | REFUSED | {"top_logprobs"}
+    found = {name: value for name, value in (body.model_extra or {}).items() if name not in ignored}
+    text, reasoning, options = body.text or {}, body.reasoning or {}, body.stream_options
+    unread = {f"text.{name}": value for name, value in text.items() if name != "format"}
+    unread |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
+    if options is not None:
+        known = {"include_usage": options.include_usage, "continuous_usage_stats": options.continuous_usage_stats}
+        extra = {**known, **(options.model_extra or {})}
+        unread |= {f"stream_options.{name}": value for name, value in extra.items() if value is not False}
+    return found | {name: value for name, value in unread.items() if value is not None}
+
+
+def _string(at: str, value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise InputError(f"{at} must be a string, got {type(value).__name__}", at.partition(".")[0].partition("[")[0])
+
+
+def _tool(at: str, tool: Json) -> Json:
+    """A tool as chats have it. Its name and parameters are checked there."""
+    kind = tool.get("type")
+    if kind != "function":
+        raise InputError(f"{at}.type is {shown(kind)}; only 'function' is supported", "tools")
+    return {"type": "function", "function": {
+        name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
+    }}  # fmt: skip
+
+
+def _choice(given: Any) -> Any:
+    if given in (None, "none", "auto", "required"):
+        return given
+    if isinstance(given, Mapping) and given.get("type") == "function" and isinstance(given.get("name"), str):
+        return {"type": "function", "function": {"name": given["name"]}}
+    form = '{"type": "function", "name": ...}'
+    raise InputError(f"tool_choice is none, auto, required or {form}, got {shown(given)}", "tool_choice")
+
+
+def _format(given: Any) -> Json | None:
+    """text.format as a response_format."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InputError(f"text.format must be an object, got {type(given).__name__}", "text")
+    kind = given.get("type")
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    raise InputError(f"text.format.type must be text, json_object or json_schema, got {shown(kind)}", "text")
+
+
+# Items
+
+
+def items_of(body: ResponseRequest) -> list[Json]:
+    """The input as items. InputError if it is neither a string nor a list of objects."""
+    given = body.input
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        found = "nothing" if given is None else shown(given)
+        raise InputError(f"input must be a string or a list of items, got {found}", "input")
+    if not 1 <= len(given) <= MAX_MESSAGES:
+        raise InputError(f"input must have 1 to {MAX_MESSAGES} items, got {len(given)}", "input")
+    return given
+
+
+def read_items(instructions: str | None, before: Sequence[Json], items: Sequence[Json]) -> Talk:
+    """The messages of a request: its instructions, the items of the responses before it, and its own."""
+    found = Talk([], [])
+    if instructions is not None:
+        found.messages.append({"role": "system", "content": instructions})
+        found.places.append("instructions")
+    reader = _Items(found)
+    for i, item in enumerate(before):
+        reader.add(f"previous_response_id: item {i}", item)
+    for i, item in enumerate(items):
+        reader.add(f"input[{i}]", item)
+    return found
+
+
+class _Items:
+    """Adds items to a conversation. Calls that follow one another, and the text before them, are one message; what was
+    thought goes with the message after it."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk, self._thoughts = talk, ""
+
+    def add(self, at: str, item: Json) -> None:
+        """The next item. `at` is what errors call it."""
+        kind = item.get("type", "message" if "role" in item else None)
+        if not isinstance(kind, str) or kind not in ITEMS:
+            raise InputError(f"{at}.type is {shown(kind)}; {', '.join(ITEMS)} are supported", "input")
+        adds: dict[str, Callable[[str, Json], None]] = {
+            "message": self._message, "function_call": self._call, "function_call_output": self._result,
+            "reasoning": self._reasoning,
+        }  # fmt: skip
+        adds[kind](at, item)
+
+    def _append(self, at: str, message: Json) -> None:
+        if self._thoughts and message["role"] == "assistant":
+            message["reasoning_content"] = self._thoughts
+        self._thoughts = ""
+        self._talk.messages.append(message)
+        self._talk.places.append(at)
+
+    def _message(self, at: str, item: Json) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise InputError(f"{at}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "input")
+        content = item.get("content")
+        if role == "assistant" and content == []:
+            content = ""
+        content = _content(f"{at}.content", content)
+        last = self._talk.messages[-1] if self._talk.messages else {}
+        if role == "assistant" and last.get("tool_calls"):  # said after calls: of the message that has them
+            last["content"] = [*_parts(last["content"]), *_parts(content)]
+        else:
+            self._append(at, {"role": role, "content": content})
+
+    def _call(self, at: str, item: Json) -> None:
+        for name in ("call_id", "name", "arguments"):
+            if not isinstance(item.get(name), str):
+                raise InputError(f"{at}.{name} must be a string, got {shown(item.get(name))}", "input")
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        last = self._talk.messages[-1] if self._talk.messages else {}
+        if last.get("role") != "assistant" or self._thoughts:
+            last = {"role": "assistant", "content": None}
+            self._append(at, last)
+        last.setdefault("tool_calls", []).append(call)
+
+    def _result(self, at: str, item: Json) -> None:
+        id = item.get("call_id")
+        if not isinstance(id, str):
+            raise InputError(f"{at}.call_id must be a string, got {shown(id)}", "input")
+        self._append(at, {"role": "tool", "tool_call_id": id, "content": _content(f"{at}.output", item.get("output"))})
+
+    def _reasoning(self, at: str, item: Json) -> None:
+        """Texts only: summaries are not what was thought, and what is encrypted nobody here can read."""
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+        ):
+            raise InputError(f'{at}.content must be a list like {{"type": "reasoning_text", "text": ...}}', "input")
+        self._thoughts += "".join(part["text"] for part in parts)
+
+
+def _content(at: str, content: Any) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InputError(f"{at} must be a string or a list of parts, got {shown(content)}", "input")
+    return [_part(f"{at}[{i}]", part) for i, part in enumerate(content)]
+
+
+def _parts(content: str | list[Json] | None) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+def _part(at: str, part: Any) -> Json:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in PARTS:
+        raise InputError(f"{at}.type is {shown(kind)}; {', '.join(PARTS)} are supported", "input")
+    if kind == "input_image":
+        if part.get("file_id") is not None:
+            raise InputError(f"{at}.file_id is not supported: give the picture as a data: URI in image_url", "input")
+        return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise InputError(f"{at}.{name} must be a string, got {shown(part.get(name))}", "input")
+    return {"type": "text", "text": part[name]}
+
+
+# Errors of the chat's path, in this one's names
+
+PLACE = re.compile(r"messages\[(\d{1,9})\]")
+
+
+@contextmanager
+def in_its_names(talk: Talk) -> Iterator[None]:
+    """Within, errors about a chat say what the request to /v1/responses calls it."""
+    try:
+        yield
+    except InputError as error:
+        theirs = error.param or ""
+        field = theirs.partition("[")[0]
+        name = OTHER_NAMES.get(field, theirs)
+        text = PLACE.sub(lambda found: _place(talk, int(found[1])), str(error))
+        if field == "response_format":
+            text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
+        elif field == "tools":
+            text = text.replace(".function.", ".").replace('"function": {"name": ...}', '"name": ...')
+        elif name != theirs:
+            text = text.replace(field, name)
+        error.args, error.param = (text,), name
+        raise
+
+
+def _place(talk: Talk, at: int) -> str:
+    return talk.places[at] if at < len(talk.places) else "input"

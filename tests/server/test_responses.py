@@ -1,0 +1,396 @@
+"""/v1/responses by OpenAI's own client and its agents' library: texts, streams, parsed objects, a loop with a tool,
+conversations that go on, what is stored for whom, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from asking import refusal
+from echo_service import Running, Saying
+from openai import APIStatusError, OpenAI
+from pydantic import BaseModel
+
+from quire.errors import InputError
+from quire.server import response_store
+from quire.server.errors import UnknownResponse
+from quire.server.response_render import Items
+from quire.server.response_schemas import Responded
+from quire.server.response_store import Store
+from quire.text.chat import ChatTemplate
+
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": PARAMETERS,
+    "strict": True,
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+SAID = "Let me see.\n" + CALL % "Paris" + CALL % "Oslo" + "Wait."
+
+
+class Page(BaseModel):
+    title: str
+    number: int
+
+
+class Server:
+    """A server whose model says what it is told to, and clients of two users."""
+
+    def __init__(self, running: Running, runner: Saying) -> None:
+        self.running, self.say = running, runner.say
+        self.client, self.other = (
+            OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20) for key in ("one", "two")
+        )
+        self.http = httpx.Client(base_url=running.url, headers={"Authorization": "Bearer one"})
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Server]:
+    runner = Saying()
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(HERMES, {}))
+    with echo_service.serving(model, keys=["one", "two"], store_responses=4) as running:
+        server = Server(running, runner)
+        with server.client, server.other, server.http:
+            yield server
+
+
+def kinds(response: Any) -> list[str]:
+    return [item.type for item in response.output]
+
+
+def test_a_text_whole_and_streamed(served: Server) -> None:
+    served.say("once upon a time")
+    asked: Any = {
+        "model": "echo",
+        "input": "Tell.",
+        "instructions": "Be kind.",
+        "metadata": {"a": "b"},
+        "extra_body": {"seed": 3},
+    }
+    found = served.client.responses.create(**asked, temperature=0.5, max_output_tokens=40)
+    assert (found.status, found.output_text, kinds(found)) == ("completed", "once upon a time", ["message"])
+    assert (found.instructions, found.metadata, found.temperature) == ("Be kind.", {"a": "b"}, 0.5)
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    text, events = "", list[Any]()
+    for event in served.client.responses.create(**asked, stream=True):
+        events.append(event)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert text == "once upon a time"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert names == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert events[-1].response.output_text == text
+    assert events[-1].response.usage.output_tokens == found.usage.output_tokens
+    with served.client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_text == text
+
+
+def test_the_wire_is_as_described(served: Server) -> None:
+    served.say(SAID)
+    body = {"input": "Tell.", "tools": [TOOL], "stream": True}
+    lines = served.http.post("/v1/responses", json=body).text.split("\n\n")
+    assert lines.pop() == ""
+    for line in lines:
+        name, data = line.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if "response" in event:
+            Responded.model_validate(event["response"])
+    whole = served.http.post("/v1/responses", json=body | {"stream": False}).json()
+    Responded.model_validate(whole)
+
+    def bare(response: Any) -> Any:
+        return [
+            {key: value for key, value in item.items() if key not in ("id", "call_id")} for item in response["output"]
+        ]
+
+    assert bare(whole) == bare(event["response"])
+    assert [item["type"] for item in whole["output"]] == ["message", "function_call", "function_call", "message"]
+    assert len({item["id"] for item in whole["output"]}) == 4
+
+
+def test_cut_and_empty_outputs(served: Server) -> None:
+    served.say("once upon a time there was")
+    cut = served.client.responses.create(model="echo", input="Tell.", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete"
+    *_, last = served.client.responses.create(model="echo", input="Tell.", max_output_tokens=2, stream=True)
+    assert (last.type, last.response.usage.output_tokens) == ("response.incomplete", 2)
+    served.say("")
+    empty = served.client.responses.create(model="echo", input="Tell.")
+    assert (empty.status, empty.output_text, kinds(empty)) == ("completed", "", ["message"])
+
+
+def test_objects_are_parsed(served: Server) -> None:
+    served.say('{"title": "once", "number": 7}')
+    parsed = served.client.responses.parse(model="echo", input="Tell.", text_format=Page)
+    assert parsed.output_parsed == Page(title="once", number=7)
+    with served.client.responses.stream(model="echo", input="Tell.", text_format=Page) as stream:
+        assert stream.get_final_response().output_parsed == Page(title="once", number=7)
+    served.say("no JSON at all")
+    some = served.client.responses.create(
+        model="echo", input="Tell.", text={"format": {"type": "json_object"}}, max_output_tokens=200
+    )
+    assert some.output_text.lstrip()[0] == "{"
+
+
+def test_a_loop_with_a_tool(served: Server) -> None:
+    served.say(SAID)
+    talk: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
+    asked: Any = {"model": "echo", "tools": [TOOL]}
+    first = served.client.responses.create(**asked, input=talk)
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("weather", {"city": "Paris"}), ("weather", {"city": "Oslo"}),
+    ]  # fmt: skip
+    one = served.client.responses.create(**asked, input=talk, parallel_tool_calls=False)
+    assert kinds(one).count("function_call") == 1
+    served.say("It rains.")
+    talk += [item.to_dict() for item in first.output[:3]]
+    talk += [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+    second = served.client.responses.create(**asked, input=talk)
+    assert second.output_text == "It rains."
+    again = served.client.responses.create(**asked, previous_response_id=first.id, input=talk[-2:])
+    assert again.output_text == "It rains."
+    assert again.usage.input_tokens > second.usage.input_tokens  # the first response said "Wait." after its calls
+    forced = served.client.responses.create(
+        **asked, input=talk[:1], tool_choice={"type": "function", "name": "weather"}, max_output_tokens=100
+    )
+    assert kinds(forced) == ["function_call"]
+    streamed = served.client.responses.create(**asked, input=talk[:1], tool_choice="required", stream=True)
+    joined = "".join(event.delta for event in streamed if event.type == "response.function_call_arguments.delta")
+    assert joined.startswith("{")
+
+
+def test_items_are_the_messages_of_a_chat(served: Server) -> None:
+    """The prompt of items has as many tokens as that of the messages they are."""
+    served.say("Yes.")
+    items: list[Any] = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "See.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Oslo"}'},
+        {"type": "function_call", "call_id": "b", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "rain"}]},
+        {"type": "function_call_output", "call_id": "a", "output": "sun"},
+    ]
+    calls = [
+        {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+        for id, city in (("a", "Oslo"), ("b", "Paris"))
+    ]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "b", "content": "rain"},
+        {"role": "tool", "tool_call_id": "a", "content": "sun"},
+    ]
+    function = {key: value for key, value in TOOL.items() if key != "type"}
+    tools: Any = [{"type": "function", "function": function}]
+    told = served.http.post("/tokenize", json={"messages": messages, "tools": tools}).json()
+    found = served.client.responses.create(model="echo", instructions="Be kind.", input=items, tools=[TOOL])
+    assert found.usage.input_tokens == told["count"]
+
+
+def test_a_conversation_goes_on(served: Server) -> None:
+    served.say("once")
+    first = served.client.responses.create(model="echo", input="Tell.", instructions="Be kind.")
+    second = served.client.responses.create(model="echo", input="More.", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    third = served.client.responses.create(
+        model="echo",
+        input=[
+            {"role": "user", "content": "Tell."},
+            {"role": "assistant", "content": "once"},
+            {"role": "user", "content": "More."},
+        ],
+        store=False,
+    )
+    assert second.usage.input_tokens == third.usage.input_tokens  # without the first one's instructions
+    assert (first.store, third.store) == (True, False)
+    assert served.client.responses.retrieve(first.id).to_dict() == first.to_dict()
+    for event in served.client.responses.create(model="echo", input="On.", previous_response_id=second.id, stream=True):
+        last = event
+    assert served.client.responses.retrieve(last.response.id).output_text == "once"
+    served.client.responses.delete(first.id)
+    for id in (first.id, third.id, "resp_0"):
+        with pytest.raises(APIStatusError) as gone:
+            served.client.responses.retrieve(id)
+        assert gone.value.status_code == 404
+    refused = refusal(served.http, "/v1/responses", {"input": "a", "previous_response_id": first.id})
+    assert refused["param"] == "previous_response_id"
+
+
+def test_a_key_finds_only_its_own(served: Server) -> None:
+    served.say("once")
+    mine = served.client.responses.create(model="echo", input="Tell.")
+    for ask in (served.other.responses.retrieve, served.other.responses.delete):
+        with pytest.raises(APIStatusError) as gone:
+            ask(mine.id)
+        assert gone.value.status_code == 404
+    with pytest.raises(APIStatusError) as gone:
+        served.other.responses.create(model="echo", input="More.", previous_response_id=mine.id)
+    assert (gone.value.status_code, gone.value.body["param"]) == (400, "previous_response_id")
+    assert served.client.responses.retrieve(mine.id).id == mine.id
+    assert httpx.get(f"{served.running.url}/v1/responses/{mine.id}").status_code == 401
+
+
+def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(2)
+    for id in "abc":
+        store.put(id, b"me", {"output": [{"say": id}]}, b'[{"ask":1}]')
+    assert len(store) == 2
+    with pytest.raises(UnknownResponse):
+        store.get("a", b"me")
+    assert json.loads(store.get("c", b"me").items) == [{"ask": 1}, {"say": "c"}]
+    assert store.bytes == sum(store.get(id, b"me").size for id in "bc")
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", store.bytes)
+    store.put("d", b"me", {"output": [{"say": "d" * 9}]}, b'[{"ask":1}]')
+    assert len(store) == 1  # both older ones had to go
+    store.put("e", b"me", {"output": [{"say": "e" * 999}]}, b'[{"ask":1}]')
+    assert (len(store), store.bytes) == (0, 0)
+    monkeypatch.setattr(response_store, "MAX_CONVERSATION", 10)
+    with pytest.raises(InputError, match=r"has 22 bytes.* may have 10"):
+        store.check([{"ask": "a" * 10}])
+
+
+REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "input", "got nothing"),
+    ({"input": 5}, "input", "a string or a list"),
+    ({"input": []}, "input", "1 to 1024"),
+    ({"input": [{"role": "user", "content": "a"}] * 1025}, "input", "got 1025"),
+    ({"input": [{"role": "robot", "content": "a"}]}, "input", "input[0].role"),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input", "web_search_call"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input", "input_file"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input", "file_id"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", "input[0].content[0].text"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "call_id"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "a"}]}, "input", "input[0] has a tool's"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input", "input[0].tool"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type is 'web_search'"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name must have"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "no such tool"),
+    ({"text": {"format": {"type": "grammar"}}}, "text", "text.format.type"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format must be an object that has a schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text", "x"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
+    ({"temperature": -1}, "temperature", "temperature"),
+    ({"truncation": "auto"}, "truncation", "auto"),
+    ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs", "not supported"),
+    ({"background": True}, "background", "not supported"),
+    ({"conversation": "conv_1"}, "conversation", "not supported"),
+    ({"n": 2}, "n", "not supported"),
+    ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+    ({"metadata": {"a": 5}}, "metadata", "'a'"),
+    ({"previous_response_id": "resp_0"}, "previous_response_id", "resp_0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param", "text"), REFUSALS)
+def test_refusals(served: Server, body: dict[str, Any], param: str, text: str) -> None:
+    asked = {"input": "a", **body} if body else {}
+    error = refusal(served.http, "/v1/responses", asked)
+    assert error["param"] == param
+    assert text in error["message"]
+
+
+def test_what_is_ignored_is_named(served: Server) -> None:
+    served.say("a")
+    body = {"input": "a", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}, "mood": 1,
+            "include": ["reasoning.encrypted_content"], "background": False, "user": "me"}  # fmt: skip
+    answer = served.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200
+    named = answer.headers["warning"].split(": ")[1].rstrip('"').split(", ")
+    assert sorted(named) == ["mood", "reasoning.summary", "reasoning_effort", "text.verbosity"]
+
+
+def test_agents_library(served: Server) -> None:
+    """The agents' library, as it is: it asks for a tool's result, then for the answer."""
+    agents = pytest.importorskip("agents")
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+    served.say(CALL % "Paris")
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """Of a city."""
+        served.say(f"{city}: rain.")
+        return "rain"
+
+    async def ask() -> Any:
+        async with AsyncOpenAI(base_url=f"{served.running.url}/v1", api_key="one", max_retries=0, timeout=20) as client:
+            model = agents.OpenAIResponsesModel("echo", client)
+            agent = agents.Agent(name="a", instructions="Be kind.", model=model, tools=[weather])
+            return (await agents.Runner.run(agent, "Weather?")).final_output
+
+    assert asyncio.run(ask()) == "Paris: rain."
+
+
+def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = "<think>", "</think>"
+    runner = Saying(echo_service.tokenizer(markers))
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
+    template = "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    model = model._replace(chat=ChatTemplate(template, {}), tokenizer=echo_service.tokenizer(markers))
+    with (
+        echo_service.serving(model) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=20) as client,
+    ):
+        runner.say("<think>\nonce upon\n</think>\n\nquire")
+        whole = client.responses.create(model="echo", input="So?")
+        with client.responses.stream(model="echo", input="So?") as stream:
+            told = [event.type for event in stream]
+            last = stream.get_final_response()
+        for found in (whole, last):
+            assert kinds(found) == ["reasoning", "message"]
+            assert found.output[0].content[0].text == "once upon"
+            assert found.output_text == "quire"
+            assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+        assert told.index("response.reasoning_text.done") < told.index("response.output_text.delta")
+
+        def fails(*given: Any) -> Any:
+            raise RuntimeError("secret")
+
+        monkeypatch.setattr(Items, "end", fails)
+        *_, failed = client.responses.create(model="echo", input="So?", stream=True)
+        assert (failed.type, failed.response.status) == ("response.failed", "failed")
+        assert (failed.response.error.code, failed.response.error.message) == ("server_error", "internal error")
+
+
+def test_without_a_store() -> None:
+    with echo_service.serving() as running, httpx.Client(base_url=running.url) as http:
+        body = {"input": "once", "max_output_tokens": 2, "store": True}
+        assert http.post("/v1/responses", json=body).json()["store"] is False
+        answer = http.get("/v1/responses/resp_0")
+        assert (answer.status_code, "--store-responses" in answer.text) == (404, True)
