@@ -41,7 +41,7 @@ lint: $(VENV)/.tested $(VENV)/.kernels
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-soak: $(VENV)/.tested $(VENV)/.kernels
+soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients
 	HYPOTHESIS_PROFILE=soak OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n 2 --timeout 7200
 
 test-gpu:
@@ -82,6 +82,14 @@ $(VENV)/.tested: $(VENV)/.torch pyproject.toml
 	@echo "installing quire and its test extras"
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+# Clients that aren't ours have needs of their own: they live apart.
+$(VENV)/.clients:
+	@echo "installing clients to test with"
+	@$(PYTHON) -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip --disable-pip-version-check install --quiet instructor langchain-openai anthropic openai-agents
+	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients openai; fi
+	@touch $@
 
 # Installing builds them; this says so, and builds again what changed since.
 $(VENV)/.kernels: $(VENV)/.installed $(wildcard $(KERNELS)/native/*) $(KERNELS)/build.py $(KERNELS)/variants.py

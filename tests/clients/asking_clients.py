@@ -1,5 +1,5 @@
 """What clients that aren't ours get from a server whose model answers with RECIPE, as JSON: {what: the answer or the
-error}. Run by a Python that has them: `python asking_clients.py URL MODEL`; tests/clients/test_clients.py reads it."""
+error}. Run by a Python that has them: `python asking_clients.py URL MODEL [WHAT ...]`; test_clients.py reads it."""
 
 from __future__ import annotations
 
@@ -52,4 +52,5 @@ def told(ask: Callable[[], Any]) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: told(ask) for name, ask in asked(*sys.argv[1:]).items()}))
+    url, model, *wanted = sys.argv[1:]
+    print(json.dumps({name: told(ask) for name, ask in asked(url, model).items() if name in (wanted or [name])}))

@@ -1,0 +1,78 @@
+"""Clients that aren't ours, unmodified: the examples of extraction, by instructor in every mode, by langchain's methods
+and by OpenAI's client for JavaScript. They live in an environment of their own (`make .venv/.clients`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import echo_service
+import pytest
+from asking_clients import METHODS, MODES, RECIPE
+from echo_service import Saying
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / ".venv" / "clients"
+PROMPTED = (
+    "instructor JSON",
+    "instructor JSON_O1",
+    "instructor JSON_SCHEMA",
+    "instructor MD_JSON",
+    "langchain json_mode",
+)
+"""What leaves it to the model to answer as it was asked."""
+pytestmark = pytest.mark.soak
+Served = tuple[str, Callable[[str], None]]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A server whose model says what it is told to, unless a grammar forbids it."""
+    runner = Saying()
+    with echo_service.serving(echo_service.built(runner, kv_tokens=8192, max_len=4096)) as running:
+        yield f"{running.url}/v1", runner.say
+
+
+def answers(url: str, *wanted: str) -> dict[str, Any]:
+    program = Path(__file__).with_name("asking_clients.py")
+    done = subprocess.run(
+        [CLIENTS / "bin" / "python", program, url, "echo", *wanted], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_instructor_and_langchain(served: Served) -> None:
+    """Where a grammar sees to it the form is right, whatever the model would say."""
+    url, say = served
+    say(json.dumps(RECIPE))
+    found = answers(url)
+    assert found.keys() == {
+        "openai", *(f"instructor {mode}" for mode in MODES), *(f"langchain {method}" for method in METHODS),
+    }  # fmt: skip
+    del found["instructor PARALLEL_TOOLS"]  # the model is free to call
+    for name, recipe in found.items():
+        assert isinstance(recipe, dict), (name, recipe)
+        assert name not in PROMPTED or recipe == RECIPE
+
+
+def test_calls_that_the_model_is_free_to_make(served: Served) -> None:
+    url, say = served
+    say(json.dumps([{"name": "Recipe", "arguments": RECIPE}]))
+    assert answers(url, "instructor PARALLEL_TOOLS") == {"instructor PARALLEL_TOOLS": RECIPE}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_javascript(served: Served, tmp_path: Path) -> None:
+    url, say = served
+    say('{"title": "bread", "minutes": 40}')
+    example = (ROOT / "examples" / "extraction.mjs").read_text().replace('"tiny"', '"echo"')
+    (tmp_path / "extraction.mjs").write_text(example)
+    (tmp_path / "node_modules").symlink_to(CLIENTS / "node_modules")
+    done = subprocess.run(["node", "extraction.mjs", url], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"title": "bread", "minutes": 40}
