@@ -1,5 +1,6 @@
 """Clients that aren't ours, unmodified: the examples of extraction, by instructor in every mode, by langchain's methods
-and by OpenAI's client for JavaScript. They live in an environment of their own (`make .venv/.clients`)."""
+and by OpenAI's client for JavaScript; an agent of OpenAI's agents' library. They live in an
+environment of their own (`make .venv/.clients`)."""
 
 from __future__ import annotations
 
@@ -64,6 +65,18 @@ def test_calls_that_the_model_is_free_to_make(served: Served) -> None:
     url, say = served
     say(json.dumps([{"name": "Recipe", "arguments": RECIPE}]))
     assert answers(url, "instructor PARALLEL_TOOLS") == {"instructor PARALLEL_TOOLS": RECIPE}
+
+
+def test_an_agent_with_a_tool(served: Served) -> None:
+    """By /v1/responses: the library asks for the tool's result, then for the answer."""
+    url, say = served
+    say('[{"name": "weather", "arguments": {"city": "Paris"}}]')
+    program = [CLIENTS / "bin" / "python", Path(__file__).with_name("running_agent.py"), url, "echo"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout
+        assert agent.stdout.readline() == "Paris\n"
+        say("Paris: rain.")
+        assert agent.communicate("rain\n", timeout=60) == ("Paris: rain.\n", None)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")

@@ -1,9 +1,8 @@
-"""/v1/responses by OpenAI's own client and its agents' library: texts, streams, parsed objects, a loop with a tool,
+"""/v1/responses by OpenAI's own client: texts, streams, parsed objects, a loop with a tool,
 conversations that go on, what is stored for whom, and what is refused."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -340,29 +339,6 @@ def test_what_is_ignored_is_named(served: Server) -> None:
     assert answer.status_code == 200
     named = answer.headers["warning"].split(": ")[1].rstrip('"').split(", ")
     assert sorted(named) == ["mood", "reasoning.summary", "reasoning_effort", "text.verbosity"]
-
-
-def test_agents_library(served: Server) -> None:
-    """The agents' library, as it is: it asks for a tool's result, then for the answer."""
-    agents = pytest.importorskip("agents")
-    from openai import AsyncOpenAI
-
-    agents.set_tracing_disabled(True)
-    served.say(CALL % "Paris")
-
-    @agents.function_tool
-    def weather(city: str) -> str:
-        """Of a city."""
-        served.say(f"{city}: rain.")
-        return "rain"
-
-    async def ask() -> Any:
-        async with AsyncOpenAI(base_url=f"{served.running.url}/v1", api_key="one", max_retries=0, timeout=20) as client:
-            model = agents.OpenAIResponsesModel("echo", client)
-            agent = agents.Agent(name="a", instructions="Be kind.", model=model, tools=[weather])
-            return (await agents.Runner.run(agent, "Weather?")).final_output
-
-    assert asyncio.run(ask()) == "Paris: rain."
 
 
 def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_which_routes_are_plain() -> None:
         llm.close()
     admin = {"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"}
     fastapis = {route.path for route in app.routes if isinstance(route, PlainRoute) and route.needs_fastapi}
-    assert fastapis == {"/v1/models/{name:path}", "/v1/prefixes", "/v1/prefixes/{name}", *admin}
+    assert fastapis == {"/v1/models/{name:path}", "/v1/prefixes", "/v1/prefixes/{name}", "/v1/responses/{name}", *admin}
 
 
 @pytest.mark.parametrize(

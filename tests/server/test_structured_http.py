@@ -113,7 +113,7 @@ def test_streams_and_branches(client: OpenAI) -> None:
 
 
 def test_length_cuts(http: httpx.Client) -> None:
-    answer = ask(http, prompt="a", max_tokens=5, response_format={"type": "json_object"}).json()
+    answer = ask(http, prompt="a", max_tokens=5, guided_regex="(abc){9}").json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 5
 
