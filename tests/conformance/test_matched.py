@@ -23,7 +23,7 @@ class MatchedTrace(Trace):
 
     def __init__(self, *args: Any, late: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.masked = self.jumped = self.passed = self.early = 0
+        self.masked = self.jumped = self.passed = self.early = self.freed = 0
         self.submitted = self.runner.submit
         if late:
             self.scheduler.late = True
@@ -49,8 +49,9 @@ class MatchedTrace(Trace):
 
     def _count(self, plan: StepPlan) -> None:
         for row in plan.rows:
-            seq = self.scheduler.by_slot[row.slot][1]
+            request, seq = self.scheduler.by_slot[row.slot]
             self.jumped += seq.matcher is not None and row.start > seq.prompt_len and len(row.tokens) > 1
+            self.freed += seq.matcher is None and request.params.grammar is not None
 
     def draw(self, rng: random.Random, id: str) -> Asked:
         asked = super().draw(rng, id)
@@ -96,6 +97,7 @@ def test_matched_traces(name: str, depth: int, preemption: str) -> None:
     pairs = [matched_trace(name, seed, depth, room, preemption) for seed in range(6)]
     assert sum(trace.masked for _, trace in pairs) > 50
     assert sum(trace.jumped for _, trace in pairs) > 2
+    assert sum(trace.freed for _, trace in pairs) > 3, "no matcher was let go"
     assert name != "paged-4" or sum(told.preemptions for told, _ in pairs) > 0
     assert depth == 1 or sum(trace.passed for _, trace in pairs) > 0, "nobody went on while others waited"
     assert all(not trace.scheduler.matched for _, trace in pairs)
@@ -107,7 +109,8 @@ def test_masks_that_come_late(name: str, depth: int) -> None:
     """Steps begin before it is known what their rows may draw, and forced runs are still appended at once."""
     pairs = [matched_trace(name, seed, depth, 96, ("swap", "recompute")[seed % 2], late=True) for seed in range(8)]
     assert sum(trace.early for _, trace in pairs) > 50, "nothing began early"
-    assert sum(trace.jumped for _, trace in pairs) > 3
+    assert sum(trace.jumped for _, trace in pairs) > 2
+    assert sum(trace.freed for _, trace in pairs) > 3, "no matcher was let go"
     assert sum(trace.masked for _, trace in pairs) > 100
     assert all(not trace.engine.held for _, trace in pairs)
 

@@ -47,11 +47,13 @@ def follow(request: Request, seq: Sequence, token: int, eos_ids: frozenset[int],
     drawn, where nobody asks for their log-probabilities: all of them are computed in one row (jump-ahead)."""
     assert seq.matcher is not None, "it has a grammar"
     _match(seq, token, eos_ids)
+    if seq.matcher is None:
+        return
     run = seq.matcher.forced()
     if request.top != -1 or len(run) < JUMP or seq.planned > seq.computed:  # a row for the first of them is under way
         return
     for forced in run:
-        if seq.finish is not None:
+        if seq.finish is not None or seq.matcher is None:
             return
         seq.tokens.append(forced)
         seq.finish, seq.stop_reason = stop(forced)
@@ -59,9 +61,12 @@ def follow(request: Request, seq: Sequence, token: int, eos_ids: frozenset[int],
 
 
 def _match(seq: Sequence, token: int, eos_ids: frozenset[int]) -> None:
-    """Go on behind the last token. A grammar leaves end tokens where it may end, so there the sequence does."""
+    """Go on behind the last token. A grammar leaves end tokens where it may end, so there the sequence does. One that
+    leaves everything from here on is let go."""
     assert seq.matcher is not None, "it has a grammar"
     if why := seq.matcher.accept(token):
         seq.finish, seq.stop_reason = "error", why
     elif token in eos_ids:
         seq.finish, seq.stop_reason = "stop", None
+    elif seq.matcher.free():
+        seq.matcher = None

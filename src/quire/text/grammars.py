@@ -244,6 +244,10 @@ class Place:
         """See Matcher."""
         return self._queue
 
+    def free(self) -> bool:
+        """See Matcher."""
+        return self._begun and self.inner is None
+
     def known(self) -> bytes | None:
         """The mask, where it needn't be computed."""
         if not self._queue:

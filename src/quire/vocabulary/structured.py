@@ -195,6 +195,10 @@ class Matcher(Protocol):
         accepted yet."""
         ...
 
+    def free(self) -> bool:
+        """Anything may follow, from here to the end: nobody need ask any more."""
+        ...
+
     def copy(self) -> Matcher:
         """The same place, to go on from by itself."""
         ...
