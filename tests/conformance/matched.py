@@ -46,8 +46,8 @@ class NumberMatcher:
         return self.queue
 
     def free(self) -> bool:
-        """See Matcher. Every other one is from its twelfth token on, unless a run was to follow."""
-        return self.seed % 2 > 0 and len(self.tokens) >= 12 and not self.queue
+        """See Matcher. Every other one is from its fifth token on, unless a run was to follow."""
+        return self.seed % 2 > 0 and len(self.tokens) >= 5 and not self.queue
 
     def copy(self) -> NumberMatcher:
         """See Matcher."""
