@@ -291,6 +291,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"effort": 5}}, "output_config.effort"),
     ({"n": 2}, "n is not supported in /v1/messages"),
     ({"stop": ["a"]}, "stop is not supported in /v1/messages: it is stop_sequences here"),
+    ({"thread": {"type": "create"}}, "thread is not supported: send all messages"),
     ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -58,6 +58,7 @@ class Failure(NamedTuple):
     message: str
     param: str | None = None
     headers: dict[str, str] | None = None
+    details: dict[str, Any] | None = None  # Anthropic's, which its clients act on
 
     def body(self) -> dict[str, Any]:
         """The JSON of the error."""
@@ -71,7 +72,8 @@ class Failure(NamedTuple):
         field = (self.param or "").partition(".")[0].partition("[")[0]
         message = self.message if field in self.message else f"{field}: {self.message}"
         kind = KINDS.get(self.code, "invalid_request_error" if self.code < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": _shown(message, MAX_MESSAGE)}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": _shown(message, MAX_MESSAGE), **details}}
 
     def response(self, scope: Scope) -> JSONResponse:
         """The whole response to the request of `scope`, in the shape that its clients know."""
@@ -99,6 +101,12 @@ class UnknownResponse(InputError):
     """No response of that id is stored for who asks."""
 
 
+class NoThreads(InputError):
+    """A request wants the server to hold its messages. Anthropic's client sends them all when it is told so."""
+
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request"}
+
+
 STATUS: dict[type[InputError], int] = {
     UnknownModel: 404, UnknownResponse: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413, NotIdle: 409,
 }  # fmt: skip
@@ -107,7 +115,8 @@ STATUS: dict[type[InputError], int] = {
 def failure(error: BaseException) -> Failure:
     """Any exception, as a client may see it: no paths, no addresses, no traceback."""
     if isinstance(error, InputError):
-        return Failure(STATUS.get(type(error), 400), str(error), error.param)
+        details = error.details if isinstance(error, NoThreads) else None
+        return Failure(STATUS.get(type(error), 400), str(error), error.param, details=details)
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDead):

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from quire.errors import InputError, shown
+from quire.server.errors import NoThreads
 from quire.server.message_blocks import Reader
 from quire.server.protocol import OBJECT, ChatRequest, Objects, Strings, ranged
 from quire.server.translated import Json, Names, SameAsChat, Talk
@@ -33,7 +34,7 @@ CHOICES = {"auto": "auto", "any": "required", "tool": "", "none": "none"}
 THINKING = ("enabled", "adaptive", "disabled")
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 # Anthropic's fields that would change what is answered.
-MORE = ("container", "mcp_servers", "prefill")
+MORE = ("container", "mcp_servers")
 NAMES = Names(
     "/v1/messages",
     "messages",
@@ -74,10 +75,13 @@ class Asking:
     """A request as a chat. `variables`: those that the chat template reads."""
 
     def __init__(self, body: CountRequest, variables: Collection[str]) -> None:
+        extra = body.model_extra or {}
+        if extra.get("thread") is not None:
+            raise NoThreads("thread is not supported: send all messages", "thread")
         reader = Reader(body.system, body.messages)
         self._body, self._ignored = body, reader.ignored
         self.talk: Talk = reader.talk
-        found = NAMES.refuse(body.model_extra or {}, type(body).model_fields, MORE)
+        found = NAMES.refuse(extra, type(body).model_fields, MORE)
         if body.cache_control is not None:
             self._ignored["cache_control"] = True
         given = body.same() | self._output() | self._thinking(variables) | self._tools()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from quire.server.exact import Exact
 
 
@@ -58,6 +60,7 @@ class CountedTokens(Exact):
 class MessageFault(Exact):
     type: str
     message: str
+    details: dict[str, Any] = Field({})
 
 
 class MessageError(Exact):
