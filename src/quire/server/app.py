@@ -17,6 +17,7 @@ from quire.server.console import FILES, OPEN, PAGE, Console
 from quire.server.embeddings import Embeddings
 from quire.server.errors import add_handlers
 from quire.server.guards import MAX_BODY, BoundBody, RequireKey, require_admin
+from quire.server.messages import AnthropicMessages
 from quire.server.metrics import Metrics
 from quire.server.peers import Peers
 from quire.server.proxy import front
@@ -99,13 +100,15 @@ def create_app(
 def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None:
     """Every path, and who answers it. HEAD is there for who asks whether a server is up, and in no document."""
     app.router.route_class = PlainRoute
-    embeddings, answers = Embeddings(service), Responses(service, store_responses)
+    embeddings, answers, messages = Embeddings(service), Responses(service, store_responses), AnthropicMessages(service)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
         ("POST", "/v1/responses", answers.create),
         ("GET", "/v1/responses/{name}", answers.stored),
         ("DELETE", "/v1/responses/{name}", answers.drop),
+        ("POST", "/v1/messages", messages.create),
+        ("POST", "/v1/messages/count_tokens", messages.count),
         ("POST", "/v1/embeddings", embeddings.embeddings),
         ("POST", "/score", embeddings.score),
         ("POST", "/rerank", embeddings.rerank),

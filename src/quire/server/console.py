@@ -64,7 +64,7 @@ class Console:
     async def events(self, request: Request) -> Response:
         """Scenes (quire.control.scene), as they come."""
         if self.watchers >= MOST_WATCHERS:
-            return Failure(503, f"{MOST_WATCHERS} watch already", headers={"Retry-After": "10"}).response()
+            return Failure(503, f"{MOST_WATCHERS} watch already", headers={"Retry-After": "10"}).response(request.scope)
         return StreamingResponse(
             self._told(request), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )

@@ -1,4 +1,5 @@
-"""Failures as HTTP responses in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, 4 KiB at the most."""
+"""Failures as HTTP responses in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or for /v1/messages in
+Anthropic's, {"type": "error", "error": {"type", "message"}}: 4 KiB at the most."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +36,16 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+MESSAGES = "/v1/messages"
+KINDS = {  # Anthropic's
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 TOLD = "quire.told"  # in a request's scope: the exception that was answered and logged
 LAST_ANSWER = 1.0  # seconds to send what remains to be said
 log = logging.getLogger("quire.server")
@@ -47,6 +58,7 @@ class Failure(NamedTuple):
     message: str
     param: str | None = None
     headers: dict[str, str] | None = None
+    details: dict[str, Any] | None = None  # Anthropic's, which its clients act on
 
     def body(self) -> dict[str, Any]:
         """The JSON of the error."""
@@ -55,9 +67,25 @@ class Failure(NamedTuple):
         message = _shown(self.message, MAX_MESSAGE)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The whole response."""
-        return JSONResponse(self.body(), self.code, self.headers)
+    def anthropic(self) -> dict[str, Any]:
+        """The JSON of the error as Anthropic has it, where a message must say by itself which field is meant."""
+        field = (self.param or "").partition(".")[0].partition("[")[0]
+        message = self.message if field in self.message else f"{field}: {self.message}"
+        kind = KINDS.get(self.code, "invalid_request_error" if self.code < 500 else "api_error")
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": _shown(message, MAX_MESSAGE), **details}}
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """The whole response to the request of `scope`, in the shape that its clients know."""
+        path = route_path(scope)
+        theirs = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+        return JSONResponse(self.anthropic() if theirs else self.body(), self.code, self.headers)
+
+
+def route_path(scope: Scope) -> str:
+    """The path below --root-path."""
+    path, root = str(scope.get("path", "")), str(scope.get("root_path", "")).rstrip("/")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _shown(text: str, limit: int) -> str:
@@ -73,6 +101,12 @@ class UnknownResponse(InputError):
     """No response of that id is stored for who asks."""
 
 
+class NoThreads(InputError):
+    """A request wants the server to hold its messages. Anthropic's client sends them all when it is told so."""
+
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request"}
+
+
 STATUS: dict[type[InputError], int] = {
     UnknownModel: 404, UnknownResponse: 404, UnknownPrefix: 404, PrefixTaken: 409, PrefixesFull: 413, NotIdle: 409,
 }  # fmt: skip
@@ -81,7 +115,8 @@ STATUS: dict[type[InputError], int] = {
 def failure(error: BaseException) -> Failure:
     """Any exception, as a client may see it: no paths, no addresses, no traceback."""
     if isinstance(error, InputError):
-        return Failure(STATUS.get(type(error), 400), str(error), error.param)
+        details = error.details if isinstance(error, NoThreads) else None
+        return Failure(STATUS.get(type(error), 400), str(error), error.param, details=details)
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDead):
@@ -121,7 +156,7 @@ def wrong_body(found: Mapping[str, Any]) -> InputError | None:
 
 
 def add_handlers(app: FastAPI, metrics: Metrics) -> None:
-    """Answer every exception in OpenAI's shape, and count the bad requests."""
+    """Answer every exception in its client's shape, and count the bad requests."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         request.scope[TOLD] = error
@@ -129,7 +164,7 @@ def add_handlers(app: FastAPI, metrics: Metrics) -> None:
         if found.code == 405:  # Starlette names the methods of one route only
             found = found._replace(headers={"Allow": ", ".join(sorted(_methods(app, request.scope)))})
         metrics.invalid += 400 <= found.code < 500
-        return found.response()
+        return found.response(request.scope)
 
     for kind in (InputError, Overloaded, EngineDead, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
@@ -141,8 +176,8 @@ def _methods(app: FastAPI, scope: Scope) -> set[str]:
 
 
 class LastResort:
-    """ASGI middleware outside of everything: whatever ends a request is logged, once, and answered in OpenAI's shape
-    unless a response has begun, which is cut. `end` is called when it was SystemExit or KeyboardInterrupt."""
+    """ASGI middleware outside of everything: whatever ends a request is logged, once, and answered in its client's
+    shape unless a response has begun, which is cut. `end` is called when it was SystemExit or KeyboardInterrupt."""
 
     def __init__(self, app: ASGIApp, end: Callable[[], object]) -> None:
         self.app, self.end = app, end
@@ -167,4 +202,4 @@ class LastResort:
         # A response that has begun refuses the start of another one.
         with suppress(RuntimeError, TimeoutError):
             async with asyncio.timeout(LAST_ANSWER):
-                await failure(error).response()(scope, receive, send)
+                await failure(error).response(scope)(scope, receive, send)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import Failure
+from quire.server.errors import Failure, route_path
 
 OPEN = ("/health",)
 ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
@@ -24,14 +24,18 @@ SLASHES = 32  # characters of base64, of which one may be a slash that some writ
 MAX_BACKSLASHES = 1 << 20  # in a body, or eight for each token that fits
 
 
-def route_path(scope: Scope) -> str:
-    """The path below --root-path."""
-    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    return path[len(root) :] if root and path.startswith(root + "/") else path
+def keys_of(scope: Scope) -> list[bytes]:
+    """The keys that came with a request: "Authorization: Bearer KEY" and, as Anthropic's clients have it, "x-api-key:
+    KEY". A header that is there twice has none."""
+    given = [(name, value) for name, value in scope.get("headers", ()) if name in (b"authorization", b"x-api-key")]
+    bearers = [value for name, value in given if name == b"authorization"]
+    plain = [value.strip() for name, value in given if name == b"x-api-key"]
+    scheme, _, key = bearers[0].partition(b" ") if len(bearers) == 1 else (b"", b"", b"")
+    return ([key.strip()] if scheme.lower() == b"bearer" else []) + (plain if len(plain) == 1 else [])
 
 
 class RequireKey:
-    """Refuses every request without "Authorization: Bearer KEY", except to OPEN routes and `open` ones. An admin key
+    """Refuses every request without a key (`keys_of`), except to OPEN routes and `open` ones. An admin key
     opens all that a key does; whether a request has one, `require_admin` asks."""
 
     def __init__(
@@ -49,17 +53,15 @@ class RequireKey:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             headers = {"WWW-Authenticate": "Bearer"}
-            await Failure(401, "a valid API key is required", headers=headers).response()(scope, receive, send)
+            await Failure(401, "a valid API key is required", headers=headers).response(scope)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     @staticmethod
     def _knows(scope: Scope, keys: Sequence[bytes]) -> bool:
-        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # Every key is compared, so that the time says nothing about which one was close.
-        matches = [hmac.compare_digest(key.strip(), known) for known in keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        matches = [hmac.compare_digest(key, known) for key in keys_of(scope) for known in keys]
+        return any(matches)
 
 
 async def require_admin(request: Request) -> None:
@@ -123,7 +125,7 @@ class BoundBody:
             return  # the client left
         if isinstance(body, Failure):
             headers = {"Connection": "close", **(body.headers or {})}
-            await body._replace(headers=headers).response()(scope, receive, send)
+            await body._replace(headers=headers).response(scope)(scope, receive, send)
             return
         first = True
 

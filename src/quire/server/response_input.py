@@ -5,27 +5,14 @@ Nothing here reaches the engine: a ChatRequest comes out, which the chat's own p
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import WithJsonSchema
 
 from quire.errors import InputError, shown
-from quire.server.protocol import (
-    BIASES,
-    NOTHING,
-    OBJECT,
-    REFUSED,
-    ChatRequest,
-    Fields,
-    Ids,
-    Objects,
-    StreamOptions,
-    Strings,
-    ranged,
-)  # fmt: skip
+from quire.server.protocol import OBJECT, ChatRequest, Objects, StreamOptions, Strings, ranged
+from quire.server.translated import Names, SameAsChat, Talk
 from quire.text.messages import MAX_MESSAGES
 from quire.vocabulary.params import MAX_STOP_CHARS, MAX_STOPS
 
@@ -38,17 +25,16 @@ PARTS = ("input_text", "output_text", "refusal", "input_image")
 INCLUDED = ("reasoning.encrypted_content",)  # nothing is encrypted here, so there is none to include
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata: OpenAI's
 # OpenAI's fields that would change what is answered, or where it can be had.
-NOT_HERE = frozenset({
+MORE = frozenset({
     "background", "background_options", "context_management", "conversation", "max_tool_calls", "moderation", "prompt",
 })  # fmt: skip
 OTHER_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
                "response_format": "text", "reasoning_effort": "reasoning"}  # fmt: skip
 
 
-class ResponseRequest(Fields):
+class ResponseRequest(SameAsChat):
     """The body of /v1/responses: OpenAI's fields, and those of chats that have no other name here."""
 
-    model: str | None = None
     input: Annotated[Any, WithJsonSchema(INPUT)] = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -61,67 +47,34 @@ class ResponseRequest(Fields):
     reasoning: dict[str, Any] | None = None
     include: Strings | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = ranged(1)
-    temperature: float | None = ranged(0, 100)
-    top_p: float | None = ranged(0, 1)
-    top_k: int | None = ranged(-1)
-    min_p: float | None = ranged(0, 1)
-    presence_penalty: float | None = ranged(-2, 2)
-    frequency_penalty: float | None = ranged(-2, 2)
-    repetition_penalty: float | None = ranged(0.01, 100)
-    seed: int | None = ranged(-(2**63), 2**63 - 1)
     stop: str | Strings | None = ranged(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
-    stop_token_ids: Ids | None = None
-    bad_words: Strings | None = None
-    allowed_token_ids: Ids | None = ranged(minItems=1)
-    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(BIASES)] = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = ranged(0)
-    skip_special_tokens: bool | None = None
-    cache_salt: str | None = ranged(minLength=1)
-    structured_outputs: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = ranged(0, 2**31 - 1)
-    include_reasoning: bool | None = None
 
 
-SAME = (
-    "model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids",
-    "logit_bias", "ignore_eos", "min_tokens", "skip_special_tokens", "cache_salt", "structured_outputs",
-    "chat_template_kwargs", "thinking_token_budget", "include_reasoning",
+NAMES = Names(
+    "/v1/responses", "input", OTHER_NAMES,
+    {"response_format": (("response_format.json_schema", "text.format"), ("response_format", "text.format")),
+     "tools": ((".function.", "."), ('"function": {"name": ...}', '"name": ...'))},
 )  # fmt: skip
-OF_CHATS = frozenset(ChatRequest.model_fields) - frozenset(ResponseRequest.model_fields)
-
-
-class Talk(NamedTuple):
-    """A conversation: messages of the chat's, and where each comes from."""
-
-    messages: list[Json]
-    places: list[str]
 
 
 def as_chat(body: ResponseRequest, talk: Talk) -> ChatRequest:
     """The chat that the request is. InputError names a field that can't be had."""
+    unknown = NAMES.refuse(body.model_extra or {}, ResponseRequest.model_fields, MORE)
     _check(body)
-    given: Json = {name: getattr(body, name) for name in SAME}
-    given |= {"messages": talk.messages, "max_completion_tokens": body.max_output_tokens}
+    given = body.same() | {"messages": talk.messages, "max_completion_tokens": body.max_output_tokens}
+    given |= {"stop": body.stop, "parallel_tool_calls": body.parallel_tool_calls}
     given["tools"] = None if body.tools is None else [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
     given["tool_choice"] = _choice(body.tool_choice)
     text, reasoning = body.text or {}, body.reasoning or {}
     given["response_format"] = _format(text.get("format"))
     given["reasoning_effort"] = _string("reasoning.effort", reasoning.get("effort"))
-    return ChatRequest.model_construct(**given, **_unread(body))
+    return ChatRequest.model_construct(**given, **unknown, **_unread(body))
 
 
 def _check(body: ResponseRequest) -> None:
     """InputError for what isn't offered here."""
-    for name, value in (body.model_extra or {}).items():
-        if name in NOT_HERE | OF_CHATS | REFUSED | {"top_logprobs"} and value not in NOTHING:
-            other = f": it is {OTHER_NAMES[name]} here" if name in OTHER_NAMES else ""
-            raise InputError(f"{name} is not supported in /v1/responses{other}", name)
     if body.truncation == "auto":
         raise InputError('truncation "auto" is not supported: what is too long is refused', "truncation")
     for name in body.include or ():
@@ -138,8 +91,6 @@ def _check(body: ResponseRequest) -> None:
 
 def _unread(body: ResponseRequest) -> Json:
     """What nobody reads: the chat's path names it, or refuses it if the server is strict."""
-    ignored = OF_CHATS | NOT_HERE | REFUSED | {"top_logprobs"}
-    found = {name: value for name, value in (body.model_extra or {}).items() if name not in ignored}
     text, reasoning, options = body.text or {}, body.reasoning or {}, body.stream_options
     unread = {f"text.{name}": value for name, value in text.items() if name != "format"}
     unread |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
@@ -147,7 +98,7 @@ def _unread(body: ResponseRequest) -> Json:
         known = {"include_usage": options.include_usage, "continuous_usage_stats": options.continuous_usage_stats}
         extra = {**known, **(options.model_extra or {})}
         unread |= {f"stream_options.{name}": value for name, value in extra.items() if value is not False}
-    return found | {name: value for name, value in unread.items() if value is not None}
+    return {name: value for name, value in unread.items() if value is not None}
 
 
 def _string(at: str, value: Any) -> str | None:
@@ -207,10 +158,9 @@ def items_of(body: ResponseRequest) -> list[Json]:
 
 def read_items(instructions: str | None, before: Sequence[Json], items: Sequence[Json]) -> Talk:
     """The messages of a request: its instructions, the items of the responses before it, and its own."""
-    found = Talk([], [])
+    found = Talk()
     if instructions is not None:
-        found.messages.append({"role": "system", "content": instructions})
-        found.places.append("instructions")
+        found.append("instructions", {"role": "system", "content": instructions})
     reader = _Items(found)
     for i, item in enumerate(before):
         reader.add(f"previous_response_id: item {i}", item)
@@ -241,8 +191,7 @@ class _Items:
         if self._thoughts and message["role"] == "assistant":
             message["reasoning_content"] = self._thoughts
         self._thoughts = ""
-        self._talk.messages.append(message)
-        self._talk.places.append(at)
+        self._talk.append(at, message)
 
     def _message(self, at: str, item: Json) -> None:
         role = item.get("role")
@@ -252,7 +201,7 @@ class _Items:
         if role == "assistant" and content == []:
             content = ""
         content = _content(f"{at}.content", content)
-        last = self._talk.messages[-1] if self._talk.messages else {}
+        last = self._talk.last()
         if role == "assistant" and last.get("tool_calls"):  # said after calls: of the message that has them
             last["content"] = [*_parts(last["content"]), *_parts(content)]
         else:
@@ -264,7 +213,7 @@ class _Items:
                 raise InputError(f"{at}.{name} must be a string, got {shown(item.get(name))}", "input")
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
-        last = self._talk.messages[-1] if self._talk.messages else {}
+        last = self._talk.last()
         if last.get("role") != "assistant" or self._thoughts:
             last = {"role": "assistant", "content": None}
             self._append(at, last)
@@ -310,32 +259,3 @@ def _part(at: str, part: Any) -> Json:
     if not isinstance(part.get(name), str):
         raise InputError(f"{at}.{name} must be a string, got {shown(part.get(name))}", "input")
     return {"type": "text", "text": part[name]}
-
-
-# Errors of the chat's path, in this one's names
-
-PLACE = re.compile(r"messages\[(\d{1,9})\]")
-
-
-@contextmanager
-def in_its_names(talk: Talk) -> Iterator[None]:
-    """Within, errors about a chat say what the request to /v1/responses calls it."""
-    try:
-        yield
-    except InputError as error:
-        theirs = error.param or ""
-        field = theirs.partition("[")[0]
-        name = "input" if field == "prompt" else OTHER_NAMES.get(field, theirs)
-        text = PLACE.sub(lambda found: _place(talk, int(found[1])), str(error))
-        if field == "response_format":
-            text = text.replace("response_format.json_schema", "text.format").replace("response_format", "text.format")
-        elif field == "tools":
-            text = text.replace(".function.", ".").replace('"function": {"name": ...}', '"name": ...')
-        elif name != theirs and field != "prompt":
-            text = text.replace(field, name)
-        error.args, error.param = (text,), name or None
-        raise
-
-
-def _place(talk: Talk, at: int) -> str:
-    return talk.places[at] if at < len(talk.places) else "input"

@@ -1,26 +1,21 @@
-"""Outputs as OpenAI's responses: items, the events that a stream says them with, and the response around them.
-
-A whole response is what a stream's last event says: the same code writes both, and says nothing in between.
-"""
+"""Outputs as OpenAI's responses: items, the events that a stream says them with, and the response around them. A whole
+response is what a stream's last event says."""
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from quire.control.outcomes import Output
-from quire.server.direct import Direct
 from quire.server.errors import failure
-from quire.server.inbox import Items as Outputs
 from quire.server.pieces import Pieces, Words
 from quire.server.protocol import ChatRequest
-from quire.server.reading import Call, Parts, Reading
-from quire.server.render import ChatRenderer, Choice
+from quire.server.reading import Call
+from quire.server.render import Choice
 from quire.server.response_input import ResponseRequest
-from quire.server.stream import EventStream
+from quire.server.said import Entries, Say, SayingRenderer
 from quire.server.tools import Toolbox
 from quire.vocabulary.params import SamplingParams
 
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-Say = Callable[..., None]
 
 
 def new_id(kind: str) -> str:
@@ -64,7 +58,7 @@ class TextItem:
         more = {"logprobs": []} if self.kind == "output_text" else {}
         self._say(f"response.{self.kind}.delta", **self._part_place, delta=text, **more)
 
-    def end(self, status: Status) -> None:
+    def end(self, status: str) -> None:
         """There is no more."""
         text = "".join(self._texts)
         more = {"logprobs": []} if self.kind == "output_text" else {}
@@ -103,7 +97,7 @@ class CallItem:
         place = {"item_id": self.item["id"], "output_index": self._index}
         self._say("response.function_call_arguments.delta", **place, delta=text)
 
-    def end(self, status: Status) -> None:
+    def end(self, status: str) -> None:
         """There is no more."""
         arguments = "".join(self._texts)
         place = {"item_id": self.item["id"], "output_index": self._index}
@@ -113,119 +107,52 @@ class CallItem:
         self._say("response.output_item.done", output_index=self._index, item=self.item)
 
 
-class Items:
-    """The items of an output, one after another; the last one is open. `aloud`: events are written."""
+class Items(Entries):
+    """The items of an output. Events are numbered."""
+
+    text, thoughts, call = TextItem, ReasoningItem, CallItem
 
     def __init__(self, aloud: bool) -> None:
-        self.aloud, self._number = aloud, 0
-        self._said: Pieces = []
-        self._items: list[TextItem | CallItem] = []
-        self._open = False
+        super().__init__(aloud)
+        self._number = 0
 
     def say(self, kind: str, **members: Any) -> None:
-        """Write an event."""
-        if self.aloud:
-            data = json.dumps({"type": kind, "sequence_number": self._number, **members}, separators=(",", ":"))
-            self._said.append(f"event: {kind}\ndata: {data}\n\n")
-            self._number += 1
-
-    def take(self) -> Pieces:
-        """The events since the last time."""
-        said, self._said = self._said, []
-        return said
-
-    def add(self, parts: Parts) -> None:
-        """A run of an output: what it thinks, says or calls."""
-        if parts.reasoning:
-            self._text(ReasoningItem).add(parts.reasoning)
-        if parts.content:
-            self._text(TextItem).add(parts.content)
-        for call in parts.calls:
-            if call.id:
-                self.close("completed")
-                self._begin(CallItem(len(self._items), self.say, call))
-            if call.arguments:
-                self._items[-1].add(call.arguments)
-
-    def end(self, status: Status) -> None:
-        """There is no more; what said nothing said an empty text."""
-        if not self._items:
-            self._text(TextItem)
-        self.close(status)
-
-    def output(self) -> list[Json]:
-        """The items."""
-        return [item.item for item in self._items]
-
-    def close(self, status: Status) -> None:
-        """End the last item, if it hasn't ended."""
-        if self._open:
-            self._open = False
-            self._items[-1].end(status)
-
-    def _text(self, kind: type[TextItem]) -> TextItem:
-        last = self._items[-1] if self._open else None
-        if type(last) is kind:
-            return last
-        self.close("completed")
-        found = kind(len(self._items), self.say)
-        self._begin(found)
-        return found
-
-    def _begin(self, item: TextItem | CallItem) -> None:
-        self._items.append(item)
-        self._open = True
+        super().say(kind, sequence_number=self._number, **members)
+        self._number += 1
 
 
-class ResponseRenderer(ChatRenderer):
+class ResponseRenderer(SayingRenderer):
     """/v1/responses. `keep` gets the response when it is complete, or as much of it as there will be."""
 
     def __init__(
         self, id: str, model: str, body: ResponseRequest, chat: ChatRequest, asked: Asked, words: Words,
         keep: Callable[[Json], None] | None,
     ) -> None:  # fmt: skip
-        _, prompt, params, box, thinking = asked
-        super().__init__(id, model, chat, [prompt], words, box, thinking)
-        self._reading, self._items, self._keep = Reading(box, thinking), Items(bool(body.stream)), keep
-        self.about = about(body, box, params) | {"id": id, "model": model, "store": keep is not None}
+        super().__init__(id, model, chat, asked, words, Items(bool(body.stream)))
+        self._keep = keep
+        self.about = about(body, asked.box, asked.params) | {"id": id, "model": model, "store": keep is not None}
 
     def response(self, status: Status, **more: Any) -> Json:
         """The response as it is now."""
-        return self.about | {"status": status, "output": self._items.output(), **more}
+        return self.about | {"status": status, "output": self._entries.output(), **more}
 
     async def opening(self) -> list[Choice]:
         """The events before any output."""
         for kind in ("response.created", "response.in_progress"):
-            self._items.say(kind, response=self.response("in_progress"))
-        return [Choice(0, 0, self._items.take())]
-
-    def brief(self, at: int, output: Output) -> Choice | None:
-        """The events of an output; with its last one, those of the end."""
-        self.usage.add(at, 0, len(output.tokens), output.cached_tokens)
-        last = output.finish_reason is not None
-        for parts in self._reading.runs(output.text, last, output.tokens):
-            self._items.add(parts)
-        if last:
-            self._end(output.finish_reason)
-        pieces = self._items.take()
-        return Choice(at, 0, pieces) if pieces else None
-
-    async def choice(self, at: int, output: Output, whole: bool) -> Choice | None:
-        """As `brief`, in its turn."""
-        found = self.brief(at, output)
-        await self.pace(*(found.pieces if found is not None else ()))
-        return found
+            self._entries.say(kind, response=self.response("in_progress"))
+        return [Choice(0, 0, self._entries.take())]
 
     def failed(self, error: BaseException) -> Pieces:
         """The last event of a stream that failed."""
         told = {"code": "server_error", "message": failure(error).body()["error"]["message"]}
-        self._items.close("incomplete")
-        self._items.say("response.failed", response=self.response("failed", error=told, usage=self.used()))
-        return self._items.take()
+        self._entries.close("incomplete")
+        self._entries.say("response.failed", response=self.response("failed", error=told, usage=self.used()))
+        return self._entries.take()
 
-    def _end(self, reason: str | None) -> None:
-        status: Status = {"stop": "completed", "length": "incomplete"}.get(reason or "", "failed")  # type: ignore[assignment]
-        self._items.end("completed" if status == "completed" else "incomplete")
+    def _end(self, output: Output) -> None:
+        ends: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
+        status = ends.get(output.finish_reason, "failed")
+        self._entries.end("completed" if status == "completed" else "incomplete")
         more: Json = {"usage": self.used()}
         if status == "completed":
             more["completed_at"] = int(time.time())
@@ -236,7 +163,7 @@ class ResponseRenderer(ChatRenderer):
         self.about = self.response(status, **more)
         if self._keep is not None and status != "failed":
             self._keep(self.about)
-        self._items.say(f"response.{status}", response=self.about)
+        self._entries.say(f"response.{status}", response=self.about)
 
     def used(self) -> Json:
         """OpenAI's usage object of responses."""
@@ -276,23 +203,3 @@ def about(body: ResponseRequest, box: Toolbox, params: SamplingParams) -> Json:
         "usage": None,
         "user": None,
     }  # fmt: skip
-
-
-class ResponseStream(EventStream):
-    """Sends the events of a response. It ends with one that says how it ended, and no [DONE]."""
-
-    _renderer: ResponseRenderer
-
-    def __init__(self, call: Any, renderer: ResponseRenderer, headers: dict[str, str]) -> None:
-        super().__init__(call, renderer, headers, usage=False, continuous=False)
-
-    def _write(self, direct: Direct, outputs: Outputs) -> bool:
-        if any(output.finish_reason is not None for _, output in outputs):  # its events say all the text again
-            return False
-        return super()._write(direct, outputs)
-
-    def _chunk(self, choice: Choice, tail: Any = ()) -> Pieces:
-        return choice.pieces
-
-    def _last(self, error: BaseException | None) -> bytes:
-        return b"" if error is None else "".join(self._renderer.failed(error)).encode()

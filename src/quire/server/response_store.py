@@ -11,6 +11,7 @@ from fastapi import Request
 
 from quire.errors import InputError
 from quire.server.errors import UnknownResponse
+from quire.server.guards import keys_of
 
 Json = dict[str, Any]
 MAX_STORED_BYTES = 256 << 20  # of all responses kept, with the conversations that they ended
@@ -31,8 +32,9 @@ class Stored(NamedTuple):
 
 
 def owner_of(http: Request) -> bytes:
-    """Who asks: a digest of the key that came with the request, or of none."""
-    return sha256(http.headers.get("authorization", "").encode("latin-1")).digest()
+    """Who asks: a digest of the keys that came with the request, or of none."""
+    other = http.headers.get("authorization", "").encode("latin-1")
+    return sha256(b"\0".join(keys_of(http.scope) or [other])).digest()
 
 
 class Store:

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from quire.errors import InputError
 from quire.server.errors import UnknownResponse
-from quire.server.pieces import Pieces
-from quire.server.response_input import ResponseRequest, as_chat, in_its_names, items_of, read_items
-from quire.server.response_render import ResponseRenderer, ResponseStream
+from quire.server.response_input import NAMES, ResponseRequest, as_chat, items_of, read_items
+from quire.server.response_render import ResponseRenderer
 from quire.server.response_store import Store, owner_of
-from quire.server.stream import Call, respond
+from quire.server.said import SayingStream, whole_said
+from quire.server.stream import respond
 
 if TYPE_CHECKING:
     from quire.server.service import Service
@@ -37,15 +37,15 @@ class Responses:
         chat = as_chat(body, talk)
         kept = bool(self.store.count) and body.store is not False
         conversation = self.store.check([*before, *items]) if kept else b""
-        with in_its_names(talk):
+        with NAMES.used(talk):
             asked = await service.asked("resp", chat)
             id = asked.call.id.replace("-", "_")
             keep = partial(self._keep, owner, conversation) if kept else None
             renderer = ResponseRenderer(id, service.names[0], body, chat, asked, service.words, keep)
             headers = await service.queue(asked.call, renderer, chat, [asked.prompt], asked.params, http)
         if body.stream:
-            return ResponseStream(asked.call, renderer, headers)
-        return await respond(asked.call, _whole(asked.call, renderer), headers, http.receive)
+            return SayingStream(asked.call, renderer, headers)
+        return await respond(asked.call, whole_said(asked.call, renderer), headers, http.receive)
 
     async def stored(self, name: str, http: Request) -> Response:
         """A response that was kept."""
@@ -68,9 +68,3 @@ class Responses:
         except UnknownResponse as error:
             raise InputError(f"previous_response_id: {error}", "previous_response_id") from None
         return found
-
-
-async def _whole(call: Call, renderer: ResponseRenderer) -> Pieces:
-    for at, output in await call.whole():
-        await renderer.choice(at, output, whole=True)
-    return [json.dumps(renderer.about, separators=(",", ":"))]

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.control.rest import LEVELS, TAGS
 from quire.link.messages import MODES, MOST_TAGS
 from quire.server.embedding_schemas import Embeddings, Ranking, Scores
+from quire.server.errors import MESSAGES
 from quire.server.exact import Exact
+from quire.server.message_schemas import AnsweredMessage, CountedTokens, MessageError
 from quire.server.response_schemas import DroppedResponse, Responded
 
 Finish = Literal["stop", "length", "tool_calls", "abort", "error"] | None
@@ -266,6 +268,8 @@ ANSWERS: dict[str, type[BaseModel] | None] = {
     "POST /v1/responses": Responded,
     "GET /v1/responses/{name}": Responded,
     "DELETE /v1/responses/{name}": DroppedResponse,
+    "POST /v1/messages": AnsweredMessage,
+    "POST /v1/messages/count_tokens": CountedTokens,
     "POST /v1/embeddings": Embeddings,
     "POST /score": Scores,
     "POST /rerank": Ranking,
@@ -288,6 +292,12 @@ ANSWERS: dict[str, type[BaseModel] | None] = {
     "GET /is_sleeping": Rest,
     "GET /server_info": ServerInfo,
     "GET /tokenizer_info": TokenizerInfo,
+}
+STREAMED: dict[str, type[BaseModel]] = {
+    "/v1/completions": Chunk,
+    "/v1/chat/completions": Chunk,
+    "/v1/responses": Responded,
+    "/v1/messages": AnsweredMessage,
 }
 PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?"
     "POST /sleep": {
@@ -314,9 +324,10 @@ KEY = "KeyOfTheServer"
 
 def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     """The answers of a route, by status."""
-    codes = {401: Error, 500: Error, 503: Error}
+    error: type[BaseModel] = MessageError if path.startswith(MESSAGES) else Error
+    codes = {401: error, 500: error, 503: error}
     if method == "POST" and path != "/ping":
-        codes |= dict.fromkeys((400, 404, 408, 413), Error)
+        codes |= dict.fromkeys((400, 404, 408, 413), error)
     if "{" in path:
         codes |= {404: Error}
     if "prefixes" in path:
@@ -336,9 +347,9 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     found[200] = {"description": "The answer"} if answer is None else {"model": answer, "description": "The answer"}
     if path in ("/health", "/ping"):
         found[503] = {"description": "The engine's loop hangs, or requests are not accepted"}
-    if path.endswith("completions") or (method, path) == ("POST", "/v1/responses"):
-        told = Responded.__doc__ if path.endswith("responses") else Chunk.__doc__
-        found[200]["content"] = {"text/event-stream": {"schema": {"type": "string", "description": told}}}
+    if method == "POST" and path in STREAMED:
+        described = {"type": "string", "description": STREAMED[path].__doc__}
+        found[200]["content"] = {"text/event-stream": {"schema": described}}
     return found
 
 
@@ -367,5 +378,6 @@ def describe(document: dict[str, Any], asks_for_keys: bool) -> dict[str, Any]:
     schemas["Chunk"] = Chunk.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schemas["Chunk"].pop("$defs", {}))
     if asks_for_keys:
-        document["components"]["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
+        told = {"type": "http", "scheme": "bearer", "description": "Or the key alone in the header x-api-key"}
+        document["components"]["securitySchemes"] = {KEY: told}
     return document

@@ -151,7 +151,7 @@ class Service:
         http: Request,
     ) -> dict[str, str]:  # fmt: skip
         """Queue what was asked for. The headers of the answer."""
-        headers = warnings(body, self._unread(body))
+        headers = self.headers(body)
         try:
             await call.submit(prompts, params, salt=body.cache_salt or "", patient=not body.stream)
         except InputError as error:
@@ -162,6 +162,10 @@ class Service:
             log_request(call.id, prompts, params, http.scope)
         renderer.pace.turns = self.turns
         return headers
+
+    def headers(self, body: Sampling) -> dict[str, str]:
+        """What an answer says of fields that nobody reads."""
+        return warnings(body, self._unread(body))
 
     def cut(self, body: Truncation, max_tokens: int | None) -> Cut | None:
         """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""

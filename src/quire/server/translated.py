@@ -1,0 +1,106 @@
+"""What other APIs' requests have in common that are answered by the chat's path: fields that mean the same there, where
+the messages of the chat come from, and the chat's errors in the names that the client knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import WithJsonSchema
+
+from quire.errors import InputError
+from quire.server.protocol import BIASES, NOTHING, REFUSED, ChatRequest, Fields, Ids, Strings, ranged
+
+Json = dict[str, Any]
+PLACE = re.compile(r"messages\[\d{1,9}\](?:\.(?:content|tool_calls)\[\d{1,9}\])?")
+MESSAGE = re.compile(r"messages\[\d{1,9}\]")
+
+
+class SameAsChat(Fields):
+    """Fields that mean what they mean in chats."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = ranged(0, 100)
+    top_p: float | None = ranged(0, 1)
+    top_k: int | None = ranged(-1)
+    min_p: float | None = ranged(0, 1)
+    presence_penalty: float | None = ranged(-2, 2)
+    frequency_penalty: float | None = ranged(-2, 2)
+    repetition_penalty: float | None = ranged(0.01, 100)
+    seed: int | None = ranged(-(2**63), 2**63 - 1)
+    stop_token_ids: Ids | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ids | None = ranged(minItems=1)
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(BIASES)] = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = ranged(0)
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = ranged(minLength=1)
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = ranged(0, 2**31 - 1)
+    include_reasoning: bool | None = None
+
+    def same(self) -> Json:
+        """These fields, as a chat has them."""
+        return {name: getattr(self, name) for name in SameAsChat.model_fields}
+
+
+class Talk:
+    """Messages of a chat. `places`: by a place in them, as the chat's errors have it, what the client calls it."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+        self.places: dict[str, str] = {}
+
+    def append(self, at: str, message: Json) -> None:
+        """One more message, which the client gave at the place `at`."""
+        self.places[f"messages[{len(self.messages)}]"] = at
+        self.messages.append(message)
+
+    def last(self) -> Json:
+        """The last message, if there is one."""
+        return self.messages[-1] if self.messages else {}
+
+
+class Names(NamedTuple):
+    """What a route's clients call things: `talk` is the field that has the conversation; `fields` are what the chat's
+    fields are called there, if they are called otherwise; `texts` what is written otherwise in the errors about one."""
+
+    route: str
+    talk: str
+    fields: Mapping[str, str]
+    texts: Mapping[str, tuple[tuple[str, str], ...]] = {}
+
+    def refuse(self, given: Mapping[str, Any], known: Collection[str], more: Collection[str] = ()) -> Json:
+        """InputError for a field of chats, or one of `more`, that isn't `known` to the route and asks for something.
+        What nobody knows."""
+        others = (ChatRequest.model_fields.keys() | REFUSED | {*more}) - {*known}
+        for name, value in given.items():
+            if name in others and value not in NOTHING:
+                other = f": it is {self.fields[name]} here" if name in self.fields else ""
+                raise InputError(f"{name} is not supported in {self.route}{other}", name)
+        return {name: value for name, value in given.items() if name not in others}
+
+    @contextmanager
+    def used(self, talk: Talk) -> Iterator[None]:
+        """Within, errors about a chat say what the client calls it."""
+        try:
+            yield
+        except InputError as error:
+            theirs = error.param or ""
+            field = re.split(r"[.\[]", theirs)[0]
+            name = self.talk if field in ("prompt", "messages") else self.fields.get(field, theirs)
+            text = PLACE.sub(lambda found: self._place(talk, found[0]), str(error))
+            for old, new in self.texts.get(field, ((field, name),) if name != theirs and field != "prompt" else ()):
+                text = text.replace(old, new)
+            error.args, error.param = (text,), name or None
+            raise
+
+    def _place(self, talk: Talk, at: str) -> str:
+        """What the client calls the place `at` of the conversation."""
+        [message] = MESSAGE.findall(at)
+        return talk.places.get(at) or talk.places.get(message, self.talk) + at.removeprefix(message)

@@ -1,0 +1,397 @@
+"""/v1/messages as Anthropic's clients see it: messages whole and streamed event by event, tools, thoughts, what is
+cached, counted tokens, keys, and what is refused. Their own client: tests/clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import echo_service
+import httpx
+import pytest
+from echo_service import Saying
+
+from quire.server.message_render import Blocks, arguments
+from quire.server.message_schemas import AnsweredMessage, MessageError
+from quire.text.chat import ChatTemplate
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+SAID = "Let me see.\n" + CALL % "Paris" + CALL % "Oslo" + "Wait."
+USER = {"role": "user", "content": "Tell."}
+ASKED: dict[str, Any] = {"model": "echo", "max_tokens": 300, "messages": [USER]}
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo"}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
+
+
+class Server:
+    """A server whose model says what it is told to, and a client with a key."""
+
+    def __init__(self, url: str, runner: Saying, http: httpx.Client) -> None:
+        self.url, self.say, self.http = url, runner.say, http
+
+    def ask(self, status: int = 200, **more: Any) -> Any:
+        """The answer to ASKED and `more`, where None is left out."""
+        body = {name: value for name, value in (ASKED | more).items() if value is not None}
+        answer = self.http.post("/v1/messages", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def counted(self, **body: Any) -> int:
+        """Tokens of a prompt."""
+        answer = self.http.post("/v1/messages/count_tokens", json={"messages": [USER], **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["input_tokens"]
+
+    def events(self, **more: Any) -> list[dict[str, Any]]:
+        """The events of a stream, each of which has its name."""
+        lines = self.http.post("/v1/messages", json=ASKED | more | {"stream": True}).text.split("\n\n")
+        assert lines.pop() == ""
+        found = []
+        for line in lines:
+            name, data = line.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+        return found
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Server]:
+    runner = Saying()
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)._replace(chat=ChatTemplate(TEMPLATE, {}))
+    with (
+        echo_service.serving(model, keys=["one", "two"], max_body=40_000, store_responses=1) as running,
+        httpx.Client(base_url=running.url, headers={"x-api-key": "one", "anthropic-version": "2023-06-01"}) as http,
+    ):
+        yield Server(running.url, runner, http)
+
+
+def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a stream's events come to; they come in the order that Anthropic's do."""
+    kinds = [event["type"] for event in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    message, number = dict(events[0]["message"]), -1
+    assert (message["content"], message["stop_reason"], message["usage"]["output_tokens"]) == ([], None, 0)
+    blocks: list[Any] = []
+    open = False
+    for event in events[1:-2]:
+        kind = event["type"]
+        if kind == "content_block_start":
+            assert not open
+            number, open = number + 1, True
+            block, text = event["content_block"], ""
+        elif kind == "content_block_delta":
+            delta = event["delta"]
+            wanted = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}[block["type"]]
+            assert open
+            assert delta["type"] in (wanted, "signature_delta")
+            text += delta.get({"text_delta": "text", "thinking_delta": "thinking"}.get(wanted, "partial_json"), "")
+        elif kind == "content_block_stop":
+            open = False
+            name = "input" if block["type"] == "tool_use" else block["type"]
+            blocks.append(block | {name: arguments(text) if name == "input" else text})
+        else:
+            assert kind == "ping"
+            continue
+        assert event["index"] == number
+    assert not open
+    return message | {"content": blocks} | events[-2]["delta"] | {"usage": events[-2]["usage"]}
+
+
+def bare(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without its ids, and without what depends on what was asked before."""
+    AnsweredMessage.model_validate(message)
+    assert message["id"].startswith("msg_")
+    content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
+    return message | {"id": "", "content": content, "usage": message["usage"]["output_tokens"]}
+
+
+def test_a_text_whole_and_streamed(served: Server) -> None:
+    served.say("once upon a time")
+    whole = served.ask(system="Be kind.", temperature=0.5, metadata={"user_id": "me"})
+    assert whole["content"] == [{"type": "text", "text": "once upon a time"}]
+    assert (whole["model"], whole["stop_reason"], whole["stop_sequence"]) == ("echo", "end_turn", None)
+    events = served.events(system="Be kind.")
+    assert bare(joined(events)) == bare(whole)
+    assert [event["type"] for event in events][:3] == ["message_start", "ping", "content_block_start"]
+    other = {"Authorization": "Bearer two", "x-api-key": ""}
+    assert served.http.post("/v1/messages?beta=true", json=ASKED, headers=other).status_code == 200
+
+
+def test_how_messages_end(served: Server) -> None:
+    served.say("once upon a time there was")
+    for cut in (served.ask(max_tokens=2), joined(served.events(max_tokens=2))):
+        assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
+    for ended in (served.ask(stop_sequences=["x", " time"]), joined(served.events(stop_sequences=["x", " time"]))):
+        assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", " time")
+        assert ended["content"] == [{"type": "text", "text": "once upon a"}]
+    served.say("once " * 1100)
+    full = served.ask(max_tokens=2000)
+    assert full["stop_reason"] == "model_context_window_exceeded"
+    assert full["usage"]["input_tokens"] + full["usage"]["cache_read_input_tokens"] < 1024
+    served.say("")
+    assert served.ask()["content"] == joined(served.events())["content"] == [{"type": "text", "text": ""}]
+
+
+def test_tools(served: Server) -> None:
+    served.say(SAID)
+    whole = served.ask(tools=[TOOL])
+    assert [block["type"] for block in whole["content"]] == ["text", "tool_use", "tool_use", "text"]
+    assert [block["input"] for block in whole["content"][1:3]] == [{"city": "Paris"}, {"city": "Oslo"}]
+    assert whole["stop_reason"] == "tool_use"
+    events = served.events(tools=[TOOL])
+    assert bare(joined(events)) == bare(whole)
+    texts = ["", ""]
+    for event in events:
+        if event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+            texts[event["index"] - 1] += event["delta"]["partial_json"]
+    assert [json.loads(text) for text in texts] == [{"city": "Paris"}, {"city": "Oslo"}]
+    alone = served.ask(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block["type"] for block in alone["content"]].count("tool_use") == 1
+    none = served.ask(tools=[TOOL], tool_choice={"type": "none"})
+    assert (none["stop_reason"], none["content"][0]["text"]) == ("end_turn", SAID)
+    for choice, text in (
+        ({"type": "any"}, '[{"name":"weather","arguments":{"city":"Rome"}}]'),
+        ({"type": "tool", "name": "weather"}, '{"city":"Rome"}'),
+    ):
+        served.say(text)
+        forced = served.ask(tools=[TOOL], tool_choice=choice)
+        assert [(block["name"], block["input"]) for block in forced["content"]] == [("weather", {"city": "Rome"})]
+        assert forced["stop_reason"] == "tool_use"
+        assert bare(joined(served.events(tools=[TOOL], tool_choice=choice))) == bare(forced)
+    cut = served.ask(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}, max_tokens=4)
+    assert (cut["stop_reason"], cut["content"][0]["input"]) == ("max_tokens", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [('{"a": 1', {"a": 1}), ('{"a": [1, 2', {"a": [1, 2]}), ("[1]", {}), ("", {}), ('{"a": NaN}', {}), ("{" * 999, {})],
+)
+def test_arguments_that_were_cut(text: str, found: dict[str, Any]) -> None:
+    assert arguments(text) == found
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "user", "content": [{"type": "text", "text": "Both."}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "See."}, USE, {**USE, "id": "b", "input": {"city": "Paris"}},
+    ]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "gone"}], "is_error": True},
+        RESULT, {"type": "text", "text": "Well?"},
+    ]},
+]  # fmt: skip
+
+
+def test_a_history_is_the_messages_of_a_chat(served: Server) -> None:
+    """The prompt has as many tokens as that of the messages they are, and is the same: all of it is cached then."""
+    calls = [
+        {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+        for id, city in (("a", "Oslo"), ("b", "Paris"))
+    ]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Weather?\nBoth."},
+        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "b", "content": "Error: gone"},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+        {"role": "user", "content": "Well?"},
+    ]
+    function = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
+    given = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+    told = served.http.post("/tokenize", json=given).json()["count"]
+    served.say("Yes.")
+    served.http.post("/v1/chat/completions", json=given)
+    asked: Any = {"messages": HISTORY, "system": [{"type": "text", "text": "Be kind."}], "tools": [TOOL]}
+    usage = served.ask(**asked)["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == told == served.counted(**asked)
+    assert usage["cache_read_input_tokens"] >= told - 4  # all pages that are full
+    started = served.events(**asked)[0]["message"]["usage"]
+    assert started == usage | {"output_tokens": 0}
+
+
+def test_the_last_message_is_continued(served: Server) -> None:
+    served.say("upon")
+    last = {"role": "assistant", "content": "once "}
+    assert served.ask(messages=[USER, last])["content"][0]["text"] == "upon"
+    told = {"messages": [USER, last], "continue_final_message": True}
+    assert served.counted(messages=[USER, last]) == served.http.post("/tokenize", json=told).json()["count"]
+
+
+def test_a_form(served: Server) -> None:
+    served.say("no JSON at all")
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "schema": schema}
+    for more in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert json.loads(served.ask(**more)["content"][0]["text"]) == {"n": 7}
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens must be"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages must have 1 to 1024 entries, got 0"),
+    ({"messages": ["a"]}, "messages must be a list of objects"),
+    ({"messages": [USER] * 1025}, "got 1025"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type is 'document'"),
+    ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type is 'tool_use'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [USER, {"role": "assistant", "content": [USE]}]}, "messages[1] uses a tool"),
+    ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0] has a tool's result"),
+    ({"messages": [*HISTORY[:3], {"role": "user", "content": [{"type": "text", "text": "a"}, RESULT]}]},
+     "messages[3].content[1] is a tool_result"),
+    ({"messages": [*HISTORY[:3], {"role": "user", "content": [{**RESULT, "tool_use_id": "z"}]}]}, "'z'"),
+    ({"messages": [*HISTORY[:3], {"role": "user", "content": [{**RESULT, "is_error": "no"}]}]},
+     "messages[3].content[0].is_error"),
+    ({"messages": [USER, {"role": "assistant", "content": [{**USE, "input": "{}"}]}]}, "messages[1].content[0].input"),
+    ({"messages": [USER, {"role": "assistant", "content": [{**USE, "name": "a b"}]}, HISTORY[3]]},
+     "messages[1].content[0].name must have"),
+    ({"messages": [USER, {"role": "user", "content": [{"type": "text", "text": "a"}, PICTURE]}]},
+     "messages[1].content[1].source is a picture, and this model reads only text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
+     "messages[0].content[0].source.type is 'url'"),
+    ({"messages": [{"role": "user", "content": "once " * 1100}]}, "1024"),
+    ({"system": 5}, "system must be a string or a list of blocks"),
+    ({"system": [PICTURE]}, "system[0].type is 'image'"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must have"),
+    ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+    ({"tools": [TOOL] * 129}, "tools may have at most 128 entries, got 129"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice must be"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "no such tool"),
+    ({"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"stop_sequences": ["a"] * 1000}, "stop_sequences"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_k": "a"}, "top_k"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 300}}, "from 1 to 299, less than max_tokens, got 300"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 20}}, "thinking.budget_tokens: nothing is known of this model"),
+    ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be an object that has"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "x"),
+    ({"output_config": {"effort": 5}}, "output_config.effort"),
+    ({"n": 2}, "n is not supported in /v1/messages"),
+    ({"stop": ["a"]}, "stop is not supported in /v1/messages: it is stop_sequences here"),
+    ({"thread": {"type": "create"}}, "thread is not supported: send all messages"),
+    ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "text"), REFUSALS)
+def test_refusals(served: Server, more: dict[str, Any], text: str) -> None:
+    found = served.ask(400, **more)
+    MessageError.model_validate(found)
+    assert found["error"]["type"] == "invalid_request_error"
+    assert text in found["error"]["message"]
+
+
+def test_errors_around_the_route(served: Server) -> None:
+    """Whoever answers, a client of this route gets what it knows."""
+    told: dict[str, int] = {}
+
+    def tell(answer: httpx.Response) -> None:
+        found = MessageError.model_validate(answer.json())
+        told[found.error.type] = answer.status_code
+
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"):
+        for keys in ({}, {"x-api-key": "three"}, {"x-api-key": "on"}):
+            answer = httpx.post(served.url + path, json=ASKED, headers=keys)
+            assert answer.status_code == 401
+            tell(answer)
+    tell(served.http.post("/v1/messages", json=ASKED | {"model": "claude"}))
+    tell(served.http.post("/v1/messages", content=b"x" * 50_000))
+    for content in (b"{", b"[]"):
+        tell(served.http.post("/v1/messages", content=content, headers={"content-type": "application/json"}))
+    assert told == {"authentication_error": 401, "not_found_error": 404, "request_too_large": 413,
+                    "invalid_request_error": 400}  # fmt: skip
+    tell(served.http.get("/v1/messages"))
+    assert told["invalid_request_error"] == 405
+    assert "message" in httpx.post(f"{served.url}/v1/completions").json()["error"]  # OpenAI's, elsewhere
+
+
+def test_the_key_has_two_headers(served: Server) -> None:
+    twice = [("x-api-key", "one"), ("x-api-key", "one")]
+    assert httpx.get(f"{served.url}/v1/models", headers=twice).status_code == 401
+    both = {"Authorization": "Bearer no", "x-api-key": "one"}
+    assert httpx.get(f"{served.url}/v1/models", headers=both).status_code == 200
+    served.say("a")
+    id = served.http.post("/v1/responses", json={"input": "a"}).json()["id"]
+    assert served.http.get(f"/v1/responses/{id}").status_code == 200
+    for other in ({"x-api-key": "two"}, {"Authorization": "Bearer two"}):
+        assert httpx.get(f"{served.url}/v1/responses/{id}", headers=other).status_code == 404
+    assert httpx.get(f"{served.url}/v1/responses/{id}", headers={"Authorization": "Bearer one"}).status_code == 200
+
+
+def test_what_is_ignored_is_named(served: Server) -> None:
+    served.say("a")
+    cached = {"type": "ephemeral"}
+    block = {"type": "text", "text": "a", "cache_control": cached, "citations": None}
+    body = ASKED | {
+        "system": [block], "messages": [{"role": "user", "content": [{**block, "mood": 1}]}], "mood": 1,
+        "tools": [{**TOOL, "cache_control": cached, "defer_loading": True}], "service_tier": "auto",
+        "thinking": {"type": "adaptive", "budget": 5}, "output_config": {"effort": "low", "taste": 1},
+    }  # fmt: skip
+    wanted = ["cache_control", "mood", "output_config.taste", "reasoning_effort", "text.mood", "thinking.budget",
+              "tools.defer_loading"]  # fmt: skip
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        if path.endswith("tokens"):
+            del body["max_tokens"]
+        answer = served.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert sorted(answer.headers["warning"].split(": ")[1].rstrip('"').split(", ")) == wanted
+
+
+def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = "<think>", "</think>"
+    runner = Saying(echo_service.tokenizer(markers))
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
+    template = (
+        "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    )
+    model = model._replace(chat=ChatTemplate(template, {}), tokenizer=echo_service.tokenizer(markers))
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url) as http:
+        server = Server(running.url, runner, http)
+        server.say("<think>\nonce upon\n</think>\n\nquire")
+        whole = server.ask()
+        assert [(block["type"], block.get("thinking")) for block in whole["content"]] == [
+            ("thinking", "once upon"), ("text", None),
+        ]  # fmt: skip
+        assert 0 < whole["usage"]["output_tokens_details"]["thinking_tokens"] < whole["usage"]["output_tokens"]
+        events = server.events()
+        assert bare(joined(events)) == bare(whole)
+        at = [event.get("delta", {}).get("type") for event in events].index("signature_delta")
+        assert events[at + 1]["type"] == "content_block_stop"
+        hidden = server.ask(thinking={"type": "adaptive", "display": "omitted"})
+        assert [block["type"] for block in hidden["content"]] == ["text"]
+        short = server.ask(thinking={"type": "enabled", "budget_tokens": 2})
+        assert short["usage"]["output_tokens_details"]["thinking_tokens"] == 2
+        off = server.counted(thinking={"type": "disabled"})
+        assert off == server.counted() + 2  # what the template writes then
+        assert server.counted(thinking={"type": "enabled", "budget_tokens": 2}) == server.counted()
+
+        def fails(*given: Any) -> Any:
+            raise RuntimeError("secret")
+
+        monkeypatch.setattr(Blocks, "end", fails)
+        assert server.events()[-1] == {"type": "error", "error": {"type": "api_error", "message": "internal error"}}
+        assert server.ask(500)["error"] == {"type": "api_error", "message": "internal error"}
