@@ -23,7 +23,7 @@ from quire.errors import StartupError
 from quire.files import LIMITS
 from quire.link import held_pixels
 from quire.server import connections, descriptors, guards, response_store, run, sampling, size
-from quire.server.protocol import IGNORED, MAX_PROMPTS, REFUSED
+from quire.server.protocol import IGNORED, MAX_INPUTS, MAX_PROMPTS, REFUSED
 from quire.text import image_headers, images, library, messages, prompts, sight
 from quire.vocabulary import columns, params
 from quire.vocabulary.layout import Part
@@ -75,6 +75,7 @@ def limits() -> Iterator[str]:
          "`--max-model-len`, `--kv-tokens`, `--kv-gib`"),
         ("characters of a prompt", f"{prompts.CHARS_PER_TOKEN} for each token that fits", "400", ""),
         ("prompts of a request", f"{MAX_PROMPTS}", "400", ""),
+        ("texts embedded at once, their numbers", f"{MAX_INPUTS}, {size.MAX_NUMBERS:,}", "400", ""),
         ("messages, parts of one", f"{messages.MAX_MESSAGES:,}, {messages.MAX_PARTS:,}", "400", ""),
         ("pictures of a request, where the model sees", f"{config.max_images}", "400", "`--max-images`"),
         ("pixels of a picture; of a side", f"{config.max_image_pixels:,}; {images.MAX_SIDE:,}", "400",

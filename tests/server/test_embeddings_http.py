@@ -18,8 +18,11 @@ from openai import OpenAI
 from quire import LLM
 from quire.build import build
 from quire.config import EngineConfig
+from quire.errors import InputError
 from quire.server.app import create_app
 from quire.server.batch import run_batch
+from quire.server.protocol import MAX_INPUTS
+from quire.server.size import embedded
 
 TEXTS = ["Once upon a time", "The sky is blue.", "A cat sat on the mat."]
 CPU = {"device": "cpu", "dtype": "float32", "kv_gib": 0.02}
@@ -96,8 +99,8 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
     [
         ("/v1/embeddings", {}, "input", "required"),
         ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
-        ("/v1/embeddings", {"input": []}, "input", "1 to 256 entries"),
-        ("/v1/embeddings", {"input": ["a"] * 257}, "input", "1 to 256 entries"),
+        ("/v1/embeddings", {"input": []}, "input", "1 to 1024 entries"),
+        ("/v1/embeddings", {"input": ["a"] * 1025}, "input", "1 to 1024 entries"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input", "at least one character"),
         ("/v1/embeddings", {"input": {"a": 1}}, "input", "must be a string"),
         ("/v1/embeddings", {"input": [1.5]}, "input", "must be a string"),
@@ -109,7 +112,7 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt", "not be empty"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "2 texts for 3"),
         ("/score", {"text_1": "a", "text_2": []}, "text_1", "1 texts for 0"),
-        ("/score", {"text_1": "a", "text_2": ["a"] * 256}, "text_2", "257 texts"),
+        ("/score", {"text_1": "a", "text_2": ["a"] * 1024}, "text_2", "1025 texts"),
         ("/score", {"text_1": "a", "text_2": ""}, "text_2", "at least one character"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "at least one"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1"),
@@ -124,6 +127,24 @@ def test_bad_input(http: httpx.Client, path: str, body: dict[str, Any], param: s
     assert why in error["message"]
 
 
+def test_many_at_once(http: httpx.Client, offline: tuple[np.ndarray, list[list[int]]]) -> None:
+    """As many as a request may have, each what it is alone, in order."""
+    wanted, ids = offline
+    given = [ids[at % 3] for at in range(MAX_INPUTS)]
+    found = post(http, "/v1/embeddings", input=given, encoding_format="base64")["data"]
+    vectors = np.array([np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in found])
+    assert np.allclose(vectors, np.resize(wanted, (MAX_INPUTS, HIDDEN)), atol=1e-5)
+    answer = http.post("/v1/embeddings", json={"input": given, "dimensions": 1})
+    assert len(answer.json()["data"]) == MAX_INPUTS
+
+
+def test_how_much_an_answer_may_hold() -> None:
+    assert embedded(1024, 4096, "input").logprobs == 1024 * 4096 // 8
+    with pytest.raises(InputError, match=r"numbers are 8388608, .*: give at most 512 texts") as caught:
+        embedded(1024, 8192, "input")
+    assert caught.value.param == "input"
+
+
 def test_no_embeddings_here(echo: Running) -> None:
     answer = httpx.post(f"{echo.url}/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 400
@@ -132,14 +153,27 @@ def test_no_embeddings_here(echo: Running) -> None:
 
 
 def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": TEXTS[0]}}
-    (tmp_path / "in").write_text(json.dumps(line))
+    bodies = {
+        "/v1/embeddings": {"input": TEXTS[0]},
+        "/score": {"text_1": TEXTS[0], "text_2": TEXTS[1]},
+        "/rerank": {"query": TEXTS[0], "documents": TEXTS},
+    }
+    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
 
     def make() -> Any:
         llm = echo_service.linked(build(EngineConfig(**CPU)), apart=False)  # type: ignore[arg-type]
         return llm, create_app(llm, ["tiny"])
 
-    assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == 1
-    found = json.loads((tmp_path / "out").read_text())["response"]["body"]["data"]
-    assert np.allclose(found[0]["embedding"], post(http, "/v1/embeddings", input=TEXTS[0])["data"][0]["embedding"],
-                       atol=1e-5)  # fmt: skip
+    assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == 3
+    found = {
+        one["custom_id"]: one["response"]["body"]
+        for one in map(json.loads, (tmp_path / "out").read_text().splitlines())
+    }
+    wanted = {url: post(http, url, **body) for url, body in bodies.items()}
+    vectors = [answers["/v1/embeddings"]["data"][0]["embedding"] for answers in (found, wanted)]
+    assert np.allclose(*vectors, atol=1e-5)
+    scores = [answers["/score"]["data"][0]["score"] for answers in (found, wanted)]
+    assert np.allclose(*scores, atol=1e-5)
+    orders = [[one["index"] for one in answers["/rerank"]["results"]] for answers in (found, wanted)]
+    assert orders[0] == orders[1]

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from quire.errors import InputError
 from quire.server.errors import renamed
 from quire.server.pieces import Pieces
-from quire.server.protocol import MAX_PROMPTS, EmbeddingRequest, RerankRequest, ScoreRequest, warnings
+from quire.server.protocol import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest, warnings
 from quire.server.request_log import log_request
 from quire.server.sampling import check_known, completion_prompts
-from quire.server.size import Size
+from quire.server.size import embedded
 from quire.server.stream import Call, respond
 from quire.text.embedding import EMBED, cosine, vector
 
@@ -40,7 +40,7 @@ class Embeddings:
 
     async def embeddings(self, body: EmbeddingRequest, http: Request) -> Response:
         """Embed texts or token ids."""
-        given = completion_prompts(body.input, "input")
+        given = completion_prompts(body.input, "input", MAX_INPUTS)
 
         def written(vectors: list[np.ndarray], usage: str) -> Pieces:
             numbers = [_base64(one) if body.encoding_format == "base64" else _floats(one) for one in vectors]
@@ -107,27 +107,33 @@ class Embeddings:
         if body.cache_salt == "":
             raise InputError("cache_salt must not be empty", "cache_salt")
         service.llm.limits.check_embedding(dimensions)
+        hidden = service.llm.limits.hidden
         if "" in given:
             raise InputError("a text is empty: each must have at least one character", name)
         with renamed("prompt", name):
             prompts = await service.prompts.read(given, special, service.cut(body, 1))
-            call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, Size(0, 0))
+            call = Call(service.llm, f"{kind}-{uuid.uuid4().hex}", service.held, embedded(len(given), hidden, name))
             await call.submit(prompts, EMBED, salt=body.cache_salt or "", patient=True)
         if service.log_requests:
             log_request(call.id, prompts, EMBED, http.scope)
         tokens = sum(len(prompt.ids) for prompt in prompts)
 
         async def whole() -> Pieces:
-            vectors = [vector(output, dimensions) for _, output in await call.whole()]
-            made: Pieces = written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
-            return made
+            outputs = await call.whole()
+
+            def write() -> Pieces:
+                vectors = [vector(output, dimensions) for _, output in outputs]
+                made: Pieces = written(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
+                return made
+
+            return await service.prompts.apart(hidden * len(outputs), write)
 
         return await respond(call, whole(), warnings(body), http.receive)
 
 
 def _check_number(name: str, number: int) -> None:
-    if number > MAX_PROMPTS:
-        raise InputError(f"there are {number} texts in all; at most {MAX_PROMPTS} are embedded at once", name)
+    if number > MAX_INPUTS:
+        raise InputError(f"there are {number} texts in all; at most {MAX_INPUTS} are embedded at once", name)
 
 
 def _base64(numbers: np.ndarray) -> str:

@@ -18,6 +18,7 @@ from quire.text.tools import MAX_CALLS, MAX_TOOLS
 from quire.vocabulary.params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
 
 MAX_PROMPTS = 256
+MAX_INPUTS = 1024  # texts that are embedded at once
 REQUEST_ID = re.compile(r"[!-~]{1,128}", re.ASCII)
 
 
@@ -160,6 +161,7 @@ Messages = Annotated[
     First(),
     WithJsonSchema({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}),
 ]
+InputField = str | Ids | Strings | Annotated[list[Ids], First(), Field(max_length=MAX_INPUTS)]
 PromptField = str | Ids | Strings | Annotated[list[Ids], First(), Field(max_length=MAX_PROMPTS)]
 Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]  # a field to refuse
 
@@ -300,7 +302,7 @@ class EmbeddingRequest(Truncation):
     """The body of /v1/embeddings. `dimensions`: the first so many numbers of each vector, of length 1 again."""
 
     model: str | None = None
-    input: PromptField
+    input: InputField
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = ranged(1)
     add_special_tokens: bool = True
@@ -378,7 +380,7 @@ def check_supported(request: Fields) -> None:
 
 UNIONS = {
     "prompt": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
-    "input": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
+    "input": f"a string, token ids, or a list of at most {MAX_INPUTS} of either",
     "text_1": "a string or a list of strings",
     "text_2": "a string or a list of strings",
     "stop": "a string or a list of strings",

@@ -165,11 +165,11 @@ def chat_params(request: ChatRequest, terms: Terms) -> SamplingParams:
     return _built(given, names)
 
 
-def completion_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+def completion_prompts(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[str | list[int]]:
     """The prompts of a completion request, or what has another `name`: one string, strings, one list of ids, or lists
-    of ids."""
+    of ids, at most `most`."""
     single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = [prompt] if single else prompt
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise InputError(f"{name} must have 1 to {MAX_PROMPTS} entries, got {len(prompts)}", name)
+    if not 1 <= len(prompts) <= most:
+        raise InputError(f"{name} must have 1 to {most} entries, got {len(prompts)}", name)
     return list(prompts)

@@ -16,6 +16,8 @@ from quire.vocabulary.params import SamplingParams
 
 MAX_TOKENS = 1 << 22  # in one answer
 MAX_LOGPROBS = 1 << 19  # in one answer
+MAX_NUMBERS = 1 << 22  # of embeddings in one answer
+NUMBERS = 8  # of embeddings take the room of one log-probability
 MAX_BYTES = 64_000_000  # of one answer
 MAX_HELD = 16 * MAX_LOGPROBS  # in the answers under way
 MAX_HELD_BYTES = 16 * MAX_BYTES  # of answers that are written and not yet sent
@@ -77,6 +79,19 @@ def bounded(params: SamplingParams, prompts: Sequence[int], max_len: int, shown:
     return params, size
 
 
+def embedded(texts: int, hidden: int, name: str) -> Size:
+    """The size of the answer to so many texts, each of which is given `hidden` numbers. InputError, for the field
+    `name`, if it is too large."""
+    numbers = texts * hidden
+    if numbers > MAX_NUMBERS:
+        raise InputError(
+            f"{texts} embeddings of {hidden} numbers are {numbers}, and the limit is {MAX_NUMBERS}: give at most "
+            f"{MAX_NUMBERS // hidden} texts at once",
+            name,
+        )
+    return Size(0, -(-numbers // NUMBERS))
+
+
 class Held:
     """What the answers under way may hold together: log-probabilities until they are sent, and bytes once they are
     written. One of `share` fronts has its part of both, in which a single answer fits."""
@@ -90,8 +105,8 @@ class Held:
         most = min(MAX_HELD, max(MAX_HELD // self._share, MAX_LOGPROBS))
         if self.logprobs + size.logprobs > most:
             raise Overloaded(
-                f"answers under way hold up to {self.logprobs} log-probabilities; with the {size.logprobs} of this one "
-                f"they are more than {most}"
+                f"answers under way hold up to {self.logprobs} log-probabilities ({NUMBERS} numbers of embeddings are "
+                f"one); with the {size.logprobs} of this one they are more than {most}"
             )
         self.logprobs += size.logprobs
 
