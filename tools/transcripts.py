@@ -38,6 +38,7 @@ MARKED = re.compile(r"<!-- transcript(?P<options>[^>]*) -->\n(?P<text>.*?)<!-- e
 FENCED = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
 VARIES = (
     (r'"id":"(cmpl|chatcmpl)-[0-9a-f]+"', r'"id":"\1-X"'),
+    (r'"id":"msg_[0-9a-f]+"', '"id":"msg_X"'),
     (r'"created":\d+', '"created":0'),
     (r"ready in [\d.]+ s", "ready in X s"),
     (r"[\d.]+ GiB free of [\d.]+ GiB", "X GiB free of X GiB"),
