@@ -173,7 +173,16 @@ def test_tools(served: Server) -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [('{"a": 1', {"a": 1}), ('{"a": [1, 2', {"a": [1, 2]}), ("[1]", {}), ("", {}), ('{"a": NaN}', {}), ("{" * 999, {})],
+    [
+        ('{"a": 1', {"a": 1}),
+        ('{"a": [1, 2', {"a": [1, 2]}),
+        ("[1]", {}),
+        ("", {}),
+        ('{"a": NaN}', {}),
+        ("{" * 999, {}),
+        ('{"a": 1e999}', {}),
+        ('{"a": ' * 300 + "1", {}),
+    ],
 )
 def test_arguments_that_were_cut(text: str, found: dict[str, Any]) -> None:
     assert arguments(text) == found

@@ -276,6 +276,35 @@ def test_openai_s_client(served: Served) -> None:
         assert caught.value.param == "messages[0].content[1].image_url"
 
 
+def test_anthropic_s_pictures(served: Served) -> None:
+    """As blocks of messages, and of tools' results, whose pictures the user shows."""
+    path, text = "/v1/messages", {"type": "text", "text": "what is it"}
+
+    def block(data: str) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    picture = block(URL.partition(",")[2])
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": [text, picture]}]}
+    before = len(served.noted.media)
+    usage = served.http.post(path, json=body).json()["usage"]
+    wanted = served.http.post(WHOLE, json=talk(part())).json()["usage"]["prompt_tokens"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == wanted
+    assert (
+        served.http.post(f"{path}/count_tokens", json={"messages": body["messages"]}).json()["input_tokens"] == wanted
+    )
+    (mine,), (theirs,) = served.noted.media[before:]
+    assert mine == theirs
+    use = {"type": "tool_use", "id": "a", "name": "see", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text, picture]}
+    history = [{"role": "user", "content": "see"}, {"role": "assistant", "content": [use]},
+               {"role": "user", "content": [result, text]}]  # fmt: skip
+    assert served.http.post(path, json={**body, "messages": history}).status_code == 200
+    assert served.noted.media[-1][0].key == mine.key
+    bad = [{"role": "user", "content": [block("AAAA"), text]}]
+    error = served.http.post(path, json={**body, "messages": [*history, *bad]}).json()["error"]
+    assert error["message"].startswith("messages[3].content[0].source"), error
+
+
 def test_no_pictures_at_all() -> None:
     model, _ = seeing.built(limits={"count": 0})
     with echo_service.serving(model) as running:

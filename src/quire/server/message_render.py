@@ -3,9 +3,10 @@ them."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
-import pydantic_core
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
 from quire.control.outcomes import Output
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quire.server.service import Asked
 
 Json = dict[str, Any]
+OBJECT = TypeAdapter(Json)
 
 
 class TextBlock:
@@ -86,12 +88,13 @@ class ToolBlock(TextBlock):
 
 def arguments(text: str) -> Json:
     """The object that JSON is, or as much of it as there is where it was cut: what Anthropic's client makes of a
-    stream. Nothing of what is no object."""
+    stream. Empty for what is no object, or no JSON."""
     try:
-        found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial=True)
+        found = OBJECT.validate_json(text, experimental_allow_partial=True)
+        json.dumps(found, allow_nan=False)  # there are no infinities in JSON, but 1e999 is one once it is read
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 class Blocks(Entries):
