@@ -54,6 +54,18 @@ def test_every_route_needs_the_key(locked: Running) -> None:
     assert seen >= 20
 
 
+def test_why_it_is_ill_is_told_to_who_has_a_key() -> None:
+    with echo_service.serving(keys=[KEY]) as running:
+        assert httpx.get(f"{running.url}/health").content == b""
+        running.llm.accepting = False
+        answer = httpx.get(f"{running.url}/health")
+        assert (answer.status_code, answer.content) == (503, b"")
+        answer = httpx.get(f"{running.url}/health", headers={"x-api-key": KEY})
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+        running.llm.accepting = True
+
+
 @pytest.mark.parametrize("path", ["/health/", "//health", "/v1/../health", "/HEALTH", "/nothing", "/health?x=/metrics"])
 def test_paths_like_health(locked: Running, path: str) -> None:
     url = urlsplit(locked.url)

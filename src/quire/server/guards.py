@@ -15,6 +15,7 @@ from quire.server.errors import Failure, route_path
 
 OPEN = ("/health",)
 ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
+TRUSTED = "quire.trusted"  # in a request's scope: a key came with it, or none is needed
 MAX_BODY = 8 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all requests under way
 BODY_SECONDS = 60.0  # for a whole body to arrive
@@ -48,8 +49,8 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         admin = self._knows(scope, self.admin_keys)
         known = self._knows(scope, self.keys)
-        scope[ADMIN] = admin
-        if scope["type"] == "lifespan" or not self.keys or route_path(scope) in self.open or known or admin:
+        scope[ADMIN], scope[TRUSTED] = admin, not self.keys or known or admin
+        if scope["type"] == "lifespan" or scope[TRUSTED] or route_path(scope) in self.open:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             headers = {"WWW-Authenticate": "Bearer"}

@@ -346,7 +346,7 @@ def responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     answer = ANSWERS[f"{method} {path}"]
     found[200] = {"description": "The answer"} if answer is None else {"model": answer, "description": "The answer"}
     if path in ("/health", "/ping"):
-        found[503] = {"description": "The engine's loop hangs, or requests are not accepted"}
+        found[503]["description"] = "The engine's loop hangs, or requests are not accepted; without a key no body"
     if method == "POST" and path in STREAMED:
         described = {"type": "string", "description": STREAMED[path].__doc__}
         found[200]["content"] = {"text/event-stream": {"schema": described}}

@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import quire
 from quire.async_llm import AsyncLLM
 from quire.errors import InputError
-from quire.server.errors import UnknownModel
+from quire.server.errors import Failure, UnknownModel
+from quire.server.guards import TRUSTED
 from quire.server.metrics import Metrics
 from quire.server.peers import Peers
 from quire.server.pieces import Numbers, Pace, Turns, Words, numbers, strings
@@ -290,11 +291,16 @@ class Service:
         card = {"id": name, "object": "model", "created": self.peers.started, "owned_by": "quire"}
         return {**card, "root": self.names[0], "parent": None, "max_model_len": self.prompts.max_len}
 
-    async def health(self) -> Response:
-        """200 while the engine's loop turns and requests are accepted, else 503; the body is empty."""
-        state = self.llm.heartbeat()
-        well = state.alive and not state.stalled and self.llm.accepting and not self.peers.why()
-        return Response(status_code=200 if well else 503)
+    async def health(self, http: Request) -> Response:
+        """200 while the engine's loop turns and requests are accepted, else 503. The body is empty, but for the cause,
+        which is told to who has a key or needs none: it may name what is not everybody's business."""
+        state, other = self.llm.heartbeat(), self.peers.why()
+        if state.alive and not state.stalled and self.llm.accepting and not other:
+            return Response()
+        if not http.scope.get(TRUSTED):
+            return Response(status_code=503)
+        ill = state.why if not state.alive or state.stalled else ""
+        return Failure(503, ill or other or "the server is shutting down: no request is accepted").response(http.scope)
 
     async def version(self) -> Response:
         """quire's version."""
