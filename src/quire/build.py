@@ -36,7 +36,7 @@ from quire.reserve import reserve
 from quire.shard import attention_of, heads_of, native, shard_runner
 from quire.source import Source, eos_ids, pooling_of, read_sight, read_source, read_text, tiling_of
 from quire.vocabulary.layout import Part
-from quire.vocabulary.specs import ModelSpec
+from quire.vocabulary.specs import Geometry, ModelSpec
 
 if TYPE_CHECKING:
     from quire.parallel.remote import RemoteRunner
@@ -161,16 +161,7 @@ def _assembled(
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
     planned = _planned(config, source.spec, device, dtype)
-    if member is not None:
-        plan = member.plan
-    else:
-        saved = saved_by_fp8(config, source, dtype, device)
-        seen = None
-        if ranks is not None and device != "cpu":
-            from quire.parallel import starting
-
-            seen = starting.meet(ranks, config)
-        plan = plan_memory(planned, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, seen=seen)
+    plan = member.plan if member is not None else _memory_plan(planned, source, dtype, device, ranks)
     ends = eos_ids(source, named)
     with _enough_memory(device):
         runner = _runner(config, source, dtype, device, ends, plan.max_len, progress, member, ranks)
@@ -186,10 +177,7 @@ def _assembled(
         runner.bind(memory.geometry)
         if config.warm_up:
             runner.warm_up(config.max_num_batched_tokens, plan.max_len)
-    held_by = "the KV memory" if plan.clipped else "the model"
-    whole = not (memory.geometry.budget or memory.geometry.both_ways)  # a prompt's tokens are computed one by one
-    hidden = source.spec.hidden if whole else 0
-    limits = Limits(source.spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by, hidden)
+    limits = _limits(config, source.spec, plan, memory.geometry)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT
     engine = assemble(
         config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs, tiling=tiling_of(source),
@@ -205,6 +193,27 @@ def _assembled(
         member.pool.turns.add(engine)
     return engine, plan, (*_computing(config, runner, ranks, device), *source.notes,
                           *_notices(config, plan, ends, source.defaults))  # fmt: skip
+
+
+def _memory_plan(
+    config: EngineConfig, source: Source, dtype: str, device: str, ranks: RemoteRunner | None
+) -> MemoryPlan:
+    """What the memory is divided into, by what `ranks` see of their GPUs if there are some."""
+    seen = None
+    if ranks is not None and device != "cpu":
+        from quire.parallel import starting
+
+        seen = starting.meet(ranks, config)
+    saved = saved_by_fp8(config, source, dtype, device)
+    return plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, seen=seen)
+
+
+def _limits(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan, geometry: Geometry) -> Limits:
+    """What is asked of requests at the edge."""
+    held_by = "the KV memory" if plan.clipped else "the model"
+    whole = not (geometry.budget or geometry.both_ways)  # a prompt's tokens are computed one by one
+    hidden = spec.hidden if whole else 0
+    return Limits(spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by, hidden)
 
 
 def _runner(
