@@ -196,6 +196,8 @@ def test_items_are_the_messages_of_a_chat(served: Server) -> None:
         },
         {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Oslo"}'},
         {"type": "function_call", "call_id": "b", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "reasoning", "id": "rs_2", "summary": [], "content": [{"type": "reasoning_text", "text": "Ah."}]},
+        {"role": "assistant", "content": "So."},
         {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "rain"}]},
         {"type": "function_call_output", "call_id": "a", "output": "sun"},
     ]
@@ -206,7 +208,7 @@ def test_items_are_the_messages_of_a_chat(served: Server) -> None:
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "assistant", "content": "See.\nSo.", "reasoning_content": "Hm.Ah.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "b", "content": "rain"},
         {"role": "tool", "tool_call_id": "a", "content": "sun"},
     ]

@@ -48,6 +48,8 @@ class Reader:
             self._said(at, role, message.get("content"), f"{at}.content")
         for message in self.talk.messages:
             message["content"] = message["content"] or ""
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
         if self.talk.last().get("tool_calls"):
             raise InputError(f"{at} uses a tool: the results come next, as tool_result of the user", "messages")
 
@@ -148,8 +150,8 @@ class Reader:
         message = self.talk.last()
         number = len(self.talk.messages) - 1
         for place, block in blocks:
-            if block["type"] == "thinking":
-                message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+            if block["type"] == "thinking" and block["thinking"]:
+                message.setdefault("reasoning_content", []).append(block["thinking"])
             elif block["type"] == "text":
                 self._parts([(place, self._part(place, block))])
             elif block["type"] == "tool_use":

@@ -166,6 +166,9 @@ def read_items(instructions: str | None, before: Sequence[Json], items: Sequence
         reader.add(f"previous_response_id: item {i}", item)
     for i, item in enumerate(items):
         reader.add(f"input[{i}]", item)
+    for message in found.messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return found
 
 
@@ -174,7 +177,7 @@ class _Items:
     thought goes with the message after it."""
 
     def __init__(self, talk: Talk) -> None:
-        self._talk, self._thoughts = talk, ""
+        self._talk, self._thoughts = talk, list[str]()
 
     def add(self, at: str, item: Json) -> None:
         """The next item. `at` is what errors call it."""
@@ -190,7 +193,7 @@ class _Items:
     def _append(self, at: str, message: Json) -> None:
         if self._thoughts and message["role"] == "assistant":
             message["reasoning_content"] = self._thoughts
-        self._thoughts = ""
+        self._thoughts = []
         self._talk.append(at, message)
 
     def _message(self, at: str, item: Json) -> None:
@@ -203,7 +206,11 @@ class _Items:
         content = _content(f"{at}.content", content)
         last = self._talk.last()
         if role == "assistant" and last.get("tool_calls"):  # said after calls: of the message that has them
-            last["content"] = [*_parts(last["content"]), *_parts(content)]
+            last["content"] = parts = _parts(last["content"])
+            parts += _parts(content)
+            if self._thoughts:
+                last.setdefault("reasoning_content", []).extend(self._thoughts)
+                self._thoughts = []
         else:
             self._append(at, {"role": role, "content": content})
 
@@ -232,7 +239,7 @@ class _Items:
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
         ):
             raise InputError(f'{at}.content must be a list like {{"type": "reasoning_text", "text": ...}}', "input")
-        self._thoughts += "".join(part["text"] for part in parts)
+        self._thoughts += [part["text"] for part in parts if part["text"]]
 
 
 def _content(at: str, content: Any) -> str | list[Json]:
