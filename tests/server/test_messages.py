@@ -293,7 +293,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 300}}, "from 1 to 299, less than max_tokens, got 300"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 20}}, "thinking.budget_tokens: nothing is known of this model"),
     ({"output_config": {"format": {"type": "grammar"}}}, "output_config.format.type"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format must be an object that has"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "x"),
@@ -367,6 +366,16 @@ def test_what_is_ignored_is_named(served: Server) -> None:
         answer = served.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         assert sorted(answer.headers["warning"].split(": ")[1].rstrip('"').split(", ")) == wanted
+
+
+def test_a_budget_of_a_model_without_thoughts(served: Server) -> None:
+    """As clients ask any model for thoughts."""
+    served.say("a")
+    asked = ASKED | {"thinking": {"type": "enabled", "budget_tokens": 20}}
+    answer = served.http.post("/v1/messages", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["warning"].rstrip('"').endswith(": thinking")
+    assert [block["type"] for block in answer.json()["content"]] == ["text"]
 
 
 def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:

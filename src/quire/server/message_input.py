@@ -72,9 +72,9 @@ class MessageRequest(CountRequest):
 
 
 class Asking:
-    """A request as a chat. `variables`: those that the chat template reads."""
+    """A request as a chat. `variables`: those that the chat template reads. `thinks`: the model's thoughts are known."""
 
-    def __init__(self, body: CountRequest, variables: Collection[str]) -> None:
+    def __init__(self, body: CountRequest, variables: Collection[str], thinks: bool) -> None:
         extra = body.model_extra or {}
         if extra.get("thread") is not None:
             raise NoThreads("thread is not supported: send all messages", "thread")
@@ -84,7 +84,7 @@ class Asking:
         found = NAMES.refuse(extra, type(body).model_fields, MORE)
         if body.cache_control is not None:
             self._ignored["cache_control"] = True
-        given = body.same() | self._output() | self._thinking(variables) | self._tools()
+        given = body.same() | self._output() | self._thinking(variables, thinks) | self._tools()
         if isinstance(body, MessageRequest):
             given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         else:
@@ -113,7 +113,7 @@ class Asking:
         schema = {name: form[name] for name in ("schema",) if form.get(name) is not None}
         return {"type": "json_schema", "json_schema": {**schema, "strict": True}}
 
-    def _thinking(self, variables: Collection[str]) -> Json:
+    def _thinking(self, variables: Collection[str], thinks: bool) -> Json:
         """`thinking`: the template's switch, a budget, and whether thoughts are returned."""
         given, body = self._body.thinking, self._body
         if given is None:
@@ -131,7 +131,10 @@ class Asking:
             if type(budget) is not int or not 1 <= budget <= most:
                 limit = f"a number from 1 to {most}, less than max_tokens" if most < 2**31 - 1 else "a number from 1 on"
                 raise InputError(f"thinking.budget_tokens must be {limit}, got {shown(budget)}", "thinking")
-            found["thinking_token_budget"] = budget
+            if thinks:
+                found["thinking_token_budget"] = budget
+            else:  # clients ask any model for thoughts: one that has none keeps any budget
+                self._ignored["thinking"] = True
         known = ("type", "display", *(("budget_tokens",) if kind == "enabled" else ()))
         self._ignored |= {f"thinking.{name}": True for name in given if name not in known}
         return found

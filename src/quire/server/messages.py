@@ -23,10 +23,11 @@ class AnthropicMessages:
         self.service = service
         template = service.prompts.chat_template
         self._variables = template.variables if template is not None else frozenset()
+        self._thinks = service.reasoning.format is not None
 
     async def create(self, body: MessageRequest, http: Request) -> Response:
         """Answer messages with one."""
-        service, asking = self.service, Asking(body, self._variables)
+        service, asking = self.service, Asking(body, self._variables, self._thinks)
         with NAMES.used(asking.talk):
             asked = await service.asked("msg", asking.chat)
             id = asked.call.id.replace("-", "_")
@@ -38,7 +39,7 @@ class AnthropicMessages:
 
     async def count(self, body: CountRequest) -> Response:
         """How many tokens the prompt of such messages has."""
-        asking = Asking(body, self._variables)
+        asking = Asking(body, self._variables, self._thinks)
         with NAMES.used(asking.talk):
             asked = await self.service.asked("msg", asking.chat)
             headers = self.service.headers(asking.chat)
