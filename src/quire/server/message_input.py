@@ -72,7 +72,7 @@ class MessageRequest(CountRequest):
 
 
 class Asking:
-    """A request as a chat. `variables`: those that the chat template reads. `thinks`: the model's thoughts are known."""
+    """A request as a chat. `variables`: those that the model's template reads. `thinks`: its thoughts are known."""
 
     def __init__(self, body: CountRequest, variables: Collection[str], thinks: bool) -> None:
         extra = body.model_extra or {}
