@@ -389,7 +389,7 @@ class Engine:
 
     def told(self, outputs: list[Output]) -> list[Output]:
         """Forget the requests that these outputs end, and prefixes not registered; nobody hears of those in `again`."""
-        asked = [output for output in outputs if output.request not in self.again]
+        asked = [output for output in outputs if output.request not in self.again] if self.again else outputs
         for output in outputs:
             if output.done:
                 self.ended += 1

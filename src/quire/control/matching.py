@@ -37,8 +37,7 @@ def masks_of(rows: Iterable[Row], by_slot: Mapping[int, tuple[Request, Sequence]
 def waits(request: Request, seq: Sequence, late: bool) -> bool:
     """Whether what follows a token that is under way is left until it comes. With masks that may be `late` only where
     a forced run will be appended behind it."""
-    if seq.matcher is None:
-        return False
+    assert seq.matcher is not None, "it has a grammar"
     return not late or (request.top == -1 and len(seq.matcher.forced()) > JUMP)
 
 

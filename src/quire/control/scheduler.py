@@ -140,10 +140,11 @@ class Scheduler:
         """Tokens that the sequence could compute next, of `budget`."""
         if seq.finish is not None:
             return 0
-        if seq.pending and (seq.branches or request.method is not None or waits(request, seq, self.late)):
-            return 0  # what follows is decided when its sample arrives; others go on
-        if seq.pending and len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
-            return 0  # its last token is on its way
+        if seq.pending:
+            if seq.branches or request.method is not None or (seq.matcher is not None and waits(request, seq, self.late)):
+                return 0  # what follows is decided when its sample arrives; others go on
+            if len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
+                return 0  # its last token is on its way
         if seq.sibling is not None:
             if seq.sibling.sibling is not None or seq.sibling.planned < seq.planned:
                 return 0  # what it shares is still to be computed, by the sibling or by that one's own
