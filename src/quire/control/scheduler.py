@@ -141,8 +141,10 @@ class Scheduler:
         if seq.finish is not None:
             return 0
         if seq.pending:
-            if seq.branches or request.method is not None or (seq.matcher is not None and waits(request, seq, self.late)):
-                return 0  # what follows is decided when its sample arrives; others go on
+            if seq.branches or request.method is not None:
+                return 0  # what follows is decided when its sample arrives
+            if seq.matcher is not None and waits(request, seq, self.late):
+                return 0  # as what may be drawn is; others go on
             if len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:
                 return 0  # its last token is on its way
         if seq.sibling is not None:
