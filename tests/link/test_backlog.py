@@ -58,6 +58,8 @@ def test_what_is_not_merged_is_told_at_once() -> None:
     scored = output(0, 5, tops=TOPS)
     message = stepped((1, scored), (2, output(0, 6)), computed=7)._replace(progress=progress)
     assert backlog.add(message) == message._replace(outputs=[(1, scored)])
+    embedded = stepped((3, output(0, finish="stop", done=True, pooled=(0.5, -1.0))))
+    assert backlog.add(embedded) == embedded
     assert backlog.add(stepped((2, output(0, 6, tops=TOPS)))) is None  # others of its request wait
     assert backlog.take()[0].outputs == [(2, output(0, 6, 6, tops=TOPS))]
 

@@ -51,8 +51,9 @@ class Backlog:
         return bool(self._held)
 
     def add(self, message: Stepped) -> Stepped | None:
-        """Merge what can be; the rest of the message, if there is any, is to be told now. Log-probabilities take less
-        room as frames, so outputs that have some aren't merged, unless others of their request are."""
+        """Merge what can be; the rest of the message, if there is any, is to be told now. Log-probabilities
+        and embeddings take less room as frames, so outputs that have some aren't merged, unless others of their request
+        are."""
         self._now, self._queues = message.now, message.queues
         rest = [found for found in message.outputs if not self._take(*found)]
         if rest or message.progress or message.computed or message.facts is not None:
@@ -60,7 +61,7 @@ class Backlog:
         return None
 
     def _take(self, number: int, output: Output) -> bool:
-        if (output.tops or output.prompt_tops) and number not in self._held:
+        if (output.tops or output.prompt_tops or output.pooled) and number not in self._held:
             return False
         branches = self._held.setdefault(number, {})
         merged = branches.pop(output.branch, None)
