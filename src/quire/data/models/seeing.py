@@ -34,7 +34,7 @@ class Seeing(nn.Module):
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
         s = SeeingSettings.read(config).of(part)
-        self.text = (Gemma if isinstance(s.text, GemmaSettings) else Llama)(s.config, dtype, device)
+        self.text = (Gemma if isinstance(s.text, GemmaSettings) else Llama)(s.config, dtype, device, part)
         self.eyes = build_encoder(s.vision, dtype, device)
         self.prefixes = (*TEXT_PREFIXES, *self.eyes.prefixes, *self.text.prefixes)
 
@@ -51,9 +51,9 @@ class Seeing(nn.Module):
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
         return self.text.end(x, attended)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return self.text.logits(hidden)
+    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
+        return self.text.logits(hidden, own)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -10,7 +10,6 @@ from typing import Any, Self
 from quire.data.models.fields import Fields
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.settings import LlamaSettings
-from quire.data.models.shares import undivided
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.layout import Part
@@ -59,9 +58,8 @@ class SeeingSettings:
         return settings
 
     def of(self, part: Part) -> Self:
-        """All of it: StartupError for a part."""
-        undivided(part, "a model that sees pictures")
-        return self
+        """One rank's shard: all of the eyes, a part of the text. StartupError if there can't be so many ranks."""
+        return replace(self, text=self.text.of(part))
 
     def spec(self) -> ModelSpec:
         """`parameters` are the text's: those of the eyes are in `vision`."""
