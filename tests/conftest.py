@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 from zlib import crc32
 
 import pytest
@@ -35,3 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = grid[0].get_closest_marker("share")
         for item in grid[-(-len(grid) // mark.args[0]) :] if mark else ():
             item.add_marker(pytest.mark.soak)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks are threads: without kernels of our own, of which a process runs one at a time."""
+    from echo_ranks import ThreadRank
+
+    import quire.parallel.remote as remote
+    from quire.data.kernels.cpu.loading import library
+    from quire.shard import build_rank
+
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    library.cache_clear()
+    runner = partial(remote.RemoteRunner, start=partial(ThreadRank, build_rank))
+    monkeypatch.setattr(remote, "RemoteRunner", runner)
+    yield
+    library.cache_clear()

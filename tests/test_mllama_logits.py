@@ -77,6 +77,15 @@ def test_logits_of_branches(model: Saved, page_size: int, chunk: int, preemption
     check(model, PROMPTS, 2, page_size=page_size, max_num_batched_tokens=chunk, **options(preemption))
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "settings", [{"max_num_batched_tokens": 7}, {"preemption": "swap"}, {"preemption": "recompute"}], ids=str
+)
+def test_logits_of_ranks(model: Saved, settings: dict[str, Any], ranks: int) -> None:
+    check(model, PROMPTS, 2, tp=ranks, **{"page_size": 4, "max_num_batched_tokens": 16, **settings})
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"memory": "uniform"}, {"page_sizes": "max"}, {"table_scope": "layer"}, {"enable_prefix_caching": False},

@@ -66,14 +66,18 @@ def test_table_1_on_its_devices(name: str, ranks: int, device: int, parameters: 
 
 @pytest.mark.parametrize(("name", "ranks"), [
     ("opt-66b", 4), ("gpt2-xl", 5), ("gpt2", 4), ("qwen2-7b", 4), ("qwen3-8b", 8), ("gemma-2-9b", 2),
-    ("characterai-8b", 8), ("yi-6b", 8), ("llama3.2-1b", 16),
+    ("characterai-8b", 8), ("yi-6b", 8), ("llama3.2-1b", 16), ("llama3.2-vision-11b", 4), ("llava-onevision-7b", 4),
+    ("internvl2-8b", 2), ("phi-3-vision-4b", 2), ("paligemma2-10b", 4),
 ])  # fmt: skip
 def test_planned_weights_are_those_of_a_ranks_model(name: str, ranks: int) -> None:
     config, meta = named_config(name), torch.device("meta")
     made: Any = resolve(config)
     for rank in (0, ranks - 1):
         shard = made(config, torch.bfloat16, meta, part=Part(rank, ranks))
-        assert sum(one.numel() for one in shard.parameters()) == spec_of(name, ranks).parameters
+        spec = spec_of(name, ranks)
+        eyes = 0 if spec.vision is None else spec.vision.parameters  # whole on each
+        assert sum(one.numel() for one in shard.parameters()) == spec.parameters + eyes
+        assert eyes == (0 if spec.vision is None else spec_of(name).vision.parameters)
 
 
 # Table 8: tokens of a page of 64 KB, 128 KB, 256 KB and 2 MB on one, two and (by the same rule) four workers, and the

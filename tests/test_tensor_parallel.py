@@ -21,7 +21,6 @@ from quire import LLM
 from quire.build import build
 from quire.config import EngineConfig
 from quire.control.engine import Engine
-from quire.data.kernels.cpu.loading import library
 from quire.errors import EngineDead, StartupError
 from quire.parallel.frames import Hello
 from quire.parallel.remote import RemoteRunner
@@ -72,17 +71,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folder
 
     return cache(saved)
-
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ranks are threads: without kernels of our own, of which a process runs one at a time."""
-    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
-    library.cache_clear()
-    remote = partial(RemoteRunner, start=partial(ThreadRank, build_rank))
-    monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", remote)
-    yield
-    library.cache_clear()
 
 
 def engine_of(folder: Path, **settings: Any) -> Engine:

@@ -190,8 +190,6 @@ def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> Non
     [
         ("jamba-52b", "a Jamba"),
         ("mamba-2.8b", "a Mamba"),
-        ("llama3.2-vision-11b", "a Llama 3.2 Vision"),
-        ("internvl2-8b", "a model that sees pictures"),
     ],
 )
 def test_families_that_are_not_divided_yet_are_named(name: str, what: str) -> None:

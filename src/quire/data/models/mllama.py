@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.cut import columns, heads, vocabulary
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
@@ -41,9 +43,12 @@ class CrossAttention(nn.Module):
     """Queries of tokens, keys and values of the rows of pictures; both queries and keys are normalised a head, and
     neither is rotated."""
 
-    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+    ) -> None:
         super().__init__()
-        s, queries, keys = settings, settings.heads * settings.head_dim, settings.kv_heads * settings.head_dim
+        s = settings
+        queries, keys = heads(part, s.heads, s.kv_heads, s.head_dim)
         self.layer, self.head_dim = layer, s.head_dim
         self.q = Linear(s.hidden, queries, False, dtype, device)
         self.kv = Linear(s.hidden, (keys, keys), False, dtype, device)
@@ -65,13 +70,15 @@ class CrossBlock(nn.Module):
     """x += gate * cross(norm(x)), then x and what is to be added to it next, gate * mlp(norm(x)). Nothing is added for
     a token that sees no picture."""
 
-    def __init__(self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+    ) -> None:
         super().__init__()
         s = settings
         self.attention_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.cross = CrossAttention(s, layer, dtype, device)
+        self.cross = CrossAttention(s, layer, dtype, device, part)
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device)
+        self.mlp = GatedMLP(s.hidden, columns(part, s.intermediate), s.activation, s.mlp_bias, dtype, device)
         self.attention_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
         self.mlp_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
 
@@ -104,14 +111,18 @@ class Mllama(nn.Module):
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
-        settings = MllamaSettings.read(config).of(part)
+        settings = MllamaSettings.read(config)
+        settings.of(part)  # refuses what can't be
         s, cross = settings.text, settings.cross
-        self.embed = Embedding(s.vocab_size + MORE_TOKENS, s.hidden, dtype, device)
+        self.exchange: Exchange | None = None
+        self.vocabulary = vocabulary(part, s.vocab_size)
+        self.embed = Embedding(vocabulary(part, s.vocab_size + MORE_TOKENS), s.hidden, dtype, device)
         self.layers = nn.ModuleList(
-            (CrossBlock if layer in cross else llama.Block)(s, layer, dtype, device) for layer in range(len(s.kinds))
+            (CrossBlock if layer in cross else llama.Block)(s, layer, dtype, device, part)
+            for layer in range(len(s.kinds))
         )
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device)
+        self.head = Linear(s.hidden, self.vocabulary, False, dtype, device)
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
         self.eyes = build_encoder(settings.vision, dtype, device)
 
@@ -137,9 +148,9 @@ class Mllama(nn.Module):
         x, delta = self.layers[-1].rest(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
+        return gathered(self.head(hidden), self.vocabulary, None if own else self.exchange)
 
     def project(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer for pictures attends to: keys and values [R, kv_heads, head_dim] of rows [R, hidden]."""

@@ -11,7 +11,6 @@ from quire.data.models.fields import Fields
 from quire.data.models.layer_kinds import Kind
 from quire.data.models.seeing_settings import PREPARATION
 from quire.data.models.settings import LlamaSettings
-from quire.data.models.shares import undivided
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError, shown
 from quire.vocabulary.layout import Part
@@ -65,15 +64,16 @@ class MllamaSettings:
         return cls(text, vision, _cross(section.get("cross_attention_layers"), len(text.kinds)))
 
     def of(self, part: Part) -> Self:
-        """All of it: StartupError for a part."""
-        undivided(part, "a Llama 3.2 Vision")
-        return self
+        """One rank's shard: all of the eyes, a part of the rest. StartupError if there can't be so many ranks."""
+        return replace(self, text=self.text.of(part))
 
     @property
     def parameters(self) -> int:
         """The text's: what its layers for pictures have beside a Llama's, two norms of a head and two gates, and the
         tokens beyond the vocabulary."""
-        return self.text.parameters + len(self.cross) * (2 * self.text.head_dim + 2) + MORE_TOKENS * self.text.hidden
+        text = self.text
+        more = text.part.padded(text.vocab_size + MORE_TOKENS) - text.part.padded(text.vocab_size)
+        return text.parameters + len(self.cross) * (2 * text.head_dim + 2) + more * text.hidden
 
     def spec(self) -> ModelSpec:
         """`parameters` are the text's: those of the eyes are in `vision`."""
