@@ -67,7 +67,7 @@ def test_table_1_on_its_devices(name: str, ranks: int, device: int, parameters: 
 @pytest.mark.parametrize(("name", "ranks"), [
     ("opt-66b", 4), ("gpt2-xl", 5), ("gpt2", 4), ("qwen2-7b", 4), ("qwen3-8b", 8), ("gemma-2-9b", 2),
     ("characterai-8b", 8), ("yi-6b", 8), ("llama3.2-1b", 16), ("llama3.2-vision-11b", 4), ("llava-onevision-7b", 4),
-    ("internvl2-8b", 2), ("phi-3-vision-4b", 2), ("paligemma2-10b", 4),
+    ("jamba-52b", 4), ("mamba-2.8b", 8), ("internvl2-8b", 2), ("phi-3-vision-4b", 2), ("paligemma2-10b", 4),
 ])  # fmt: skip
 def test_planned_weights_are_those_of_a_ranks_model(name: str, ranks: int) -> None:
     config, meta = named_config(name), torch.device("meta")
@@ -255,7 +255,9 @@ def test_plans_in_the_documents() -> None:
      "36864", "Use 1, 2, 3, 4, 6, 8, 9, 12, 18, 24 or 36"),
     ("gpt2-xl", {"tp": 2}, "it has 25 heads", "Use 1, 5 or 25"),
     ("llama3-70b", {"tp": 63}, "64 heads, 8 heads of keys", "Use 1, 2, 4, 8, 16 or 32"),  # 64 ranks there can't be
-    ("jamba-52b", {"tp": 2}, "can't be divided among ranks yet", "Leave --tp out"),
+    ("jamba-52b", {"tp": 3}, "it has 32 heads, 8 heads of keys, intermediate_size 14336, mamba_expand times "
+     "hidden_size 8192", "Use 1, 2, 4, 8, 16 or 32"),
+    ("mamba-2.8b", {"tp": 3}, "--tp is 3, which doesn't divide the model: it has 5120 channels", "divides them"),
     ("llama3-8b", {"tp": 2, "quantization": "fp8"}, "a quantised model can't be divided", "Leave --tp out"),
     ("llama3-70b", {"tp": 2}, "65.71 GiB of weights", "model"),
 ])  # fmt: skip

@@ -129,6 +129,19 @@ SOME = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_batched_tokens": 7}, {"preemption": "swap"}, {"preemption": "recompute"}],
+    ids=str,
+)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_ranks(saved: Any, case: str, settings: dict[str, Any], ranks: int) -> None:
+    """Each has some channels of a state; beyond two, of a key head a copy."""
+    check(saved(case), SHORT, 2, tp=ranks, **{"page_size": 4, "max_num_batched_tokens": 24, **settings})
+
+
 @pytest.mark.share(4)
 @pytest.mark.parametrize(("case", "page_size", "chunk", "preemption"), SOME)
 def test_logits_of_branches(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:

@@ -185,22 +185,6 @@ def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> Non
         resolve(named_config(name))(named_config(name), torch.float32, torch.device("meta"), Part(0, ranks))
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("jamba-52b", "a Jamba"),
-        ("mamba-2.8b", "a Mamba"),
-    ],
-)
-def test_families_that_are_not_divided_yet_are_named(name: str, what: str) -> None:
-    config, words = named_config(name), f"--tp is 2, and {what} can't be divided among ranks yet"
-    with pytest.raises(StartupError, match=words):
-        read_spec(config, Part(1, 2))
-    with pytest.raises(StartupError, match=words):
-        resolve(config)(config, torch.float32, torch.device("meta"), Part(1, 2))
-    assert read_spec(config, WHOLE) == read_spec(config)
-
-
 def test_quantised_models_are_not_divided_yet() -> None:
     config = named_config("llama3-8b")
     quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}

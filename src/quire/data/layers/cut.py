@@ -25,6 +25,15 @@ class Cut:
         return self.part.ranks > 1
 
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Of a parameter that is divided: what a rank has of its rows, those of each projection, and of its columns, if it
+    hasn't all."""
+
+    rows: tuple[Cut, ...]
+    columns: Cut | None
+
+
 def cut_of(size: int | Cut) -> Cut:
     """All of a dimension, where only its size is said."""
     return size if isinstance(size, Cut) else Cut(range(size), size, size)

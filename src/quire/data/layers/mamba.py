@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from quire.data.kernels import states
 from quire.data.kernels.states import StateCache, StatePlan
+from quire.data.layers.cut import Cuts, columns
+from quire.data.layers.exchange import Exchange
 from quire.data.layers.linear import Linear
 from quire.data.layers.norm import RMSNorm
 from quire.errors import StartupError, shown
+from quire.vocabulary.layout import WHOLE, Part
 
 
 class Widths(NamedTuple):
@@ -30,31 +33,37 @@ class Widths(NamedTuple):
 
 class Mamba(nn.Module):
     """x [T, hidden] -> [T, hidden]. The layer's states, in `cache`, are taken from in front of the step's tokens to
-    behind them, as the plan says."""
+    behind them, as the plan says.
+
+    Where ranks share out a layer, each has some channels and their states. What steps, B and C are made of is a sum
+    over all channels, so ranks meet within the mixer; what it gives is one rank's part of a sum."""
 
     def __init__(
         self, widths: Widths, act: str, bias: bool, conv_bias: bool, norm_eps: float | None,
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, part: Part = WHOLE,
     ) -> None:  # fmt: skip
         """`norm_eps`: that of the norms of dt, B and C; None where there are none."""
         super().__init__()
         if act not in states.ACTIVATIONS:
             raise StartupError(f"the activation {shown(act)} of a Mamba layer is not supported", "Supported: silu")
         w, self.act = widths, act
+        own = columns(part, w.d_inner)
+        self.cuts = dict.fromkeys(("conv_weight", "conv_bias", "dt_bias", "decay_log", "skip"), Cuts((own,), None))
+        self.exchange: Exchange | None = None
 
         def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.into = Linear(w.hidden, (w.d_inner, w.d_inner), bias, dtype, device)
-        self.conv_weight = empty(w.d_inner, 1, w.d_conv, dtype=dtype)
-        self.conv_bias = empty(w.d_inner, dtype=dtype) if conv_bias else None
-        self.parts = Linear(w.d_inner, (w.dt_rank, w.d_state, w.d_state), False, dtype, device)
-        self.dt = Linear(w.dt_rank, w.d_inner, False, dtype, device)
+        self.into = Linear(w.hidden, (own, own), bias, dtype, device)
+        self.conv_weight = empty(own.room, 1, w.d_conv, dtype=dtype)
+        self.conv_bias = empty(own.room, dtype=dtype) if conv_bias else None
+        self.parts = Linear(own, (w.dt_rank, w.d_state, w.d_state), False, dtype, device)
+        self.dt = Linear(w.dt_rank, own, False, dtype, device)
         # These join fp32 numbers; a checkpoint may have them in its own dtype.
-        self.dt_bias = empty(w.d_inner, dtype=torch.float32)
-        self.decay_log = empty(w.d_inner, w.d_state, dtype=torch.float32)
-        self.skip = empty(w.d_inner, dtype=torch.float32)
-        self.out = Linear(w.d_inner, w.hidden, bias, dtype, device)
+        self.dt_bias = empty(own.room, dtype=torch.float32)
+        self.decay_log = empty(own.room, w.d_state, dtype=torch.float32)
+        self.skip = empty(own.room, dtype=torch.float32)
+        self.out = Linear(own, w.hidden, bias, dtype, device)
         sizes = (w.dt_rank, w.d_state, w.d_state)
         self.norms = nn.ModuleList(
             RMSNorm(size, norm_eps, dtype, device) for size in (sizes if norm_eps is not None else ())
@@ -67,11 +76,14 @@ class Mamba(nn.Module):
         return self.out(self.mix(x, cache, plan))
 
     def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
-        """[T, d_inner]: what the scan finds for each token; `out` comes next."""
+        """[T, d_inner], or its own channels: what the scan finds for each token; `out` comes next."""
         assert self.decay is not None, "prepare() makes it"
         inner, gate = self.into(x).chunk(2, dim=1)
         inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan, self.act)
-        steps, *numbers = self.normed(self.parts(inner))
+        product = self.parts(inner)
+        if self.exchange is not None:
+            product = self.exchange.add(product)
+        steps, *numbers = self.normed(product)
         return self.scan(inner, self.dt(steps), self.decay, *numbers, self.skip, gate, self.dt_bias, cache, plan)
 
     def normed(self, product: Tensor) -> tuple[Tensor, ...]:

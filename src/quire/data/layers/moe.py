@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.data.layers.cut import Cut, Cuts, cut_of
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import activation
 
@@ -18,27 +19,30 @@ class SparseMLP(nn.Module):
     `normalised` (Mixtral), the sum is one. Probabilities and sums are taken in fp32.
 
     Experts' weights are stacked, so that a checkpoint's lie one after another: `gate_up` [experts * 2 * intermediate,
-    hidden], of each expert the gate's rows and then up's, and `down` [experts * hidden, intermediate].
+    hidden], of each expert the gate's rows and then up's, and `down` [experts * hidden, intermediate]. Where ranks
+    share out a layer, each has some columns of every expert, and all of the router: what it gives is its part of a sum.
     """
 
     FP8: ClassVar[dict[str, str]] = {"gate_up": "gate_up_scale", "down": "down_scale"}
     """As of `Linear`; the router's is its own."""
 
     def __init__(
-        self, hidden: int, intermediate: int, experts: int, top: int, act: str, normalised: bool, dtype: torch.dtype,
-        device: torch.device,
+        self, hidden: int, intermediate: int | Cut, experts: int, top: int, act: str, normalised: bool,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
         assert 1 <= top <= experts, f"{top} of {experts} experts"
         self.hidden, self.experts, self.top, self.normalised = hidden, experts, top, normalised
         self.act, self.name = activation(act), act
+        own = cut_of(intermediate)
+        self.cuts = {"gate_up": Cuts((own,) * 2 * experts, None), "down": Cuts((cut_of(hidden),) * experts, own)}
 
         def stacked(rows: int, columns: int) -> nn.Parameter:
             weight = torch.empty(experts * rows, columns, dtype=dtype, device=device)
             return nn.Parameter(weight, requires_grad=False)
 
         self.router = Linear(hidden, experts, False, dtype, device)
-        self.gate_up, self.down = stacked(2 * intermediate, hidden), stacked(hidden, intermediate)
+        self.gate_up, self.down = stacked(2 * own.room, hidden), stacked(hidden, own.room)
         self.gate_up_scale: Tensor | None = None  # [groups, rows of all experts], of weights in FP8
         self.down_scale: Tensor | None = None
         self.choose: Callable[..., tuple[Tensor, Tensor]] | None = None  # the choice in one launch

@@ -38,14 +38,15 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
 
 
 def join(model: nn.Module, exchange: Exchange) -> None:
-    """Let a shard meet those of the other ranks in every step: at the norms before which something is added, at its
-    embedding, and at its logits, which `exchange` of the model, or of its `text`, is for. Its `eyes` are whole on each
-    rank. Before or after `prepare`."""
+    """Let a shard meet those of the other ranks in every step: at the norms before which something is added, within its
+    Mamba mixers, at its embedding, and at its logits, which `exchange` of the model, or of its `text`, is for. Its
+    `eyes` are whole on each rank. Before or after `prepare`."""
     eyes = set(model.eyes.modules()) if hasattr(model, "eyes") else set[nn.Module]()
     for module in model.modules():
         if module in eyes:
             continue
-        if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, Embedding) and module.cut.divided):
+        met = isinstance(module, RMSNorm | LayerNorm | Mamba)
+        if met or (isinstance(module, Embedding) and module.cut.divided):
             module.exchange = exchange
         if isinstance(module, RMSNorm | LayerNorm):
             module.normed = getattr(exchange, "normed", None)

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.cut import columns, vocabulary
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.moe import SparseMLP
@@ -44,18 +46,21 @@ class Block(nn.Module):
     """x += mixer(norm(x)), of attention or of a running state, then x and what is to be added to it next,
     mlp(norm(x)). Each sum is left to the norm that follows, which reads all of x anyway."""
 
-    def __init__(self, settings: JambaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: JambaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+    ) -> None:
         super().__init__()
         s, attends, sparse = settings, settings.attends[layer], settings.sparse[layer]
         self.layer = layer
         self.mixer_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.attention = Attention(s, layer, dtype, device) if attends else None
-        self.mamba = None if attends else mixer_of(s.mixer, dtype, device)
+        self.attention = Attention(s, layer, dtype, device, part=part) if attends else None
+        self.mamba = None if attends else mixer_of(s.mixer, dtype, device, part)
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.mlp = None if sparse else GatedMLP(s.hidden, s.intermediate, "silu", False, dtype, device)
+        inner = columns(part, s.intermediate)
+        self.mlp = None if sparse else GatedMLP(s.hidden, inner, "silu", False, dtype, device)
         self.experts = None
         if sparse:
-            self.experts = SparseMLP(s.hidden, s.intermediate, s.experts, s.active, "silu", False, dtype, device)
+            self.experts = SparseMLP(s.hidden, inner, s.experts, s.active, "silu", False, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor]:
         return self.rest(x, self.mix(x, delta, ctx))
@@ -88,12 +93,15 @@ class Jamba(nn.Module):
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
-        s = JambaSettings.read(config).of(part)
+        s = JambaSettings.read(config)
+        s.of(part)  # refuses what can't be
+        self.exchange: Exchange | None = None
+        self.vocabulary = rows = vocabulary(part, s.vocab_size)
         self.tied, self.count = s.tied, s.experts
-        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(len(s.attends)))
+        self.embed = Embedding(rows, s.hidden, dtype, device)
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(len(s.attends)))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
@@ -116,9 +124,9 @@ class Jamba(nn.Module):
         x, delta = self.layers[-1].rest(x, mixed)
         return self.norm(x, delta)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
+        return gathered(self.head(hidden), self.vocabulary, None if own else self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from quire.data.layers.cut import vocabulary
 from quire.data.layers.embedding import Embedding
+from quire.data.layers.exchange import Exchange, gathered
 from quire.data.layers.linear import Linear
 from quire.data.layers.mamba import Mamba as Mixer
 from quire.data.layers.mamba import Widths
@@ -32,10 +34,10 @@ NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def mixer_of(settings: MixerSettings, dtype: torch.dtype, device: torch.device) -> Mixer:
-    """A layer's mixer."""
+def mixer_of(settings: MixerSettings, dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> Mixer:
+    """A layer's mixer, or a rank's part of it."""
     s, eps = settings, None if settings.norms == "none" else settings.norm_eps
-    mixer = Mixer(Widths(*s.widths), "silu", s.bias, s.conv_bias, eps, dtype, device)
+    mixer = Mixer(Widths(*s.widths), "silu", s.bias, s.conv_bias, eps, dtype, device, part)
     for norm in mixer.norms if s.norms == "plain" else ():
         norm.weight = None  # `prepare` fills in ones
     return mixer
@@ -44,11 +46,13 @@ def mixer_of(settings: MixerSettings, dtype: torch.dtype, device: torch.device) 
 class Block(nn.Module):
     """What the mixer makes of norm(x + delta), its output projection aside; x becomes that sum."""
 
-    def __init__(self, settings: MambaSettings, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, settings: MambaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.norm = RMSNorm(settings.hidden, settings.norm_eps, dtype, device)
-        self.mixer = mixer_of(settings.mixer, dtype, device)
+        self.mixer = mixer_of(settings.mixer, dtype, device, part)
 
     def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> Tensor:
         return self.mixer.mix(self.norm(x, delta), *ctx.state(self.layer))
@@ -67,12 +71,15 @@ class Mamba(nn.Module):
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, part: Part = WHOLE) -> None:
         super().__init__()
-        s = MambaSettings.read(config).of(part)
+        s = MambaSettings.read(config)
+        s.of(part)  # refuses what can't be
+        self.exchange: Exchange | None = None
+        self.vocabulary = rows = vocabulary(part, s.vocab_size)
         self.ignored = (r"lm_head\.weight",) if s.tied else ()  # a checkpoint may hold it, and it isn't needed
-        self.embed = Embedding(s.vocab_size, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device) for layer in range(s.layers))
+        self.embed = Embedding(rows, s.hidden, dtype, device)
+        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(s.layers))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, s.vocab_size, False, dtype, device, self.embed.weight if s.tied else None)
+        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
@@ -92,9 +99,9 @@ class Mamba(nn.Module):
         """Behind the last state, of the tokens whose x these are, and what it gave: hidden [T, hidden]."""
         return self.norm(x, self.layers[-1].mixer.out(mixed))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype."""
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, own: bool = False) -> Tensor:
+        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `own` this rank's, [R, room]."""
+        return gathered(self.head(hidden), self.vocabulary, None if own else self.exchange)
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""

@@ -4,14 +4,13 @@ Defaults are transformers'.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from quire.data.models.fields import Fields
 from quire.data.models.settings import MAX_LAYERS, refuse_quantised
-from quire.data.models.shares import undivided
 from quire.errors import StartupError
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import WHOLE, Part, check_division
 from quire.vocabulary.specs import LayerSpec, ModelSpec, StatePart
 
 MOST_STATE = 256
@@ -63,6 +62,10 @@ class MixerSettings:
         """In the order of quire.data.layers.mamba."""
         return self.hidden, self.inner, self.rank, self.state, self.conv
 
+    def of(self, part: Part) -> Self:
+        """One rank's shard: its channels."""
+        return replace(self, inner=len(part.share(self.inner)))
+
     def layer(self, itemsize: int) -> LayerSpec:
         """What such a layer keeps, in a model of numbers of `itemsize` bytes."""
         conv = StatePart("conv", (self.inner, self.conv - 1), itemsize)
@@ -82,6 +85,7 @@ class MambaSettings:
     max_len: int
     eos_ids: tuple[int, ...]
     itemsize: int
+    part: Part = WHOLE
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
@@ -107,14 +111,18 @@ class MambaSettings:
         )  # fmt: skip
 
     def of(self, part: Part) -> Self:
-        """All of it: StartupError for a part."""
-        undivided(part, "a Mamba")
-        return self
+        """One rank's shard. StartupError if there can't be so many ranks."""
+        if self.mixer.inner % part.ranks:
+            raise StartupError(
+                f"--tp is {part.ranks}, which doesn't divide the model: it has {self.mixer.inner} channels",
+                "Use a number that divides them",
+            )
+        return replace(self, mixer=self.mixer.of(part), part=part)
 
     @property
     def parameters(self) -> int:
         """Weights of the model, tied ones once."""
-        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden
+        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * self.hidden
         return self.layers * (self.mixer.parameters + self.hidden) + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
@@ -154,6 +162,7 @@ class JambaSettings:
     max_len: int
     eos_ids: tuple[int, ...]
     itemsize: int
+    part: Part = WHOLE
     qkv_bias: ClassVar[bool] = False
     out_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
@@ -194,9 +203,17 @@ class JambaSettings:
         )  # fmt: skip
 
     def of(self, part: Part) -> Self:
-        """All of it: StartupError for a part."""
-        undivided(part, "a Jamba")
-        return self
+        """One rank's shard. StartupError if there can't be so many ranks."""
+        columns = {"intermediate_size": self.intermediate, "mamba_expand times hidden_size": self.mixer.inner}
+        check_division(part.ranks, self.heads, self.kv_heads, **columns)
+        return replace(
+            self,
+            heads=self.heads // part.ranks,
+            kv_heads=max(self.kv_heads // part.ranks, 1),
+            intermediate=self.intermediate // part.ranks,
+            mixer=self.mixer.of(part),
+            part=part,
+        )
 
     @property
     def parameters(self) -> int:
@@ -206,7 +223,7 @@ class JambaSettings:
         block, sparse = 3 * self.hidden * self.intermediate, sum(self.sparse)
         total = sum(attention if attends else self.mixer.parameters for attends in self.attends)
         total += self.expert_parameters + sparse * self.experts * self.hidden + (len(self.sparse) - sparse) * block
-        embeddings = (1 if self.tied else 2) * self.vocab_size * self.hidden
+        embeddings = (1 if self.tied else 2) * self.part.padded(self.vocab_size) * self.hidden
         return total + len(self.attends) * 2 * self.hidden + self.hidden + embeddings
 
     @property

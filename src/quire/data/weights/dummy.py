@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.data.layers.cut import Cuts
 from quire.data.layers.mamba import Mamba
 from quire.data.layers.norm import LayerNorm, RMSNorm
 from quire.data.models.quantization import FP8, Few
 from quire.data.weights import few
 from quire.data.weights.few import forms_of
 from quire.data.weights.fp8 import E4M3, LARGEST, covered, scale_of
-from quire.data.weights.slices import Cuts, blank, cuts_of
+from quire.data.weights.slices import blank, cuts_of
 
 if TYPE_CHECKING:
     from quire.data.kernels.cpu.quantised import Form
@@ -50,7 +51,9 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None
                 offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
             elif isinstance(module, Mamba) and name in STEADY:
-                parameter.copy_(STEADY[name](parameter))
+                [cut] = module.cuts[name].rows
+                whole = parameter.new_empty(cut.whole, *parameter.shape[1:])
+                parameter.copy_(STEADY[name](whole)[cut.own.start : cut.own.stop])
             elif (scales := scale_of(model, f"{path}.{name}")) is not None:
                 scales.fill_(scale)
                 at = _lay(parameter.view(-1), numbers, at)
@@ -101,7 +104,7 @@ def _lay(flat: Tensor, noise: Tensor, at: int) -> int:
 def _lay_some(parameter: Tensor, cuts: Cuts, noise: Tensor, at: int) -> int:
     """The same for what a rank has of a parameter: the numbers that are at these rows and columns of the whole one."""
     columns, filled = cuts.columns, 0
-    width = 1 if parameter.dim() == 1 else parameter.shape[1] if columns is None else columns.whole
+    width = math.prod(parameter.shape[1:]) if columns is None else columns.whole
     for cut in cuts.rows:
         rows, start = parameter[filled : filled + len(cut.own)], (at + cut.own.start * width) % len(noise)
         if columns is None:

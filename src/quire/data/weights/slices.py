@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.data.layers.cut import Cut
+from quire.data.layers.cut import Cut, Cuts
 from quire.data.layers.embedding import Embedding
 from quire.data.layers.linear import Linear
+from quire.data.layers.mamba import Mamba
+from quire.data.layers.moe import SparseMLP
 from quire.data.models.names import Stored
 
 if TYPE_CHECKING:
     from quire.data.models import Model
-
-
-class Cuts(NamedTuple):
-    """Of a parameter that is divided: what a rank has of its rows, those of each projection, and of its columns."""
-
-    rows: tuple[Cut, ...]
-    columns: Cut | None
 
 
 class Slice(NamedTuple):
@@ -54,6 +49,9 @@ def cuts_of(module: nn.Module, name: str) -> Cuts | None:
     """Those of a module's parameter; None if all ranks have all of it."""
     if isinstance(module, Embedding) and module.cut.divided:
         return Cuts((module.cut,), None)
+    if isinstance(module, Mamba | SparseMLP):
+        cuts = module.cuts.get(name)
+        return cuts if cuts is not None and (*cuts.rows, cuts.columns or cuts.rows[0])[-1].divided else None
     if not isinstance(module, Linear):
         return None
     columns = module.columns if module.columns.part.ranks > 1 and name == "weight" else None
@@ -69,7 +67,7 @@ def slices_of(model: Model, name: str, source: Stored) -> tuple[Slice | None, ..
     if cuts is None:
         return (None,) * len(source.tensors)
     columns, parameter = cuts.columns, model.get_parameter(name)
-    width = (parameter.shape[1] if columns is None else columns.whole,) if parameter.dim() == 2 else ()
+    width = parameter.shape[1:] if columns is None else (columns.whole,)
     stacked = [[cut] for cut in cuts.rows] if len(cuts.rows) == len(source.tensors) else [cuts.rows]
     return tuple(
         Slice(
