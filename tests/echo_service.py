@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -164,8 +165,11 @@ def built(
     return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)
 
 
-def linked(model: EchoBuilt, stall_after: float = 60.0, apart: bool = APART) -> AsyncLLM:
-    """An AsyncLLM over `model`: on a thread, or `apart` over an engine of the same recipe in a process of its own."""
+def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, apart: bool = APART) -> AsyncLLM:
+    """An AsyncLLM over `model`, an echo or a real one's config: on a thread, or `apart` over an engine of the same
+    recipe in a process of its own."""
+    if isinstance(model, EngineConfig):
+        return AsyncLLM(engine_process=apart, **dataclasses.asdict(model))
     if not apart or model.recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
     program = Path(__file__).parent / "echo_engine.py"
@@ -223,8 +227,8 @@ def serving(
     bounds: dict[str, float] | None = None,
     **options: Any,
 ) -> Iterator[Running]:
-    """Serve `model` (an EchoBuilt) from a thread. `options` are create_app's, `serve` are fields of ServeOptions, and
-    `bounds` those of connections."""
+    """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's, `serve` are fields of
+    ServeOptions, and `bounds` those of connections."""
     from quire.server.app import create_app
     from quire.server.run import ServeOptions, bind
     from quire.server.web import WebServer

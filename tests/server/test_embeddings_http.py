@@ -16,7 +16,6 @@ from echo_service import Running
 from openai import OpenAI
 
 from quire import LLM
-from quire.build import build
 from quire.config import EngineConfig
 from quire.errors import InputError
 from quire.server.app import create_app
@@ -31,7 +30,7 @@ HIDDEN = 256
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with echo_service.serving(build(EngineConfig(**CPU))) as found:
+    with echo_service.serving(EngineConfig(**CPU)) as found:
         yield found
 
 
@@ -162,7 +161,7 @@ def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
 
     def make() -> Any:
-        llm = echo_service.linked(build(EngineConfig(**CPU)), apart=False)  # type: ignore[arg-type]
+        llm = echo_service.linked(EngineConfig(**CPU), apart=False)
         return llm, create_app(llm, ["tiny"])
 
     assert run_batch(make, tmp_path / "in", tmp_path / "out", in_flight=1).completed == 3
