@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from quire.bench import main, memory
 from quire.bench.shapes import built
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.source import read_source
 from quire.vocabulary.params import SamplingParams
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
@@ -66,6 +68,19 @@ def test_the_loads(settings, many: list[int], long: list[int], monkeypatch: pyte
         assert made.engine.stats.finished == {"length": len(lengths)}
     assert lengths == many + long
     assert scored == [i % 2 == 1 for i in range(len(many))] + [False] * len(long)
+
+
+def test_pictures_are_encoded() -> None:
+    """All that have room, and each once."""
+    config = EngineConfig(model="tiny-vision", device="cpu", kv_tokens=4096, max_num_seqs=2)
+    jobs = memory._seeing(read_source(config))
+    with built(config) as made:
+        assert memory._see(made, jobs) == 8
+        assert made.engine.stats.finished == {"length": 8}
+        assert made.engine.scheduler.memory.account().sharing.encoder_runs == 8
+    with built(replace(config, max_model_len=16)) as made:
+        assert memory._see(made, jobs) == 0
+    assert memory._seeing(read_source(EngineConfig())) == []
 
 
 def test_sequences_need_room_for_an_output() -> None:

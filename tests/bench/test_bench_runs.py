@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -152,6 +153,8 @@ class Imitation(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict[str, Any]]] = []
     last: ClassVar[list[dict[str, Any]]] = []  # what the latest server was asked
     every = 0  # which requests are refused
+    metrics = b""
+    pause = 0.0  # seconds before an answer
 
     def log_message(self, *args: object) -> None:
         """Quiet."""
@@ -164,13 +167,14 @@ class Imitation(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.endswith("/metrics"):
-            self.answer(404, b"")
+            self.answer(200 if self.metrics else 404, self.metrics)
             return
         self.answer(200, json.dumps({"data": [{"id": "imitation"}]}).encode())
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(asked | {"path": self.path})
+        time.sleep(self.pause)
         if self.every and len(self.asked) % self.every == 0:
             self.answer(503, b'{"error": {"message": "the queue is full"}}')
             return
@@ -207,6 +211,23 @@ def test_serve_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (run["refused"], run["failed"], run["other_lengths"], run["server"]) == ({}, {}, 0, None)
     assert len(run["clients"]) == 1
     assert "6 of 6 requests" in capsys.readouterr().out
+
+
+def test_memory_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'quire_num_requests_running 2\nquire_kv_layer_bytes{layer_type="state",category="used"} 3221225472\n'
+    monkeypatch.setattr(Imitation, "metrics", text.encode())
+    monkeypatch.setattr(Imitation, "pause", 0.3)
+    with imitation() as url:
+        content = bench(tmp_path, "serve", "--url", url, "--workload", "fixed:5:4@2", "--repeat", "1", "--warmup", "0",
+                        "--watch-memory", "0.1")  # fmt: skip
+    memory = content["results"][0]["median"]["server"]["memory"]
+    assert memory.pop("samples") >= 1
+    assert memory == {"running": 2, "layers": {"state": {"used": 3 * 2**30}}}
+    assert "state: used 3.00 GiB" in capsys.readouterr().out
+    with pytest.raises(StartupError, match=r"--watch-memory is 0.0.*0.1 to 3600 seconds"):
+        Client(url, watch=0.0)
 
 
 def test_bodies_ask_for_exactly_the_jobs() -> None:

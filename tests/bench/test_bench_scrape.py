@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quire.bench.scrape import Scrape, between, quantile
+from quire.bench.scrape import Scrape, Watch, between, quantile
 
 BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1)
 
@@ -103,3 +104,36 @@ def test_a_process_that_came_later_counts_from_nothing() -> None:
 )
 def test_quantiles(buckets: list[tuple[float, float]], share: float, expected: float | None) -> None:
     assert quantile(buckets, share) == expected
+
+
+def test_memory_while_it_runs() -> None:
+    """The mean of what each look saw; what a server doesn't show is left out, and so is all of it without a look."""
+    registry = CollectorRegistry()
+    running = Gauge("quire_num_requests_running", "text", ("engine",), registry=registry).labels("0")
+    size = Gauge("quire_kv_bytes", "text", ("engine", "category"), registry=registry)
+    layer = Gauge("quire_kv_layer_bytes", "text", ("engine", "layer_type", "category"), registry=registry)
+    looks, enough = iter(range(4)), threading.Event()
+
+    def scrape() -> Scrape | None:
+        look = next(looks, None)
+        if look is None:
+            return None
+        running.set(look)
+        size.labels("0", "used").set(10 * look)
+        if look == 3:  # a layer type that comes late
+            layer.labels("0", "state", "internal").set(8)
+        if look == 2:  # a server that doesn't answer once
+            return None
+        if look == 3:
+            enough.set()
+        return Scrape.of(generate_latest(registry).decode())
+
+    with Watch(scrape, 0.001) as watch:
+        assert enough.wait(20)
+    assert watch.held() == {
+        "samples": 3, "running": pytest.approx(4 / 3), "bytes": {"used": pytest.approx(40 / 3)},
+        "layers": {"state": {"internal": pytest.approx(8 / 3)}},
+    }  # fmt: skip
+    with Watch(scrape, None) as unwatched:
+        pass
+    assert unwatched.held() is None

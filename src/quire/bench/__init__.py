@@ -118,6 +118,12 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunk-usage", action="store_true",
                        help="with --url: ask for the tokens so far in each chunk, to share the time between chunks "
                             "that bring several by what each brought")  # fmt: skip
+    group.add_argument(
+        "--watch-memory",
+        type=float,
+        metavar="S",
+        help="with --url: look every S seconds at what the server says of its memory, by layer type",
+    )
 
 
 def _traced(run: Run) -> Run:

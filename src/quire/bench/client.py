@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from quire.bench.drive import Load
 from quire.bench.fleet import MOST, Fleet, clients_for
-from quire.bench.scrape import Scrape, between
+from quire.bench.scrape import Scrape, Watch, between
 from quire.bench.served import summary
 from quire.bench.workloads import Job
 from quire.client.connections import Address
@@ -21,6 +21,7 @@ from quire.errors import QuireError, StartupError
 
 ANSWER = 2**24  # bytes of an answer that is no completion
 TIMEOUT = 60.0
+SHORTEST, LONGEST = 0.1, 3600.0  # seconds between two looks at a server's memory
 
 
 class Asking(NamedTuple):
@@ -34,9 +35,14 @@ class Asking(NamedTuple):
 
 class Client:
     """A server at `url`, such as http://127.0.0.1:8000. The key of QUIRE_API_KEY is sent if it is set. Load comes from
-    `clients` processes, or as many as it needs; they end with this context."""
+    `clients` processes, or as many as it needs; they end with this context. Every `watch` seconds the server's memory
+    is looked at."""
 
-    def __init__(self, url: str, clients: int | None = None, asking: Asking | None = None) -> None:
+    def __init__(
+        self, url: str, clients: int | None = None, asking: Asking | None = None, watch: float | None = None
+    ) -> None:
+        if watch is not None and not SHORTEST <= watch <= LONGEST:
+            raise StartupError(f"--watch-memory is {watch}", f"Give {SHORTEST} to {LONGEST:.0f} seconds")
         if clients is not None and not 1 <= clients <= MOST:
             raise StartupError(f"--clients is {clients}", f"Give 1 to {MOST}")
         parts = urlsplit(url)
@@ -47,7 +53,7 @@ class Client:
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         key = os.environ.get("QUIRE_API_KEY", "")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._clients, self._asking = clients, asking or Asking()
+        self._clients, self._asking, self._every = clients, asking or Asking(), watch
         self._fleet: Fleet | None = None
         self._jobs: Sequence[Job] = ()
         self._bodies: list[bytes] = []
@@ -115,12 +121,15 @@ class Client:
         fleet = self._fleet_for(len(jobs), load)
         before = self.scrape()
         route = "chat/completions" if any(job.files for job in jobs) else "completions"
-        sent, clients = fleet.run(self._address(), self._head(route), self._bodies, load)
+        with Watch(self.scrape, self._every) as watch:
+            sent, clients = fleet.run(self._address(), self._head(route), self._bodies, load)
         after = self.scrape()
         run = summary(jobs, sent, clients)
         if not run["requests"]:
             raise QuireError(f"{self.url} answered no request: {sent[0].error}")
         run["server"] = between(before, after, run["output_tokens"], run["seconds"])
+        if (held := watch.held()) is not None:
+            run["server"] = {**(run["server"] or {}), "memory": held}
         return run
 
     def _fleet_for(self, requests: int, load: Load) -> Fleet:

@@ -1,7 +1,8 @@
 """What the device's memory went into at the highest, beside what was planned for it (PagedAttention Figure 1, left).
 
 Two loads: as many prompt tokens at once as fill the largest step twice, in as many sequences as may run, every other
-one with sampling parameters that need more memory; then sequences as long as may be. On a GPU memory is what the driver
+one with sampling parameters that need more memory; then sequences as long as may be. Where the model sees pictures also
+a few at once, so that steps encode as much as they may. On a GPU memory is what the driver
 says is taken, less what was before; on a CPU the process's resident memory, with all KV pages touched.
 """
 
@@ -17,12 +18,15 @@ import psutil
 
 from quire.bench.document import table
 from quire.bench.shapes import built
+from quire.bench.workloads import Job, parse
 from quire.build import Built, device_of
 from quire.cli.flags import config_from
 from quire.errors import StartupError
+from quire.source import Source, read_source
 from quire.vocabulary.params import SamplingParams
 
 TOKENS = 12  # that each sequence generates, where so many fit
+PICTURES = "mmmu-pro@8"  # each more than a step encodes of most models
 LONG = 32_768  # tokens of long sequences, at most: a GPU's memory would take minutes to fill
 PARTS = ("weights", "kv", "beside", "all")
 
@@ -37,6 +41,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     gpu = device_of(config) == "cuda"
     if not gpu and sys.platform != "linux":
         raise StartupError("quire bench memory reads /proc/self", "Run it on Linux, or beside a GPU")
+    seeing = _seeing(read_source(config, weights=False))
     if gpu:
         torch.zeros(1, device="cuda")
         before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
@@ -49,6 +54,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with built(config) as made:
         made.engine.runner.store.buffer.zero_()  # a CPU's untouched pages are not there
         _serve(made)
+        pictures = _see(made, seeing)
         if gpu:
             outside = before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
             most = torch.cuda.max_memory_reserved() + outside
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         planned = {"weights": plan.weights, "kv": plan.kv_bytes, "beside": plan.activations}
         planned["all"] = sum(planned.values())
         return [{"model": made.name, "dtype": plan.dtype, "device": plan.device, "device_bytes": plan.device_bytes,
-                 "planned": planned, "measured": measured}]  # fmt: skip
+                 "pictures": pictures, "planned": planned, "measured": measured}]  # fmt: skip
 
 
 def _serve(made: Built) -> None:
@@ -83,6 +89,26 @@ def _serve(made: Built) -> None:
     held = min(plan.kv_tokens, LONG)
     count = max(1, min(engine.scheduler.max_seqs, held // plan.max_len))
     _run(made, count, min(held // count - output, longest), (plain,))
+
+
+def _seeing(source: Source) -> list[Job]:
+    """Requests with pictures, if the model sees any. They are made before anything is measured."""
+    from quire.bench.pictured import Eyes
+
+    eyes = Eyes.of(source.config, source.spec)
+    workload = parse(PICTURES)
+    return eyes.jobs(workload.sketches(), workload.jobs(source.spec.vocab_size)) if eyes is not None else []
+
+
+def _see(made: Built, jobs: Sequence[Job]) -> int:
+    """As many of the pictures as have room, all at once; how many that were."""
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    jobs = [job for job in jobs if len(job.prompt) + TOKENS <= made.plan.max_len]
+    for i, job in enumerate(jobs):
+        made.engine.add(str(i), job.prompt, params, media=job.media, pixels=job.pixels)
+    while made.engine.unfinished:
+        made.engine.step()
+    return len(jobs)
 
 
 def _run(made: Built, count: int, length: int, params: Sequence[SamplingParams]) -> None:

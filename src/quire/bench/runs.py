@@ -151,7 +151,7 @@ def _server(
     sees = pictured and read_source(config, weights=False).spec.vision is not None
     tokenizer = tokenizer_of(config) if sees or args.prompts == "text" else None
     asking = Asking(args.temperature, args.chunk_usage, tokenizer.decode if tokenizer else None)
-    with Client(url, args.clients, asking) as client:
+    with Client(url, args.clients, asking, args.watch_memory) as client:
         facts = {"model": client.model, "url": url, "prompts": "text" if tokenizer else "ids"}
         vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
         yield Target(vocab_size, None, client.run, lambda: facts, posted if sees else None)

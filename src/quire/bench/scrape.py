@@ -5,8 +5,9 @@ Names are those of quire, under its own prefix or vLLM's, so vLLM's server can b
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -69,6 +70,53 @@ def between(before: Scrape | None, after: Scrape | None, tokens: int, seconds: f
     if steps and idle:
         facts["steps"], facts["idle_ms_per_step"] = round(steps), 1000 * sum(idle.values()) / steps
     return facts or None
+
+
+class Watch:
+    """Scrapes every so many seconds while it is open, from a thread; without a number, none."""
+
+    def __init__(self, scrape: Callable[[], Scrape | None], every: float | None) -> None:
+        self._scrape, self._every, self._over = scrape, every, threading.Event()
+        self._seen: list[Scrape] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Watch:
+        if self._every is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._every is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._every):
+            if (seen := self._scrape()) is not None:
+                self._seen.append(seen)
+
+    def held(self) -> dict[str, Any] | None:
+        """Means over the scrapes: requests that ran and waited, and bytes of KV memory by category, and by layer type
+        and category; None for no scrape. What a server doesn't show is left out."""
+        if not self._seen:
+            return None
+        facts: dict[str, Any] = {"samples": len(self._seen)}
+        for name, metric in (("running", "num_requests_running"), ("waiting", "num_requests_waiting")):
+            if means := list(self._means(metric)):
+                facts[name] = sum(value for _, value in means)
+        facts["bytes"] = {labels["category"]: value for labels, value in self._means("kv_bytes")}
+        facts["layers"] = defaultdict(dict)
+        for labels, value in self._means("kv_layer_bytes"):
+            facts["layers"][labels["layer_type"]][labels["category"]] = value
+        return {name: value for name, value in facts.items() if value != {}}
+
+    def _means(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        """Each of its samples, by its labels; what a scrape lacks counts as 0."""
+        sums: dict[tuple[tuple[str, str], ...], float] = defaultdict(float)
+        for scrape in self._seen:
+            for labels, value in scrape.find(name):
+                sums[tuple(labels.items())] += value
+        return ((dict(labels), total / len(self._seen)) for labels, total in sums.items())
 
 
 def difference(before: Scrape, after: Scrape, name: str, label: str) -> dict[str, float]:

@@ -231,6 +231,8 @@ def _sides(run: dict[str, Any]) -> Iterable[str]:
         yield f"server's processor time: {each}"
     if "idle_ms_per_step" in server:
         yield f"its {server['steps']:,} steps waited for the host {server['idle_ms_per_step']:.3f} ms each on a GPU"
+    if "memory" in server:
+        yield from _held(server["memory"])
     clients = run["clients"]
     yield (
         f"client: {len(clients)} process{'es' if len(clients) > 1 else ''}, "
@@ -240,3 +242,12 @@ def _sides(run: dict[str, Any]) -> Iterable[str]:
         f"{1000 * max(one['lag_max_s'] for one in clients):.1f} ms at most; requests late "
         f"{1000 * run['sent_late_s']['p99']:.1f} ms p99, {1000 * run['sent_late_s']['max']:.1f} ms at most"
     )
+
+
+def _held(memory: dict[str, Any]) -> Iterable[str]:
+    """A line of requests, and one of each layer type."""
+    asked = ", ".join(f"{short(memory[name])} {name}" for name in ("running", "waiting") if name in memory)
+    yield f"its memory, the mean of {memory['samples']} looks: {asked or 'no requests told'}"
+    for kind, sizes in [("all", memory.get("bytes", {})), *memory.get("layers", {}).items()]:
+        if sizes:
+            yield f"  {kind}: " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sizes.items())
