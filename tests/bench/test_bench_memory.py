@@ -71,16 +71,20 @@ def test_the_loads(settings, many: list[int], long: list[int], monkeypatch: pyte
 
 
 def test_pictures_are_encoded() -> None:
-    """All that have room, and each once."""
-    config = EngineConfig(model="tiny-vision", device="cpu", kv_tokens=4096, max_num_seqs=2)
-    jobs = memory._seeing(read_source(config))
+    """As many as a step may encode, and one more; each once, all that have room."""
+    config = EngineConfig(model="tiny-vision", device="cpu", kv_tokens=4096, max_num_batched_tokens=512).sized("cpu")
+    source = read_source(config)
+    jobs = memory._seeing(config, source)
+    ahead = sum(job.media[0].parts for job in jobs) * source.spec.vision.part_tokens
+    assert 512 < ahead <= 512 + jobs[0].media[0].parts * source.spec.vision.part_tokens
     with built(config) as made:
-        assert memory._see(made, jobs) == 8
-        assert made.engine.stats.finished == {"length": 8}
-        assert made.engine.scheduler.memory.account().sharing.encoder_runs == 8
+        assert memory._see(made, jobs) == len(jobs) > 1
+        assert made.engine.stats.finished == {"length": len(jobs)}
+        assert made.engine.scheduler.memory.account().sharing.encoder_runs == len(jobs)
     with built(replace(config, max_model_len=16)) as made:
         assert memory._see(made, jobs) == 0
-    assert memory._seeing(read_source(EngineConfig())) == []
+    assert len(memory._seeing(replace(config, max_num_seqs=2), source)) == 2
+    assert memory._seeing(config, read_source(EngineConfig())) == []
 
 
 def test_sequences_need_room_for_an_output() -> None:

@@ -1,14 +1,15 @@
 """What the device's memory went into at the highest, beside what was planned for it (PagedAttention Figure 1, left).
 
 Two loads: as many prompt tokens at once as fill the largest step twice, in as many sequences as may run, every other
-one with sampling parameters that need more memory; then sequences as long as may be. Where the model sees pictures also
-a few at once, so that steps encode as much as they may. On a GPU memory is what the driver
+one with sampling parameters that need more memory; then sequences as long as may be. Where the model sees also as
+many pictures as one step encodes. On a GPU memory is what the driver
 says is taken, less what was before; on a CPU the process's resident memory, with all KV pages touched.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +22,13 @@ from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
 from quire.build import Built, device_of
 from quire.cli.flags import config_from
+from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.source import Source, read_source
 from quire.vocabulary.params import SamplingParams
 
 TOKENS = 12  # that each sequence generates, where so many fit
-PICTURES = "mmmu-pro@8"  # each more than a step encodes of most models
+PICTURE = "mmmu-pro@1"
 LONG = 32_768  # tokens of long sequences, at most: a GPU's memory would take minutes to fill
 PARTS = ("weights", "kv", "beside", "all")
 
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     gpu = device_of(config) == "cuda"
     if not gpu and sys.platform != "linux":
         raise StartupError("quire bench memory reads /proc/self", "Run it on Linux, or beside a GPU")
-    seeing = _seeing(read_source(config, weights=False))
+    seeing = _seeing(config.sized("cuda" if gpu else "cpu"), read_source(config, weights=False))
     if gpu:
         torch.zeros(1, device="cuda")
         before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
@@ -81,7 +83,8 @@ def _serve(made: Built) -> None:
     plain = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     ruled = SamplingParams(
         temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=5,
-        prompt_logprobs=5, logit_bias={1: 2.0}, seed=1, max_tokens=output, ignore_eos=True, detokenize=False,
+        prompt_logprobs=None if engine.scheduler.part else 5, logit_bias={1: 2.0}, seed=1, max_tokens=output,
+        ignore_eos=True, detokenize=False,
     )  # fmt: skip
     longest = plan.max_len - output
     count = max(1, min(engine.scheduler.max_seqs, plan.kv_tokens // (4 * plan.page_tokens)))
@@ -91,13 +94,22 @@ def _serve(made: Built) -> None:
     _run(made, count, min(held // count - output, longest), (plain,))
 
 
-def _seeing(source: Source) -> list[Job]:
-    """Requests with pictures, if the model sees any. They are made before anything is measured."""
+def _seeing(config: EngineConfig, source: Source) -> list[Job]:
+    """Requests with a picture each, if the model sees any: one more than a step encodes, where no more may run. They
+    are made before anything is measured, and all are of one picture under many names."""
     from quire.bench.pictured import Eyes
 
-    eyes = Eyes.of(source.config, source.spec)
-    workload = parse(PICTURES)
-    return eyes.jobs(workload.sketches(), workload.jobs(source.spec.vocab_size)) if eyes is not None else []
+    eyes, vision = Eyes.of(source.config, source.spec), source.spec.vision
+    if eyes is None or vision is None:
+        return []
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    assert config.max_num_seqs is not None, "a sized config"
+    workload = parse(PICTURE)
+    [job] = eyes.jobs(workload.sketches(), workload.jobs(source.spec.vocab_size))
+    ([medium], [pixels]) = job.media, job.pixels
+    count = config.max_num_batched_tokens // (vision.part_tokens * medium.parts) + 1
+    keys = [hashlib.sha256(b"%d" % i).digest() for i in range(min(count, config.max_num_seqs))]
+    return [job._replace(media=(medium._replace(key=key),), pixels=(pixels._replace(key=key),)) for key in keys]
 
 
 def _see(made: Built, jobs: Sequence[Job]) -> int:
