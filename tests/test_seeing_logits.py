@@ -163,6 +163,37 @@ def test_ranks_of_their_own_processes(saved: Any) -> None:
     check(saved("internvl"), "internvl", tp=2, max_num_batched_tokens=16)
 
 
+def test_a_device_that_encodes_does_not_wait(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step begins with its pictures: what a GPU waits for the host is counted up to them."""
+    model = saved("llava")
+    engine = engine_of(model)
+    runner, said = engine.runner, list[str]()
+    encode = runner.pictures.encode
+
+    class Marks:
+        def begin(self) -> str:
+            said.append("begin")
+            return "mark"
+
+        def end(self, began: str, replayed: bool) -> None:
+            assert began == "mark"
+            said.append(f"end, {'replayed' if replayed else 'launched'}")
+
+        def collected(self, span: None) -> float:
+            return 0.0
+
+    def noted(entries: Sequence[Encode]) -> None:
+        said.append("encode")
+        encode(entries)
+
+    monkeypatch.setattr(runner, "idle", Marks())
+    monkeypatch.setattr(runner.pictures, "encode", noted)
+    list(run(engine, prompts(model, "llava")[:1], sampled(temperature=0)))
+    engine.close()
+    assert said[:3] == ["begin", "encode", "end, launched"]
+    assert said[3:] == ["begin", "end, replayed"] * (NEW - 1)
+
+
 @pytest.mark.soak
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("ranks", "case", "settings"), [(4, *rest) for _, *rest in RANKS], ids=str)

@@ -215,7 +215,7 @@ class ModelRunner(Lifetime):
     def submit(self, plan: StepPlan) -> Ticket:
         """Enqueue a step: births and journal, in order, and what it says of pictures; then the rows as one batch; then
         what is to be done ahead."""
-        began = time.perf_counter()
+        began, mark = time.perf_counter(), None
         for birth in plan.births:
             self.sampler.birth(birth)
         self.pooling.born(plan.births)
@@ -229,12 +229,14 @@ class ModelRunner(Lifetime):
         else:
             self.pictures.born(plan.births)
             self.store.replay(tuple(entry for entry in plan.journal if type(entry) is not Encode))
-            self.pictures.encode([entry for entry in plan.journal if type(entry) is Encode])
+            if encodes := [entry for entry in plan.journal if type(entry) is Encode]:
+                mark = self.idle.begin() if plan.rows else None  # the device isn't idle while it encodes
+                self.pictures.encode(encodes)
         if self.seen is not None:
             self.seen.replay(plan.journal)
             self.seen.advance(plan.rows, self.store.host_tables)
             self.seen.replay(plan.ahead)
-        ticket = self._rows(plan, began)
+        ticket = self._rows(plan, began, mark)
         if self.pictures is not None:
             self.pictures.passed()
         if plan.ahead:
@@ -256,13 +258,13 @@ class ModelRunner(Lifetime):
         self.sampler.masks.take(masks)
         return ticket._replace(drawn=ticket.held(), held=None) if ticket.held is not None else ticket
 
-    def _rows(self, plan: StepPlan, began: float) -> Ticket:
-        """Enqueue a plan's rows: as graphs where there are any for them."""
+    def _rows(self, plan: StepPlan, began: float, mark: Any) -> Ticket:
+        """Enqueue a plan's rows: as graphs where there are any for them. `mark`: the step has begun already."""
         rows, scores, pooled = plan.rows, [], {}
         if not rows:
             return Ticket(None, [], plan, began, None, {})
         self.sampler.masks.take(plan.masks)
-        mark, replayed = self.idle.begin(), True
+        mark, replayed = mark or self.idle.begin(), mark is None
         drawn: Drawn | None
         sees = self.pictures is not None and self.pictures.sees(rows)
         if self._for_no_graph(rows):
