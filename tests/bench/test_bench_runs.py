@@ -155,6 +155,7 @@ class Imitation(BaseHTTPRequestHandler):
     every = 0  # which requests are refused
     metrics = b""
     pause = 0.0  # seconds before an answer
+    count = threading.Lock()  # held while a request is numbered
 
     def log_message(self, *args: object) -> None:
         """Quiet."""
@@ -173,9 +174,12 @@ class Imitation(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(asked | {"path": self.path})
-        time.sleep(self.pause)
-        if self.every and len(self.asked) % self.every == 0:
+        with self.count:
+            self.asked.append(asked | {"path": self.path})
+            refused = self.every and len(self.asked) % self.every == 0
+        if self.pause:
+            time.sleep(self.pause)
+        if refused:
             self.answer(503, b'{"error": {"message": "the queue is full"}}')
             return
         chunks: list[dict[str, Any]] = [{"choices": [{"text": "a"}]} for _ in range(asked["max_tokens"] - 1)]

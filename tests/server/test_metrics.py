@@ -205,6 +205,7 @@ def test_memory_swaps_and_sharing_are_live() -> None:
         prefix = list(range(40, 62))
         asyncio.run(running.llm.register_prefix("rules", prefix))
         memory = running.engine.scheduler.memory
+        total = memory.account().usage.total  # asked here, as the engine's thread owns the account
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             body = {"prompt": [*prefix, 1], "max_tokens": 60, "n": 2, "ignore_eos": True}
             answers = [
@@ -214,7 +215,7 @@ def test_memory_swaps_and_sharing_are_live() -> None:
             while not all(answer.done() for answer in answers):
                 found = samples(running.url)
                 categories = [value for name, value in found.items() if name.startswith("quire_kv_bytes:")]
-                assert sum(categories) == memory.account().usage.total
+                assert sum(categories) == total
                 assert found["quire_kv_sharing_saved_bytes"] <= found["quire_kv_unshared_bytes"]
                 shared = max(shared, found["quire_kv_sharing_saved_bytes"])
                 swapped = max(swapped, found["quire_host_pages_used"])
