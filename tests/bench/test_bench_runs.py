@@ -177,8 +177,7 @@ class Imitation(BaseHTTPRequestHandler):
         with self.count:
             self.asked.append(asked | {"path": self.path})
             refused = self.every and len(self.asked) % self.every == 0
-        if self.pause:
-            time.sleep(self.pause)
+        time.sleep(self.pause)
         if refused:
             self.answer(503, b'{"error": {"message": "the queue is full"}}')
             return
