@@ -12,7 +12,7 @@ from quire import budget
 from quire.budget import GIB, MemoryPlan, activation_bytes, plan_memory
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec
+from quire.vocabulary.specs import LayerSpec, ModelSpec, VisionSpec, parts_a_step
 
 # 4 layers x 2 (keys, values) x 8 heads x 64 numbers x 2 bytes = 8192 bytes a token
 SPEC = ModelSpec(
@@ -167,6 +167,27 @@ def test_each_rotary_embedding_has_a_table() -> None:
     config = EngineConfig().sized("cpu")
     one, two = (activation_bytes(config, dataclasses.replace(SPEC, rotaries=count), 2) for count in (1, 2))
     assert two - one == 2048 * 64 * 4
+
+
+def test_a_step_encodes_what_its_time_and_its_tokens_allow() -> None:
+    """`parts_a_step` by hand: 8,192 tokens are the rows of 32 parts of 256, and one picture more may be among them in
+    part, 13 more; a budget that few parts fill; pictures whose rows take no places; at least one."""
+    assert parts_a_step(8192, 41, 256, 3328) == 45
+    assert parts_a_step(1024, 41, 256, 3328) == 17  # not the 24 that take as long
+    assert parts_a_step(512, 41, 256, 3328) == 12
+    assert parts_a_step(8192, 566, 0, 6404) == 14
+    assert parts_a_step(16, 41, 256, 3328) == 1
+
+
+def test_fewer_rows_of_pictures_leave_more_memory() -> None:
+    """What is planned for parts is for as many as a step encodes."""
+    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256)
+    eyes = VisionSpec(512, 100, 1, part_tokens=10, part_bytes=10**5, part_rows=50)
+    some, all_of_them = (
+        activation_bytes(config, dataclasses.replace(SPEC, vision=one), 2)
+        for one in (eyes, dataclasses.replace(eyes, part_rows=0))
+    )
+    assert all_of_them - some == (204 - 43) * 10**5
 
 
 def test_pictures_take_what_a_step_encodes_and_what_it_leaves() -> None:

@@ -16,7 +16,7 @@ from quire.data.kernels.cpu.memory import memory
 from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TOKENS, MOST_PARTS, SCORED_AT_ONCE
 from quire.errors import StartupError
 from quire.vocabulary.layout import Part
-from quire.vocabulary.specs import ModelSpec
+from quire.vocabulary.specs import ModelSpec, parts_a_step
 
 GIB = 2**30
 CPU_KV_SHARE = 0.4  # of the memory that is free, when no size is given
@@ -241,10 +241,11 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
         )
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     if spec.vision is not None:  # as many parts as a step encodes, what it leaves of a picture, and a picture's rows
-        parts = max(config.max_num_batched_tokens // spec.vision.part_tokens, 1)
-        encoding = spec.vision.activations + parts * spec.vision.part_bytes + spec.vision.begun_bytes
+        eyes = spec.vision
+        parts = parts_a_step(config.max_num_batched_tokens, eyes.part_tokens, eyes.part_rows, eyes.most_rows)
+        encoding = eyes.activations + parts * eyes.part_bytes + eyes.begun_bytes
         step += encoding * itemsize // 2
-        step += spec.vision.most_rows * spec.vision.width * itemsize
+        step += eyes.most_rows * eyes.width * itemsize
     if spec.least_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))
     return int(step + logits + attention + spec.rotaries * longest * head_dim * 4)

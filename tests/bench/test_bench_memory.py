@@ -17,6 +17,7 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.source import read_source
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.specs import parts_a_step
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 
@@ -75,8 +76,10 @@ def test_pictures_are_encoded() -> None:
     config = EngineConfig(model="tiny-vision", device="cpu", kv_tokens=4096, max_num_batched_tokens=512).sized("cpu")
     source = read_source(config)
     jobs = memory._seeing(config, source)
-    ahead = sum(job.media[0].parts for job in jobs) * source.spec.vision.part_tokens
-    assert 512 < ahead <= 512 + jobs[0].media[0].parts * source.spec.vision.part_tokens
+    eyes, parts = source.spec.vision, jobs[0].media[0].parts
+    assert eyes is not None
+    most = parts_a_step(512, eyes.part_tokens, eyes.part_rows, eyes.most_rows)
+    assert (len(jobs) - 1) * parts <= most < len(jobs) * parts
     with built(config) as made:
         assert memory._see(made, jobs) == len(jobs) > 1
         assert made.engine.stats.finished == {"length": len(jobs)}

@@ -26,6 +26,7 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.source import Source, read_source
 from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.specs import parts_a_step
 
 TOKENS = 12  # that each sequence generates, where so many fit
 PICTURE = "mmmu-pro@1"
@@ -107,7 +108,8 @@ def _seeing(config: EngineConfig, source: Source) -> list[Job]:
     workload = parse(PICTURE)
     [job] = eyes.jobs(workload.sketches(), workload.jobs(source.spec.vocab_size))
     ([medium], [pixels]) = job.media, job.pixels
-    count = config.max_num_batched_tokens // (vision.part_tokens * medium.parts) + 1
+    budget = config.max_num_batched_tokens
+    count = parts_a_step(budget, vision.part_tokens, vision.part_rows, vision.most_rows) // medium.parts + 1
     keys = [hashlib.sha256(b"%d" % i).digest() for i in range(min(count, config.max_num_seqs))]
     return [job._replace(media=(medium._replace(key=key),), pixels=(pixels._replace(key=key),)) for key in keys]
 

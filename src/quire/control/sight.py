@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from quire.control.memory import KVMemory
 from quire.control.request import Sequence
+from quire.vocabulary.specs import parts_a_step
 
 
 class Sight:
     """Of a scheduler whose steps compute `budget` tokens: encoding parts of pictures costs a step as much again, at
-    most, and a part if that is more. A row waits until the pictures that it needs are encoded, while others go on."""
+    most, and a part if that is more; and they are no more than memory is planned for (`parts_a_step`). A row waits
+    until the pictures that it needs are encoded, while others go on."""
 
     def __init__(self, memory: KVMemory, budget: int) -> None:
         self.memory, self.part = memory, memory.geometry.part
-        self.most = max(budget // max(memory.geometry.part_tokens, 1), 1)
+        geometry = memory.geometry
+        self.most = parts_a_step(budget, geometry.part_tokens, geometry.part_rows, geometry.most_rows)
         self.spent = 0  # parts, in the step that is planned
 
     def begin(self) -> None:

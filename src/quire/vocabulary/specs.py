@@ -112,12 +112,20 @@ class Selection:
     pool: int = 5
 
 
+def parts_a_step(budget: int, part_tokens: int, part_rows: int, most_rows: int) -> int:
+    """How many parts of pictures a step of `budget` tokens encodes at most: as many as take as long as these, but no
+    more than its tokens are rows of, and a picture beyond, of which not all rows are among them. See VisionSpec."""
+    most = max(budget // max(part_tokens, 1), 1)
+    return min(most, -(-(budget + most_rows) // part_rows)) if part_rows else most
+
+
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
     """A model's eyes: the rows that stand for a picture have `width` numbers and are `most_rows` at most; `parameters`
     of tower and connector; where numbers have 2 bytes, `activations`, bytes that encoding takes, however many parts a
     step has, `part_bytes` of each of these beside, and `begun_bytes` of a picture that a step leaves in parts, where it
-    has ended another one; `part_tokens`, how many tokens of a prompt take about as long as a part. With `both_ways` the
+    has ended another one; `part_tokens`, how many tokens of a prompt take about as long as a part, and `part_rows`, the
+    places of how many of them a part's rows take at least (0: of none). With `both_ways` the
     tokens of a prompt attend to one another both ways, so that all of it is computed in one step (PaliGemma)."""
 
     width: int
@@ -128,6 +136,7 @@ class VisionSpec:
     part_tokens: int = 256
     part_bytes: int = 0
     begun_bytes: int = 0
+    part_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +294,9 @@ class Geometry:
     choose: one step computes all of these, and nothing behind them.
 
     `sight` says where the rows lie that take the places of a picture's tokens ("pages", "inside" or "off": see
-    plan.Encode); "" if none do. They have `row_bytes` bytes, and to encode a part of a picture counts as `part_tokens`
-    tokens. With `both_ways` one step computes all of a prompt that isn't there yet, and what follows it another.
+    plan.Encode); "" if none do. They have `row_bytes` bytes; `part_tokens`, `part_rows` and `most_rows` say how many
+    parts of pictures a step encodes (see `parts_a_step`). With `both_ways` one step computes all of a prompt that isn't
+    there yet, and what follows it another.
     """
 
     layout: Layout
@@ -301,6 +311,8 @@ class Geometry:
     sight: str = ""
     row_bytes: int = 0
     part_tokens: int = 0
+    part_rows: int = 0
+    most_rows: int = 0
     both_ways: bool = False
 
     @property

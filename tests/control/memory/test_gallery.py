@@ -15,6 +15,7 @@ from quire.control.memory import Size, build_memory
 from quire.control.memory.paged import PagedMemory
 from quire.control.request import Sequence
 from quire.control.scheduler import Scheduler
+from quire.control.sight import Sight
 from quire.errors import InputError, PromptTooLong, StartupError
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.media import Medium, Pixels
@@ -407,3 +408,11 @@ def test_a_reset_forgets_pictures_too(sizes: str) -> None:
         assert made.prefixes.reset() > 0
         made.check()
     assert made.account().sharing.encoder_runs == 2
+
+
+def test_a_step_encodes_no_more_parts_than_its_tokens_stand_for() -> None:
+    """Parts of 4 rows, cheap ones, of pictures of 16: of 8 tokens a step encodes two pictures', and one beyond."""
+    made = memory(spec(vision=replace(EYES, part_tokens=1, part_rows=4)))
+    assert Sight(made, 8).most == 6
+    assert Sight(made, 2).most == 2
+    assert Sight(memory(), 8).most == 2

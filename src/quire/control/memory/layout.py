@@ -275,7 +275,8 @@ def _with_eyes(found: Geometry, config: EngineConfig, spec: ModelSpec, vision: V
     rows = vision.width * found.itemsize
     found = replace(
         found, sight=config.vision_cache if spec.takes_places else "", row_bytes=rows if spec.takes_places else 0,
-        part_tokens=vision.part_tokens, both_ways=vision.both_ways,
+        part_tokens=vision.part_tokens, part_rows=vision.part_rows, most_rows=vision.most_rows,
+        both_ways=vision.both_ways,
     )  # fmt: skip
     widths = [group.table_width for group in found.groups]
     for g, group in enumerate(found.groups):

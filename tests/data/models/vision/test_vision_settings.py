@@ -60,6 +60,7 @@ def test_published_ones(name: str, millions: int, most_rows: int, parts: int) ->
     assert spec.both_ways == settings.both_ways
     assert spec.activations == settings.activation_bytes(min(8, settings.tiling.most_parts), 2)
     assert 10 < spec.part_tokens < 1200
+    assert spec.part_rows == (0 if settings.cross else most_rows // parts)
     assert 0 < spec.part_bytes < 200 << 20
     opened = settings.tiling.most_parts * 3 * settings.tower.image**2 * 2
     assert spec.begun_bytes == (0 if encoder.whole or settings.tiling.most_parts == 1 else opened)

@@ -119,7 +119,7 @@ class VisionSettings:
         return VisionSpec(
             self.width, self.most_rows, self.parameters, self.activation_bytes(at_once, 2), self.both_ways,
             -(-self.tower.parameters * self.tower.patches * self.tower.most_tiles // text), self.part_bytes(2),
-            self.begun_bytes(2),
+            self.begun_bytes(2), 0 if self.cross else self.most_rows // self.tiling.most_parts,
         )  # fmt: skip
 
 
