@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.errors import InputError
+from quire.text.grammar_beginnings import Known, Room
 from quire.text.grammar_source import place_of, source_of
 from quire.text.grammar_tokens import Vocabulary
 from quire.vocabulary.structured import ANY, NAME, Structured
@@ -45,7 +46,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, tuple(eos_ids)
-        self._held: OrderedDict[bytes, LLMatcher] = OrderedDict()  # each at its beginning
+        self._held: OrderedDict[bytes, tuple[LLMatcher, Known]] = OrderedDict()  # each at its beginning
         self._lock = threading.Lock()
         self._masker: Masker | None = None
 
@@ -54,18 +55,18 @@ class Grammars:
         where."""
         masker = self._made_masker()
         if asked.kind == ANY:
-            return CompiledGrammar(masker, None, asked)
+            return CompiledGrammar(masker, None, None, asked)
         key = _key(asked)
         with self._lock:
             if (found := self._held.get(key)) is not None:
                 self._held.move_to_end(key)
-                return CompiledGrammar(masker, found, asked)
-        made = self._made(asked, masker)
+                return CompiledGrammar(masker, *found, asked)
+        made = self._made(asked, masker), Known(Room())
         with self._lock:
             self._held[key] = made
             while len(self._held) > HELD:
                 self._held.popitem(last=False)
-        return CompiledGrammar(masker, made, asked)
+        return CompiledGrammar(masker, *made, asked)
 
     def holds(self, asked: Structured) -> bool:
         """It costs nothing to get it."""
@@ -165,37 +166,46 @@ class Masker:
         self._executor.unsafe_compute_mask_ptr(
             [(matcher, i) for i, matcher in enumerate(matchers)], masks.ctypes.data, size, len(matchers)
         )
-        everything = masks.tobytes()
-        return [everything[at : at + size] for at in range(0, len(everything), size)]
+        return [mask.tobytes() for mask in masks]
 
 
 class CompiledGrammar:
-    """A Grammar (see quire.vocabulary.structured). `first` is llguidance's, at its beginning; None: anything goes."""
+    """A Grammar (see quire.vocabulary.structured). `first` is llguidance's, at its beginning, and `start` what is known
+    there; None: anything goes."""
 
-    def __init__(self, masker: Masker, first: LLMatcher | None, asked: Structured) -> None:
-        self.masker, self.asked, self._first = masker, asked, first
+    def __init__(self, masker: Masker, first: LLMatcher | None, start: Known | None, asked: Structured) -> None:
+        self.masker, self.asked, self._first, self._start = masker, asked, first, start
 
     def matcher(self) -> Place:
         """At its beginning, before its marker if it has one."""
-        return Place(self.masker, None if self._first is None else self._first.deep_copy(), self.asked)
+        return Place(self.masker, None if self._first is None else self._first.deep_copy(), self._start, self.asked)
 
     def masks(self, matchers: Sequence[Any]) -> list[bytes]:
-        """See Grammar."""
+        """See Grammar. Of those that are at one place that is remembered one is computed."""
         found: list[bytes | None] = [place.known() for place in matchers]
-        missing = [i for i, mask in enumerate(found) if mask is None]
-        for i, mask in zip(missing, self.masker.fill([matchers[i].inner for i in missing])):
-            found[i] = mask
+        missing: dict[int, list[int]] = {}  # by what is common to them: Known, or nothing
+        for i, mask in enumerate(found):
+            if mask is None:
+                missing.setdefault(id(matchers[i].at or matchers[i]), []).append(i)
+        firsts = [alike[0] for alike in missing.values()]
+        for alike, mask in zip(missing.values(), self.masker.fill([matchers[i].inner for i in firsts])):
+            at, sound = matchers[alike[0]].at, not matchers[alike[0]].inner.is_error()
+            for i in alike:
+                found[i] = mask
+                if at is not None and sound:
+                    at.keep(mask)
         return [mask for mask in found if mask is not None]
 
 
 class Place:
     """A Matcher (see quire.vocabulary.structured). `_queue` are tokens that must follow, in order; `_left` is how many
-    thoughts may have."""
+    thoughts may have; `at` is what is remembered here."""
 
-    __slots__ = ("_after", "_begun", "_left", "_queue", "_recent", "inner", "masker")
+    __slots__ = ("_after", "_begun", "_left", "_queue", "_recent", "at", "inner", "masker")
 
-    def __init__(self, masker: Masker, inner: LLMatcher | None, asked: Structured) -> None:
+    def __init__(self, masker: Masker, inner: LLMatcher | None, start: Known | None, asked: Structured) -> None:
         self.masker, self.inner, self._after, self._left = masker, inner, asked.after, asked.budget
+        self.at = start
         self._begun = not asked.after
         self._recent: deque[int] = deque(maxlen=len(asked.after) or 1)
         self._queue = asked.opening
@@ -220,8 +230,13 @@ class Place:
     def _look(self) -> None:
         if self.inner is None:
             return
+        if self.at is not None and self.at.queue is not None:
+            self._queue = self.at.queue
+            return
         stopped = self.inner.is_stopped()
         self._queue = (self.masker.end,) if stopped else tuple(self.inner.compute_ff_tokens())
+        if self.at is not None:
+            self.at.queue = self._queue
 
     def accept(self, token: int) -> str:
         """See Matcher."""
@@ -234,6 +249,8 @@ class Place:
             return "" if self.inner.is_accepting() else f"token {token} ends the output before its grammar does"
         if not self.inner.try_consume_tokens([token]):
             return f"the grammar can't go on: {_short(self.inner.get_error())}"
+        if self.at is not None:
+            self.at = self.at.then(token)
         if self._queue[:1] == (token,) and len(self._queue) > 1:
             self._queue = self._queue[1:]
         else:
@@ -251,7 +268,9 @@ class Place:
     def known(self) -> bytes | None:
         """The mask, where it needn't be computed."""
         if not self._queue:
-            return self.masker.unending if not self._begun else self.masker.everything if self.inner is None else None
+            if not self._begun:
+                return self.masker.unending
+            return self.masker.everything if self.inner is None else self.at.mask if self.at is not None else None
         mask, token = bytearray(4 * self.masker.words), self._queue[0]
         mask[token // 8] = 1 << token % 8
         return bytes(mask)
@@ -260,6 +279,6 @@ class Place:
         """See Matcher."""
         other = Place.__new__(Place)
         other.masker, other.inner = self.masker, None if self.inner is None else self.inner.deep_copy()
-        other._after, other._left, other._begun = self._after, self._left, self._begun
+        other._after, other._left, other._begun, other.at = self._after, self._left, self._begun, self.at
         other._queue, other._recent = self._queue, self._recent.copy()
         return other

@@ -1,7 +1,8 @@
 """Staging: small host arrays on their way to a GPU, through pinned memory that is used again and again.
 
 Pinning memory anew for each array costs the host more than the copy does. Here the segments of a pinned ring are filled
-in turn; an event behind a segment's last copy says when it may be filled again.
+in turn; an event behind a segment's last copy says when it may be filled again. NumPy fills them: torch would wake a
+thread for every core to copy as little as 128 KiB, and those wait for more to do for some milliseconds, at full speed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Staging:
         self.segment = self.used = 0  # the segment that is being filled, and how far it is
         if device.type != "cpu":
             self.ring = torch.empty((segments, size), dtype=torch.uint8, pin_memory=True)
+            self.filled = self.ring.numpy()
             self.events = [torch.cuda.Event() for _ in range(segments)]
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
@@ -35,11 +37,11 @@ class Staging:
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor if out is None else out.copy_(tensor)
-        pinned = self._reserve(array.nbytes).view(tensor.dtype).view(tensor.shape)
-        pinned.copy_(tensor)
+        pinned, filled = self._reserve(array.nbytes)
+        filled.view(array.dtype).reshape(array.shape)[...] = array
         if out is None:
             out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return out.copy_(pinned, non_blocking=True)
+        return out.copy_(pinned.view(tensor.dtype).view(tensor.shape), non_blocking=True)
 
     def upload_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Several arrays in one copy: new tensors, which are parts of one."""
@@ -47,20 +49,21 @@ class Staging:
         if self.device.type == "cpu":
             return tensors
         starts = np.cumsum([0, *(_aligned(array.nbytes) for array in arrays)]).tolist()
-        pinned = self._reserve(starts[-1])
+        pinned, filled = self._reserve(starts[-1])
         there = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
         uploaded = []
         for tensor, array, start in zip(tensors, arrays, starts):
-            pinned[start : start + array.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            filled[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
             uploaded.append(there[start : start + array.nbytes].view(tensor.dtype).view(tensor.shape))
         there.copy_(pinned, non_blocking=True)
         return uploaded
 
-    def _reserve(self, count: int) -> Tensor:
-        """`count` bytes of pinned memory that no copy reads any more. What is larger than a segment gets memory of its
-        own, which torch keeps until its copy is done."""
+    def _reserve(self, count: int) -> tuple[Tensor, np.ndarray]:
+        """`count` bytes of pinned memory that no copy reads any more: to copy from, and to fill. What is larger than a
+        segment gets memory of its own, which torch keeps until its copy is done."""
         if count > self.size:
-            return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            alone = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            return alone, alone.numpy()
         if self.used + count > self.size:
             # All copies out of this segment are enqueued before this event. The next segment's event is as old as the
             # ring is long: the host waits only if the device is that far behind.
@@ -68,7 +71,7 @@ class Staging:
             self.segment, self.used = (self.segment + 1) % len(self.events), 0
             self.events[self.segment].synchronize()
         start, self.used = self.used, self.used + _aligned(count)
-        return self.ring[self.segment, start : start + count]
+        return self.ring[self.segment, start : start + count], self.filled[self.segment, start : start + count]
 
 
 def _aligned(count: int) -> int:
