@@ -26,7 +26,9 @@ class Masks:
         self.some = False
         self._place = np.full(slots, -1, dtype=np.int64)  # by slot: which of `_bits` is its own
         self._bits = np.zeros((0, self.words), dtype=np.int32)
-        self._staging = Staging(device, size=1 << 21) if device.type == "cuda" else None
+        self._staging, self._side = None, None
+        if device.type == "cuda":  # bits are on their way while the logits are computed
+            self._staging, self._side = Staging(device, size=1 << 21), torch.cuda.Stream(device)
         self._tape: tuple[np.ndarray, np.ndarray] | None = None  # what a tape reads: places and bits of its rows
 
     def take(self, masks: Sequence[Mask]) -> None:
@@ -56,7 +58,12 @@ class Masks:
         if self._staging is not None:
             from quire.data.kernels.triton.masking import mask_logits
 
-            mask_logits(logits, *self._staging.upload_all([places, self._bits]))
+            with torch.cuda.stream(self._side):
+                sent = self._staging.upload_all([places, self._bits])
+            now = torch.cuda.current_stream(self.device)
+            now.wait_stream(self._side)
+            sent[0].record_stream(now)  # both are of one piece of memory
+            mask_logits(logits, *sent)
         elif take(self.device, logits.dtype) and logits.stride(1) == 1:
             from quire.data.kernels.cpu import masking
 

@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.data.kernels.triton.quick import quick
+
 BLOCK = 4096  # tokens of a program
 
 
+@quick
 @triton.jit
 def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
