@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import echo_service
@@ -68,7 +69,7 @@ def test_rows_at_one_place_compute_one_mask(counted: list[int]) -> None:
 @pytest.mark.parametrize("marker", [(), (7,)], ids=["", "behind a marker"])
 def test_masks_and_forced_tokens_are_those_that_would_be_computed(room: tuple[int, int], marker: tuple[int]) -> None:
     """Random walks of places that remember, beside the same walks of places that don't."""
-    grammar = made(FORM._replace(after=marker))
+    grammar = made(replace(FORM, after=marker))
     assert grammar._start is not None
     grammar._start.room.nodes, grammar._start.room.masks = room
     rng = random.Random(0)

@@ -226,17 +226,17 @@ def _prompts() -> list[list[int]]:
 def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
     """The greedy tokens of the same checkpoint in transformers, in float32, one prompt at a time."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, DynamicCache
 
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
-            out = model(torch.tensor([prompt]), use_cache=True)
-            tokens = [int(out.logits[0, -1].argmax())]
+            tokens, new, cache = list[int](), prompt, DynamicCache()
             while len(tokens) < NEW:
-                out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
-                tokens.append(int(out.logits[0, -1].argmax()))
+                out = model(torch.tensor([new]), None, None, cache, use_cache=True)  # by place: its name has changed
+                new = [int(out.logits[0, -1].argmax())]
+                tokens += new
             answers.append(tokens)
     return answers
 

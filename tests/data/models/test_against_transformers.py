@@ -179,7 +179,7 @@ def test_dynamic_ntk_beyond_the_original_length_equals_cached_generation(tmp_pat
     for position in range(40):
         with torch.no_grad():
             token = tokens[position : position + 1]
-            expected = theirs(token[None], past_key_values=cache, use_cache=True).logits[0]
+            expected = theirs(token[None], None, None, cache, use_cache=True).logits[0]  # by place: its name changes
         torch.testing.assert_close(run(model, context, token, position), expected, atol=1e-4, rtol=0)
 
 
