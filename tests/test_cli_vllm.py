@@ -93,7 +93,7 @@ def test_what_is_no_size(text: str) -> None:
             "'--trust-remote-code'. Not supported by quire: no code of a model's folder ever runs",
         ),
         (["--data-parallel-size", "2"], "--data-parallel-size is '2', and quire has only 1. --tp divides a model"),
-        (["--pipeline-parallel-size", "2"], "--pp is 2. There are no stages yet"),
+        (["--pipeline-parallel-size", "64"], "--pp is 64. It must be between 1 and 63"),
         (["-tp", "2", "--executor", "inline"], "--executor is inline, and --tp is 2: each rank is a process"),
         (["--tp", "64"], "--tp is 64. It must be between 1 and 63"),
         (["--rank-timeout", "0"], "--rank-timeout is 0.0. It must be between 0.1 and 86400"),

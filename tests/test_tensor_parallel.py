@@ -91,7 +91,7 @@ def answers(engine: Engine, rounds: int) -> Iterator[Any]:
 
 
 def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engine, Engine]:
-    theirs = {name: settings.pop(name) for name in ("executor", "on_rank_failure") if name in settings}
+    theirs = {name: settings.pop(name) for name in ("executor", "on_rank_failure", "pp") if name in settings}
     one, several = engine_of(folder, **settings), engine_of(folder, tp=tp, **theirs, **settings)
     try:
         for wanted, got in zip(answers(one, rounds), answers(several, rounds), strict=True):
@@ -194,7 +194,10 @@ def test_ranks_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> No
     [
         ({"tp": 3}, "--tp is 3, which doesn't divide the model: it has 4 heads.*Use 1, 2 or 4"),
         ({"tp": 2, "executor": "inline"}, "--executor is inline, and --tp is 2"),
-        ({"pp": 2}, "--pp is 2"),
+        ({"pp": 3}, "--pp is 3, and the model has 2 layers. Use 2 or less"),
+        ({"pp": 2, "executor": "inline"}, "--executor is inline, and --pp is 2"),
+        ({"tp": 8, "pp": 8}, "--tp is 8 and --pp 8: 64 ranks. At most 63"),
+        ({"pp": 2, "quantization": "fp8"}, "--pp is 2, and a quantised model can't be divided into stages"),
         ({"tp": True}, "--tp is True"),
         ({"tp": 2.0}, "--tp is 2.0"),
         ({"on_rank_failure": "restart"}, "--on-rank-failure is restart, and the model is where the engine is"),

@@ -47,6 +47,7 @@ class MemoryPlan(NamedTuple):
     state_tokens: int = 0  # after each of which it can be found again; 0: it can't
     saved: int = 0  # of the weights, by FP8 or few bits: so many bytes less than in `dtype`
     ranks: int = 1  # of which this is one's, as are all bytes, and the parameters; the others' are the same
+    stages: int = 1  # that have so many ranks in all: others may have less of weights than this one
 
     def lines(self) -> list[str]:
         """One screen."""
@@ -73,6 +74,10 @@ class MemoryPlan(NamedTuple):
         return f"{self.device}, shared out" if self.ranks > 1 and self.device == "cpu" else self.device
 
     def _rank(self) -> str:
+        if self.stages > 1:
+            return (
+                f" at most, on each of {self.ranks} ranks: {self.ranks // self.stages} for each of {self.stages} stages"
+            )
         return f", on each of {self.ranks} ranks" if self.ranks > 1 else ""
 
     def _together(self) -> list[tuple[str, str]]:
@@ -80,6 +85,7 @@ class MemoryPlan(NamedTuple):
         if self.ranks == 1:
             return []
         weights, kv = _size(self.ranks * self.weights), _size(self.ranks * self.kv_bytes)
+        weights = f"at most {weights}" if self.stages > 1 else weights
         token = self.ranks * self.token_bytes
         return [
             ("all ranks", f"{weights} of weights, {kv} of KV = the same {self.kv_tokens:,} tokens, of {token:,} bytes")
@@ -124,14 +130,14 @@ def plan_memory(
             f"--max-model-len is {config.max_model_len}, but the model was made for {spec.max_len} tokens",
             f"Use at most {spec.max_len}",
         )
-    share = min(int(free * CPU_KV_SHARE), CPU_KV_MOST // config.tp, room) if device == "cpu" else room
+    share = min(int(free * CPU_KV_SHARE), CPU_KV_MOST // config.ranks, room) if device == "cpu" else room
     kv = _kv_size(config, spec, itemsize, share, config.max_num_seqs * wanted_len)
     fixed = config.kv_tokens is not None or config.kv_gib is not None
     if kv.tokens < 2 or (fixed and kv.bytes > room):
         raise StartupError(
             f"out of memory: {_size(weights)} of weights, {_size(activations)} of activations and "
             f"{_size(max(kv.bytes, config.page_size * kv.token_bytes))} of KV cache don't fit into "
-            f"{_size(max(usable, 0))} on {where}" + (f", each of {config.tp} ranks" if config.tp > 1 else ""),
+            f"{_size(max(usable, 0))} on {where}" + (f", each of {config.ranks} ranks" if config.ranks > 1 else ""),
             "Use a smaller --kv-gib, --max-num-batched-tokens or model"
             + (", or a larger --gpu-memory-utilization" if device != "cpu" else ""),
         )
@@ -147,7 +153,7 @@ def plan_memory(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
         spec.state_bytes, config.state_tokens if state_run(config, spec) == config.state_tokens else 0,
-        saved, config.tp,
+        saved, config.ranks, config.pp,
     )  # fmt: skip
 
 
@@ -202,8 +208,8 @@ def page_lines(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: Memor
         parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {holds}"]
         if group.parts > 1:
             parts.append(f"{group.page_bytes // group.parts:,} in each of {group.parts} buffers")
-        if config.tp > 1:
-            parts.append(f"{config.tp * group.page_bytes:,} on all ranks")
+        if config.ranks > 1:
+            parts.append(f"{config.ranks * group.page_bytes:,} on all ranks")
         if padding := group.page_bytes - group.full_bytes:
             parts.append(f"{padding / group.page_bytes:.1%} padding")
         if large:
@@ -281,11 +287,13 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
 
 def exchange_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, device: str) -> int:
     """What a rank holds beside to add up a step's rows and to put logits together: on a CPU everybody's, and the sum in
-    float32; on GPUs one more of each."""
-    if config.tp == 1:
+    float32; on GPUs one more of each. Of stages without that, what the one before gives."""
+    if config.ranks == 1:
         return 0
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
+    if config.tp == 1:
+        return 2 * config.max_num_batched_tokens * spec.hidden * itemsize
     tokens, vocabulary = config.max_num_batched_tokens, config.tp * Part(0, config.tp).padded(spec.vocab_size)
     logits = min(max(config.max_num_seqs, SCORED_AT_ONCE), tokens) * vocabulary * 2 * itemsize
     return logits + tokens * spec.hidden * (config.tp * itemsize + 4 if device == "cpu" else itemsize)
@@ -301,7 +309,7 @@ def rank_memory(config: EngineConfig, device: str) -> tuple[int, int]:
     with the least room decides, since a page has the same id everywhere. StartupError for more ranks than GPUs."""
     if device == "cpu" or config.tp == 1:
         total, free = device_memory(device)
-        return total // config.tp, free // config.tp
+        return total // config.ranks, free // config.ranks
     import torch
 
     if config.tp > (count := torch.cuda.device_count()):

@@ -33,10 +33,11 @@ from quire.files import LIMITS, read_object
 from quire.link.collector import paused
 from quire.plan_log import Logged
 from quire.reserve import reserve
-from quire.shard import attention_of, heads_of, native, shard_runner
+from quire.shard import attention_of, heads_of, native, shard_runner, stage_of
 from quire.source import Source, eos_ids, pooling_of, read_sight, read_source, read_text, tiling_of
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Layout, Part
 from quire.vocabulary.specs import Geometry, ModelSpec
+from quire.vocabulary.stages import uneven
 
 if TYPE_CHECKING:
     from quire.parallel.remote import RemoteRunner
@@ -70,15 +71,15 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
     each, which need not be there (or, where the config says CPU, for such a machine)."""
     if device_gib is not None and not 0 < device_gib < 2**20:
         raise StartupError(f"--device-gib is {device_gib}", "It must be above 0")
-    source = _divided(config, read_source(config, weights=False))
     absent = device_gib is not None
+    source = _divided(config, read_source(config, weights=False), absent)
     device = ("cpu" if config.device == "cpu" else "cuda") if absent else device_of(config)
     config = config.sized(device).of_rank()
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
     saved = saved_by_fp8(config, source, dtype, device, absent)
     config = _planned(config, source.spec, device, dtype)
-    there = None if device_gib is None else int(device_gib * GIB) // (config.tp if device == "cpu" else 1)
+    there = None if device_gib is None else int(device_gib * GIB) // (config.ranks if device == "cpu" else 1)
     made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, there)
     pages = page_lines(config, source.spec, ITEMSIZE[dtype], made)
     if config.memory == "virtual":  # pages and buffers aren't always filled
@@ -89,11 +90,26 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
     return made.lines() + pages
 
 
-def _divided(config: EngineConfig, source: Source) -> Source:
-    """The same with the spec of a rank's part. StartupError for a model that so many can't share."""
-    part = Part(0, config.tp)
+def _divided(config: EngineConfig, source: Source, absent: bool = False) -> Source:
+    """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
+    many can't share; `absent`: of devices that need not be here."""
+    part = Part(0, config.tp, 0, config.pp)
     check_plain(part, source.config, config.quantization, source.file is not None)
-    return source.divided(part)
+    source = source.divided(part)
+    if config.pp == 1:
+        return source
+    import torch
+
+    if device_of(config) != "cpu" and not absent:
+        raise StartupError(f"--pp is {config.pp}, and stages are for CPUs so far", "Use --tp alone, or --device cpu")
+    if config.memory == "virtual" and uneven(source.spec, config.pp):
+        raise StartupError(
+            f"--memory is virtual, and of {len(source.spec.layers)} layers --pp {config.pp} makes stages that don't "
+            "have as many of each kind",
+            "Use --memory paged, or another --pp",
+        )
+    spec = stage_of(source, getattr(torch, dtype_of(config, source.config, device_of(config))), config.tp, config.pp)
+    return source._replace(spec=spec)
 
 
 @paused()
@@ -132,8 +148,10 @@ def build_engine(
 
     source = _divided(config, source)
     if device_of(config) != "cpu":
-        check_gpus(config.tp)
-    ranks = RemoteRunner(config.tp, config.rank_timeout)  # they load libraries while the model is looked at
+        check_gpus(config.ranks)
+    ranks = RemoteRunner(
+        Layout(config.tp, config.pp), config.rank_timeout
+    )  # they load libraries while the model is looked at
     try:
         return _assembled(config, source, named, progress, None, ranks)
     except BaseException:

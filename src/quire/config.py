@@ -75,10 +75,11 @@ class EngineConfig:
     GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps (a CPU
     too, as tapes), and `warm_up` makes it compile kernels and capture these graphs at start, not when they are first
     needed. `log_plans` names a file to write every plan and result to (quire.plan_log), for debugging.
-    `tp` ranks divide each layer of the model (quire.parallel); `kv_gib` and `swap_gib` are sums over them. There are no
-    stages yet: `pp` is 1. `executor` "process" gives a single rank a process of its own too, "inline" computes where
-    the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to start; `on_rank_failure` is
-    what follows if it fails: the engine's end, or ranks that are started anew (quire.control.recovery).
+    `tp` ranks divide each layer of the model (quire.parallel), and `pp` stages its layers, of so many ranks each;
+    `kv_gib` and `swap_gib` are sums over all. `executor` "process" gives a single rank a process of its own too,
+    "inline" computes where the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to
+    start; `on_rank_failure` is what follows if it fails: the engine's end, or ranks that are started anew
+    (quire.control.recovery).
     `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one; "auto": as the
     checkpoint's 1_Pooling/config.json says, else the last one's.
     `revision` is of a hub's model. Requests' defaults (GENERATION) come from the model's generation_config.json with
@@ -183,6 +184,7 @@ class EngineConfig:
             ("depth", 1, 64),
             ("prefix_tokens", 0, 2**40),
             ("tp", 1, MAX_RANKS),
+            ("pp", 1, MAX_RANKS),
             ("rank_timeout", 0.1, 86400),
         ):
             value = getattr(self, name)
@@ -198,11 +200,12 @@ class EngineConfig:
         for name in ("tp", "pp"):
             if type(getattr(self, name)) is not int:
                 raise StartupError(f"--{name} is {str(getattr(self, name))[:80]}", "It must be a whole number")
-        if self.pp != 1:
-            raise StartupError(f"--pp is {self.pp}", "There are no stages yet: it must be 1; --tp divides layers")
-        if self.tp > 1 and self.executor == "inline":
+        if self.ranks > MAX_RANKS:
+            raise StartupError(f"--tp is {self.tp} and --pp {self.pp}: {self.ranks} ranks", f"At most {MAX_RANKS}")
+        if self.ranks > 1 and self.executor == "inline":
+            name, value = ("tp", self.tp) if self.tp > 1 else ("pp", self.pp)
             raise StartupError(
-                f"--executor is inline, and --tp is {self.tp}: each rank is a process", "Use --executor process"
+                f"--executor is inline, and --{name} is {value}: each rank is a process", "Use --executor process"
             )
 
         if self.on_rank_failure == "restart" and self.log_plans:
@@ -263,13 +266,18 @@ class EngineConfig:
 
     def of_rank(self) -> EngineConfig:
         """The same for one rank: its share of what is a sum over all."""
-        kv_gib = None if self.kv_gib is None else self.kv_gib / self.tp
-        return replace(self, kv_gib=kv_gib, swap_gib=self.swap_gib / self.tp)
+        kv_gib = None if self.kv_gib is None else self.kv_gib / self.ranks
+        return replace(self, kv_gib=kv_gib, swap_gib=self.swap_gib / self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """In all: `tp` of each of `pp` stages."""
+        return self.tp * self.pp
 
     @property
     def remote(self) -> bool:
         """The model is in processes of its own, which are ranks."""
-        return self.tp > 1 or self.executor == "process"
+        return self.ranks > 1 or self.executor == "process"
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

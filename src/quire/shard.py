@@ -5,6 +5,8 @@ program, which has one of these.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,13 @@ from quire.errors import StartupError
 from quire.source import Source, read_source
 from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
+from quire.vocabulary.stages import staged
 
 if TYPE_CHECKING:
     import torch
 
     from quire.data.layers.exchange import Exchange
+    from quire.data.runner.stages import Neighbours
     from quire.parallel.devices import Seat
     from quire.parallel.frames import Hello
 
@@ -32,6 +36,7 @@ def build_rank(hello: Hello, seat: Seat | None = None) -> Any:
     import torch
 
     from quire.data.weights.mapped import trim
+    from quire.parallel.pipes import Pipes
     from quire.parallel.shared import SharedExchange
 
     config, part = hello.config, hello.part
@@ -44,10 +49,11 @@ def build_rank(hello: Hello, seat: Seat | None = None) -> Any:
     exchange: Exchange | None = None if seat is None else seat.exchange
     if seat is None and part.ranks > 1:
         exchange = SharedExchange(part, hello.meeting, hello.seconds)
+    pipes = Pipes(part, hello.meeting, hello.seconds) if part.stages > 1 else None
     device = torch.device(config.device) if seat is None else seat.device
     runner = shard_runner(
         config, source, dtype, device, hello.eos_ids, hello.max_len, hello.progress,
-        part=part, exchange=exchange,
+        part=part, exchange=exchange, pipes=pipes,
     )  # fmt: skip
     runner.notices = (kernels.said(),) if seat is None else seat.notices
     trim()
@@ -65,8 +71,10 @@ def shard_runner(
     common: Callable[[], torch.Tensor] | None = None,
     part: Part = WHOLE,
     exchange: Exchange | None = None,
+    pipes: Neighbours | None = None,
 ) -> Any:
-    """The runner of a part of the model, which `source`'s spec is of; `exchange` is where it meets the others."""
+    """The runner of a part of the model, which `source`'s spec is of; `exchange` is where it meets the others of its
+    stage, if any, and `pipes` lead to the stages beside."""
     import torch
 
     from quire.data.layers.prepare import join
@@ -82,9 +90,14 @@ def shard_runner(
 
     model = make(progress)
     attention = attention_of(config, source.spec, device, dtype)
-    runner = ModelRunner(
+    kind: Callable[..., Any] = ModelRunner
+    if pipes is not None:
+        from quire.data.runner.stages import StageRunner
+
+        kind = partial(StageRunner, part=part, pipes=pipes)
+    runner = kind(
         model, source.spec, dtype, device, attention, eos_ids,
-        graphs=config.cuda_graphs and attention in ("triton", "native", *VENDORS),
+        graphs=pipes is None and config.cuda_graphs and attention in ("triton", "native", *VENDORS),
         deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
         common=common() if common is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
@@ -113,13 +126,41 @@ def _loaded(
         model = few.made(source.config, dtype, device, scheme, source.file)
     else:
         model = made(source.config, dtype, device, scheme, part)
+    if part.stages > 1:
+        model.__dict__["undivided"] = meta_of(source.config, dtype, part)  # no module of it
     if dummy:
         fill_dummy(model, config.seed, scheme)
     elif source.file is not None:
         load_gguf(model, source.file, progress, scheme)
     else:
         load(model, source.folder, progress, scheme)
+    model.__dict__.pop("undivided", None)
     return model
+
+
+def meta_of(config: dict[str, Any], dtype: torch.dtype, part: Part, stages: bool = False) -> Any:
+    """The model of a config.json, of shapes alone: what a rank would have of it if there were no stages; or, with
+    `stages`, what it has."""
+    import torch
+
+    from quire.data.models import resolve
+
+    return resolve(config)(config, dtype, torch.device("meta"), part if stages else Part(part.rank, part.ranks))
+
+
+def stage_of(source: Source, dtype: torch.dtype, ranks: int, stages: int) -> ModelSpec:
+    """The spec of a stage that has as much of everything as any of `stages` has, of `ranks` each, whose part `source`'s
+    spec is of. StartupError for a model that can't be divided so."""
+    import torch
+
+    spec = staged(source.spec, stages)
+    counts = []
+    for stage in range(stages):
+        weights = list(meta_of(source.config, dtype, Part(0, ranks, stage, stages), stages=True).parameters())
+        wide = sum(weight.numel() for weight in weights if weight.dtype == torch.float32 != dtype)
+        counts.append((sum(weight.numel() for weight in weights), wide))
+    most, wide = map(max, zip(*counts))
+    return replace(spec, parameters=most, wide_parameters=wide)
 
 
 def attention_of(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from traces import Asked, Told, Trace, run_trace
 
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.params import SamplingParams
-from quire.vocabulary.plan import Row, Sampled
+from quire.vocabulary.plan import LAST, Row, Sampled, StepPlan
 
 BUDGETS = (1, 3, 8, 16, 64)
 SIZES = (48, 64, 96, 128, 256)
@@ -58,6 +58,28 @@ def test_traces_that_are_short_of_memory(name: str, depth: int) -> None:
     assert sum(t.shortages for t in told) > 5
     assert sum(t.hits for t in told) > 0
     assert sum(t.evictions for t in told) > 0
+
+
+class Staged(EchoRunner):
+    """Notices plans that stages can't be given: with a token that only the last one knows. Counts those that were made
+    while others were in flight."""
+
+    beside = 0
+
+    def submit(self, plan: StepPlan) -> int:
+        assert not any(LAST in row.tokens for row in plan.rows), "a sample is needed that isn't known yet"
+        self.beside += bool(plan.rows and any(other.rows for other in self.queue))
+        return super().submit(plan)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", ["paged-4", "layer-tables", "mixed-16", "states-window"])
+def test_traces_over_stages(name: str, stages: int) -> None:
+    """As many steps are in flight, of other sequences each; every output is the oracle's."""
+    runners = [Staged(stages, vocab_size=VOCAB) for _ in range(4)]
+    for seed, runner in enumerate(runners):
+        run_trace(EVERY[name], seed=seed, depth=stages, runner=runner, stages=stages, max_seqs=8, tokens=192)
+    assert sum(runner.beside for runner in runners) > 50
 
 
 @given(

@@ -305,6 +305,7 @@ class Trace:
         runner: EchoRunner | None = None,
         preemption: str = "recompute",
         unforked: float = 0.0,
+        stages: int = 1,
     ) -> None:
         self.rng = random.Random(seed)
         self.memory = Watched(memory)
@@ -317,7 +318,7 @@ class Trace:
         costs = Costs(0, 1, 6 * max(group.page_bytes for group in self.groups), 0, 0)
         self.scheduler = Scheduler(
             self.memory, budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS), preemption=preemption,
-            costs=costs, static=is_static(memory),
+            costs=costs, static=is_static(memory), stages=stages,
         )  # fmt: skip
         limits = Limits(VOCAB, MAX_LEN, 1000)
         self.engine = Engine(self.scheduler, self.runner, limits, clock=lambda: 0.0)
@@ -549,11 +550,12 @@ def run_trace(
     prefix_tokens: int = 0,
     unforked: float = 0.0,
     aborts: float = 0.04,
+    stages: int = 1,
 ) -> Told:
     """One random trace over a fresh memory."""
     memory = make(Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
     trace = Trace(
         memory, seed=seed, depth=depth, budget=budget, max_seqs=max_seqs, runner=runner, preemption=preemption,
-        unforked=unforked,
+        unforked=unforked, stages=stages,
     )  # fmt: skip
     return trace.run(requests, aborts)

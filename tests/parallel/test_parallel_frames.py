@@ -29,7 +29,7 @@ BODIES = {
     "sleep": (frames.read_sleep, b"\2", 2),
     "wake": (frames.read_wake, b'{"tags":["weights"]}', ["weights"]),
     "warm": (frames.read_warm, frames.WARMED.pack(2048, 99), (2048, 99)),
-    "answer": (frames.read_answer, frames.DREW.pack(3, 2**64 - 1) + b"rest", (3, 2**64 - 1, b"rest")),
+    "answer": (frames.read_answer, frames.DREW.pack(3, 2**64 - 1, 7) + b"rest", (3, 2**64 - 1, 7, b"rest")),
 }
 
 

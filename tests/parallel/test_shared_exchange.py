@@ -21,7 +21,7 @@ from quire.vocabulary.layout import Layout, Part
 
 def on_ranks(ranks: int, work: Callable[[SharedExchange], Any]) -> list[Any]:
     """What `work` returns, or the PeerLost that it raises, on each of some ranks."""
-    meeting, found = Meeting(ranks), [None] * ranks
+    meeting, found = Meeting(Layout(ranks)), [None] * ranks
 
     def run(part: Part) -> None:
         try:

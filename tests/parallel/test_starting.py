@@ -23,13 +23,13 @@ from quire.parallel import starting
 from quire.parallel.frames import ANSWER, Hello
 from quire.parallel.remote import RemoteRunner
 from quire.text.prompts import engine_config
-from quire.vocabulary.layout import Part
+from quire.vocabulary.layout import Layout, Part
 
 
 class Told:
     """Stands for ranks: what they are told."""
 
-    seconds, meeting = 60.0, SimpleNamespace(descriptors=(9, 8))
+    seconds, meeting, layout = 60.0, SimpleNamespace(descriptors=(9, 8)), Layout(3)
 
     def hello(self, hellos: list[Hello]) -> None:
         self.hellos = hellos

@@ -123,7 +123,7 @@ ENGINE = (
     Flag("warm_up", bool, "on a GPU, compile kernels and capture graphs at start, not when they are first needed"),
     Flag("tp", int, "ranks that divide each layer of the model, each a process", metavar="N",
          aliases=("-tp", "--tensor-parallel-size")),
-    Flag("pp", int, "stages of layers: only 1 so far", metavar="N", aliases=("-pp", "--pipeline-parallel-size")),
+    Flag("pp", int, "stages of layers, of --tp ranks each", metavar="N", aliases=("-pp", "--pipeline-parallel-size")),
     Flag("executor", str, "where the model is: with the engine, or in a process for each rank; auto: with one rank "
          "the former", EXECUTORS),
     Flag("rank_timeout", float, "seconds that a rank may take for a step; five times as many to start",

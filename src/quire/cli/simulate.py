@@ -159,8 +159,9 @@ def _check(args: argparse.Namespace) -> None:
 def plant_of(config: EngineConfig, calibration: str) -> Plant:
     """What is to be simulated. Without --kv-gib or --kv-tokens the KV memory is what the calibration's device has left
     over; what it had with its own model, if it says that."""
-    if config.tp > 1:
-        raise StartupError(f"--tp is {config.tp}, and what is simulated is one device", "Leave --tp out")
+    for name, count in (("tp", config.tp), ("pp", config.pp)):
+        if count > 1:
+            raise StartupError(f"--{name} is {count}, and what is simulated is one device", f"Leave --{name} out")
     found = load(calibration)
     if config.model_config is None and not config.model and found.model != BUNDLED:
         if found.model not in CONFIGS:

@@ -41,6 +41,7 @@ def assemble(
         preemption=config.preemption if config.swap_gib else "recompute",
         costs=costs,
         static=config.memory in STATIC,
+        stages=config.pp,
     )
     depth = depth or config.depth
     return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth, tiling=tiling, pooling=pooling)

@@ -24,7 +24,8 @@ from quire.vocabulary.seeds import branch_seed
 class Scheduler:
     """`budget` tokens are computed in a step at most, and `max_seqs` sequences are resident. `preemption` is "swap",
     "recompute", or "auto": what `costs` says is cheaper for the victim. `static` batches (FasterTransformer) take what
-    the memory holds when nothing runs, whatever the budget, and nobody joins before their last member ends."""
+    the memory holds when nothing runs, whatever the budget, and nobody joins before their last member ends. Where the
+    model has `stages`, steps in flight are of different sequences, dealt out so that there are as many of them."""
 
     def __init__(
         self,
@@ -37,8 +38,9 @@ class Scheduler:
         preemption: str = "recompute",
         costs: Costs = DEFAULT,
         static: bool = False,
+        stages: int = 1,
     ) -> None:
-        self.memory, self.static = memory, static
+        self.memory, self.static, self.stages = memory, static, stages
         self.budget, self.max_seqs, self.max_len = budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
@@ -112,7 +114,7 @@ class Scheduler:
     def _continue_running(self, rows: list[Row]) -> bool | None:
         """Give each running sequence its next tokens, oldest request first; preempt the youngest when memory is short.
         Returns whether anybody was hurt; None when memory is short but steps are in flight, so that victims may be."""
-        hurt, budget = False, self.budget
+        hurt, budget, most = False, self.budget, -(-len(self.by_slot) // self.stages)
         grow, wanted, sight = self.memory.grow, self._wanted, self.sight
         for request in list(self.running):
             if request.status is not Status.RUNNING:
@@ -120,7 +122,7 @@ class Scheduler:
             first = len(rows)
             for seq in request.live:
                 count = wanted(request, seq, budget)
-                if count <= 0:
+                if count <= 0 or len(rows) == most:  # the next step's, where there are stages
                     continue
                 while not grow(seq, seq.planned + count):
                     if self.flight:
@@ -141,8 +143,8 @@ class Scheduler:
         if seq.finish is not None:
             return 0
         if seq.pending:
-            if seq.branches or request.method is not None:
-                return 0  # what follows is decided when its sample arrives
+            if seq.branches or request.method is not None or self.stages > 1:
+                return 0  # what follows is decided when its sample arrives, or known to the first stage then
             if seq.matcher is not None and waits(request, seq, self.late):
                 return 0  # as what may be drawn is; others go on
             if len(seq.tokens) + seq.pending - seq.prompt_len >= request.max_tokens:

@@ -25,7 +25,7 @@ from quire.vocabulary.wire import KEY_BYTES
 KINDS = range(1, 18)
 HELLO, BIND, WARM, SEE, FORGET, PLAN, COLLECT, ASK, CLOSE, READY, DONE, ANSWER, TOLD, FAILED, MEET, SLEEP, WAKE = KINDS
 WARMED = struct.Struct("<II")  # tokens of a step, tokens of a sequence
-DREW = struct.Struct("<QQ")  # the step, from 1; the digest of what was applied and drawn
+DREW = struct.Struct("<QQQ")  # the step, from 1; digests of what was applied, and of what was drawn
 MOST_EOS = 1 << 16  # end tokens
 MOST_TEXT = 1 << 12  # characters of a failure
 
@@ -62,11 +62,11 @@ def read_hello(body: memoryview) -> Hello:
     """The same, read. WireError for what is none, StartupError for settings that can't be."""
     data = read_json(body)
     part, eos, meeting = (field(data, name, list) for name in ("part", "eos_ids", "meeting"))
-    if len(part) != 2 or not all(type(one) is int for one in part) or not 0 <= part[0] < part[1] <= MOST_RANKS:
-        raise WireError("part", f"{str(part)[:80]} is no rank and number of ranks")
+    if len(part) != 4 or not all(type(one) is int for one in part) or not is_part(*part):
+        raise WireError("part", f"{str(part)[:80]} is no rank and number of ranks, stage and number of stages")
     if len(eos) > MOST_EOS or not all(type(token) is int for token in eos):
         raise WireError("eos_ids", f"no list of up to {MOST_EOS} token ids")
-    if len(meeting) > 2 + 2 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
+    if len(meeting) > 2 + 4 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
         raise WireError("meeting", "no list of descriptors")
     try:
         config = EngineConfig(**field(data, "config", dict))
@@ -76,6 +76,11 @@ def read_hello(body: memoryview) -> Hello:
         config, Part(*part), tuple(eos), number(data, "max_len"), field(data, "seconds", float),
         tuple(meeting), field(data, "progress", bool), number(data, "log_level"),
     )  # fmt: skip
+
+
+def is_part(rank: int, ranks: int, stage: int, stages: int) -> bool:
+    """Whether there can be a Part of these."""
+    return 0 <= rank < ranks and 0 <= stage < stages and ranks * stages <= MOST_RANKS
 
 
 def write_bind(geometry: Geometry) -> bytes:
@@ -133,10 +138,20 @@ def read_wake(body: memoryview) -> list[str]:
     return tags
 
 
-def read_answer(body: memoryview) -> tuple[int, int, memoryview]:
-    """The body of an ANSWER: the step, the digest of what was applied and drawn, and the result's frame (of rank 0)."""
-    step, digest = Reader(body).take(DREW, "answer")
-    return step, digest, body[DREW.size :]
+class Answer(NamedTuple):
+    """The body of an ANSWER: the step, digests of what was applied and of what was drawn, and the result's frame, of
+    the rank that tells it."""
+
+    step: int
+    applied: int
+    drawn: int
+    result: memoryview
+
+
+def read_answer(body: memoryview) -> Answer:
+    """The same, read. WireError for what is none."""
+    step, applied, drawn = Reader(body).take(DREW, "answer")
+    return Answer(step, applied, drawn, body[DREW.size :])
 
 
 def write_failed(failed: Failed) -> bytes:

@@ -66,7 +66,7 @@ from quire.vocabulary.wire import decode, encode
 
 GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
 PR_SET_PDEATHSIG = 1
-SAID = struct.Struct("<QQq")  # a step, what was applied, what was drawn
+SAID = struct.Struct("<QQ")  # a step, what was applied
 MASK = 2**64 - 1
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """What keeps libraries from NVLink's multicast objects."""
@@ -79,13 +79,17 @@ class Gone(Exception):
     """The engine's process is gone, or wants no more."""
 
 
-def digest_of(step: int, frame: memoryview, result: StepResult, applied: int) -> int:
-    """8 bytes that ranks agree in if they were given the same plan as this step, `applied` the same of plans so far,
-    and drew the same tokens."""
-    drawn = next(zip(*result.samples), ())  # tuples of integers, whose hash is the same in every process
-    said = hashlib.blake2b(SAID.pack(step, applied & MASK, hash(drawn)), digest_size=8)
+def digest_of(step: int, frame: memoryview, applied: int) -> int:
+    """8 bytes that ranks agree in if they were given the same plan as this step, and `applied` the same of plans so
+    far."""
+    said = hashlib.blake2b(SAID.pack(step, applied & MASK), digest_size=8)
     said.update(frame)
     return int.from_bytes(said.digest(), "little")
+
+
+def drawn_of(result: StepResult) -> int:
+    """8 bytes that ranks agree in if they drew the same tokens."""
+    return hash(next(zip(*result.samples), ())) & MASK  # tuples of integers: the same in every process
 
 
 class Rank:
@@ -127,14 +131,16 @@ class Rank:
             raise WireError("kind", "a result comes where a plan should")
         self.submitted += 1
         self.flight.append((body, self.runner.submit(plan)))
+        if self.part.stages > 1:  # nobody says when: the stage behind may still compute it
+            self._collect()
 
     def _collect(self) -> None:
         body, ticket = self.flight.popleft()
         result = self.runner.collect(ticket)
         self.collected += 1
-        digest = digest_of(self.collected, body, result, getattr(self.runner, "applied", 0))
-        said = encode(result) if self.part.first else b""
-        self._send(ANSWER, DREW.pack(self.collected, digest) + said)
+        applied = digest_of(self.collected, body, getattr(self.runner, "applied", 0))
+        said = encode(result) if self.part.answers else b""
+        self._send(ANSWER, DREW.pack(self.collected, applied, drawn_of(result)) + said)
 
     @property
     def doing(self) -> str:
@@ -177,7 +183,7 @@ def run(
             _, hello = next(said)
         runner = build(hello)
     except BaseException as error:
-        _tell(hello.part.rank, "at start", error)
+        _tell(hello.part.number, "at start", error)
         send(FAILED, write_failed(_failure(error)))
         return 1
     rank = Rank(hello, runner, send)
@@ -190,7 +196,7 @@ def run(
         runner.close()
         return 0
     except BaseException as error:
-        _tell(hello.part.rank, rank.doing, error)
+        _tell(hello.part.number, rank.doing, error)
         send(FAILED, write_failed(_failure(error)))
         return 1
 

@@ -48,9 +48,11 @@ from quire.parallel.meeting import Meeting
 from quire.parallel.ring import Ring, RingFull
 from quire.parallel.sides import Keeper, Side, Start, end, start_program, started
 from quire.vocabulary.columns import WireError
+from quire.vocabulary.layout import Layout
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.plan import Mapped, RankUse, StepPlan, StepResult
-from quire.vocabulary.specs import Geometry, Layout
+from quire.vocabulary.specs import Geometry
+from quire.vocabulary.specs import Layout as Addresses
 from quire.vocabulary.wire import decode, encode
 
 STARTS = 5  # times as long as a step may take a start
@@ -65,8 +67,11 @@ log = logging.getLogger("quire.parallel")
 class RemoteRunner:
     """See control.engine.Runner. `seconds` is how long ranks may take for a step, `meeting` where they meet in it."""
 
-    def __init__(self, ranks: int, seconds: float, start: Start = start_program) -> None:
-        """Start the ranks, which are told by `hello` what to build. StartupError where the system has none."""
+    def __init__(self, layout: Layout | int, seconds: float, start: Start = start_program) -> None:
+        """Start the ranks of a layout, or so many that divide each layer: `hello` tells them what to build.
+        StartupError where the system has none."""
+        self.layout = layout = layout if isinstance(layout, Layout) else Layout(layout)
+        ranks = layout.ranks
         self.seconds, self._dead = float(seconds), ""
         self.depth, self.attention, self.device, self.notices = 1, "", "", tuple[str, ...]()
         self.submitted = self.collected = 0
@@ -75,7 +80,7 @@ class RemoteRunner:
         self._orders = Frames(KINDS)
         with ExitStack() as undo:
             try:
-                self.meeting = meeting = Meeting(ranks)
+                self.meeting = meeting = Meeting(layout)
                 undo.callback(meeting.close)
                 self._ring = ring = Ring(ranks)
                 undo.callback(ring.close)
@@ -108,7 +113,7 @@ class RemoteRunner:
     def wait(self) -> None:
         """Wait until all have built their part. StartupError if one can't."""
         said = [read_json(frame.body) for frame in self._all(READY, STARTS * self.seconds, "at start")]
-        self.depth = min(int(one["depth"]) for one in said)
+        self.depth = max(min(int(one["depth"]) for one in said), self.layout.pp)
         self.attention, self.device = str(said[0]["attention"]), str(said[0]["device"])
         self.notices = tuple(map(str, said[0]["notices"]))
 
@@ -123,7 +128,7 @@ class RemoteRunner:
 
     def bind(self, geometry: Geometry) -> None:
         """Allocate the tensors of a memory, on each rank: `geometry` is one rank's."""
-        self._virtual = geometry.layout is Layout.CONTIGUOUS
+        self._virtual = geometry.layout is Addresses.CONTIGUOUS
         self._order(BIND, write_bind(geometry))
         self._all(DONE, STARTS * self.seconds, "at start")
 
@@ -158,20 +163,22 @@ class RemoteRunner:
 
     def collect(self, ticket: int) -> StepResult:
         """Wait for the step of that number. RanksLost if a rank fails, or they don't agree in what they did."""
-        self._order(COLLECT, b"")
+        if self.layout.pp == 1:  # stages answer as soon as they can
+            self._order(COLLECT, b"")
         self.collected += 1
         assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
-        frames = self._all(ANSWER, self.seconds, f"in step {ticket}")
+        frames, first = self._all(ANSWER, self.seconds, f"in step {ticket}"), self.layout.answers
         try:
             answers = [read_answer(frame.body) for frame in frames]
-            result = decode(answers[0][2])
+            result = decode(answers[first].result)
         except WireError as error:
             self._die(f"a rank's answer in step {ticket} is none: {error}"[:300])
-        assert answers[0][0] == ticket, f"rank 0 answers step {answers[0][0]}, and {ticket} is due"
-        for rank, (step, digest, _) in enumerate(answers):
-            if (step, digest) != answers[0][:2]:
-                self._die(f"rank {rank} applied or drew something else than rank 0 in step {ticket}")
-        assert isinstance(result, StepResult), "rank 0 answers with a result"
+        assert answers[first].step == ticket, f"rank {first} answers step {answers[first].step}, and {ticket} is due"
+        for rank, answer in enumerate(answers):
+            draws = rank >= first  # what was drawn only the last stage knows
+            if answer[:2] != answers[first][:2] or (draws and answer.drawn != answers[first].drawn):
+                self._die(f"rank {rank} applied or drew something else than rank {first} in step {ticket}")
+        assert isinstance(result, StepResult), f"rank {first} answers with a result"
         return result
 
     def ask(self, question: str) -> list[Any]:
@@ -247,12 +254,13 @@ class RemoteRunner:
         if self._dead:
             raise RanksLost(self._dead)
         waited = 0.0
-        while not all(side.inbox for side in self.sides):
+        boxes = [side.box(kind) for side in self.sides]
+        while not all(boxes):
             if not self._listen(SLICE):
                 waited += SLICE
-                self._silent(waited, seconds, when)
+                self._silent([side for side, box in zip(self.sides, boxes) if not box], waited, seconds, when)
             self._look(when)
-        frames = [side.inbox.popleft() for side in self.sides]
+        frames = [box.popleft() for box in boxes]
         for side, frame in zip(self.sides, frames):
             if frame.kind != kind:
                 self._die(f"rank {side.rank} answered with a frame of kind {frame.kind}, not {kind}, {when}")
@@ -269,8 +277,7 @@ class RemoteRunner:
                 del self._heard[descriptor]
         return bool(came)
 
-    def _silent(self, waited: float, seconds: float, when: str) -> None:
-        silent = [side for side in self.sides if not side.inbox]
+    def _silent(self, silent: list[Side], waited: float, seconds: float, when: str) -> None:
         if waited >= SILENT and (stopped := [side for side in silent if side.child.stopped()]):
             self._die(f"rank {stopped[0].rank} was stopped (SIGSTOP) {when}, and is given up", when)
         if waited >= seconds:

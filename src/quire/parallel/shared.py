@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import PeerLost
-from quire.parallel.meeting import COUNTS, LINE, SLOT
+from quire.parallel.meeting import COUNTS, LINE, SLOT, seats_of
 from quire.vocabulary.layout import Part
 
 MARGIN = 30.0  # seconds more than the engine waits: it names who is silent before anybody else gives up
@@ -28,15 +28,16 @@ class SharedExchange:
     def __init__(self, part: Part, descriptors: Sequence[int], seconds: float) -> None:
         """`descriptors` are a Meeting's."""
         self.part, self._seconds = part, seconds + MARGIN
-        memory, *events, self.store = descriptors
-        assert len(events) == 2 * part.ranks, f"{len(events)} events are not two for each of {part.ranks} ranks"
-        shared = mmap.mmap(memory, COUNTS + part.ranks * 2 * SLOT)
+        seats = seats_of(part, descriptors)
+        events, self.store = seats.events, seats.store
+        shared = mmap.mmap(seats.memory, seats.bytes)
         self._counts = memoryview(shared)[:COUNTS].cast("Q")
-        self._slots = torch.frombuffer(shared, dtype=torch.uint8, offset=COUNTS).view(part.ranks, 2, SLOT)
+        slots = torch.frombuffer(shared, dtype=torch.uint8, offset=COUNTS).view(-1, part.ranks, 2, SLOT)
+        self._slots = slots[part.stage]
         self._mine = events[2 * part.rank : 2 * part.rank + 2]
-        self._others = [events[turn::2] for turn in range(2)]
+        self._others = [list(events[turn::2]) for turn in range(2)]
         for turn in range(2):
-            del self._others[turn][part.rank]
+            self._others[turn].pop(part.rank)
         self._polls = [select.poll() for _ in range(2)]
         for poll, event in zip(self._polls, self._mine):
             poll.register(event, select.POLLIN)
@@ -77,7 +78,7 @@ class SharedExchange:
     def _meet(self, piece: Tensor) -> Tensor:
         """[ranks, bytes]: everybody's piece, until two more are met."""
         turn, missing = self._next(), self.part.ranks - 1
-        self._counts[self.part.rank * LINE] += 1
+        self._counts[self.part.number * LINE] += 1
         self._slots[self.part.rank, turn, : len(piece)] = piece
         for event in self._others[turn]:
             os.eventfd_write(event, 1)

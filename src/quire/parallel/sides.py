@@ -10,7 +10,7 @@ from contextlib import suppress
 from quire.link.channel import AT_ONCE
 from quire.link.child import Child, program_of
 from quire.link.frames import Frame, Frames
-from quire.parallel.frames import FAILED, KINDS, Failed, read_failed
+from quire.parallel.frames import ANSWER, FAILED, KINDS, Failed, read_failed
 from quire.parallel.meeting import Meeting
 from quire.parallel.ring import Ring
 from quire.vocabulary.columns import WireError
@@ -60,9 +60,13 @@ class Side:
     def __init__(self, rank: int, child: Child) -> None:
         self.rank, self.child = rank, child
         self.connection = child.connections[0]
-        self.inbox: deque[Frame] = deque()
+        self.answers, self.inbox = deque[Frame](), deque[Frame]()  # of steps, and of all else
         self.failed: Failed | None = None  # with a reason of its own, or without any word
         self._frames, self.said = Frames(KINDS), Frames(KINDS)
+
+    def box(self, kind: int) -> deque[Frame]:
+        """Where frames of a kind are until they are taken: steps may be answered before anybody asks."""
+        return self.answers if kind == ANSWER else self.inbox
 
     def read(self) -> None:
         """Take in what came."""
@@ -72,7 +76,7 @@ class Side:
                 if frame.kind == FAILED:
                     self.failed = read_failed(frame)
                 else:
-                    self.inbox.append(frame)
+                    self.box(frame.kind).append(frame)
             if not data and self.failed is None:
                 self.failed = Failed(self.child.status())
         except (WireError, OSError) as error:

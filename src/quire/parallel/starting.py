@@ -18,7 +18,7 @@ from quire.vocabulary.layout import Layout
 
 def meet(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
     """Have all ranks open their GPUs, and find what memory is planned for: see devices.room_of."""
-    parts = Layout(config.tp).parts()
+    parts = ranks.layout.parts()
     told = ranks.meet([Hello(config, part, (), 1, ranks.seconds, ranks.meeting.descriptors) for part in parts])
     return room_of(told, config.gpu_memory_utilization)
 
@@ -31,11 +31,14 @@ def build(
     if folder:
         config = replace(config, model=folder, revision=None)
     if config.device == "cpu" or config.threads is not None:
-        config = replace(config, threads=shared_out(config.threads, config.tp))
+        config = replace(config, threads=shared_out(config.threads, config.ranks))
     level = logging.getLogger().getEffectiveLevel()
     ranks.hello([
-        Hello(config, part, eos_ids, max_len, ranks.seconds, ranks.meeting.descriptors, progress and part.first, level)
-        for part in Layout(config.tp).parts()
+        Hello(
+            config, part, eos_ids, max_len, ranks.seconds, ranks.meeting.descriptors,
+            progress and part.number == 0, level,
+        )
+        for part in ranks.layout.parts()
     ])  # fmt: skip
     ranks.wait()
 
@@ -50,7 +53,7 @@ def anew(
     """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build`. StartupError
     or RanksLost if they can't be."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    ranks = remote.RemoteRunner(config.tp, config.rank_timeout)
+    ranks = remote.RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout)
     try:
         if config.device != "cpu":
             meet(ranks, config)

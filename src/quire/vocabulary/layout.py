@@ -22,10 +22,13 @@ class Heads(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One of `ranks` equal parts of a model whose layers are divided (tensor parallelism)."""
+    """One of `ranks` equal parts of a model whose layers are divided (tensor parallelism), and of these the layers of
+    one of `stages` (pipeline parallelism)."""
 
     rank: int = 0
     ranks: int = 1
+    stage: int = 0
+    stages: int = 1
 
     def share(self, size: int) -> range:
         """Its part of `size` columns or rows, a multiple of the ranks."""
@@ -58,6 +61,39 @@ class Part(NamedTuple):
         """What is to be added once is added here."""
         return self.rank == 0
 
+    def layers(self, count: int) -> range:
+        """The layers of its stage, of so many: as many as others have, or one more in the first stages."""
+        first, last = (-(-at * count // self.stages) for at in (self.stage, self.stage + 1))
+        return range(first, last)
+
+    @property
+    def starts(self) -> bool:
+        """Its stage is the first, which knows tokens."""
+        return self.stage == 0
+
+    @property
+    def ends(self) -> bool:
+        """Its stage is the last, which draws."""
+        return self.stage == self.stages - 1
+
+    def embeds(self, tied: bool) -> bool:
+        """It needs the embedding: for tokens, or, `tied`, as its head."""
+        return self.starts or (tied and self.ends)
+
+    def projects(self, tied: bool) -> bool:
+        """It has the head: to draw, or because it is `tied` to the embedding."""
+        return self.ends or (tied and self.starts)
+
+    @property
+    def number(self) -> int:
+        """Among all ranks: one stage's behind another's."""
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def answers(self) -> bool:
+        """It tells what was drawn."""
+        return self.ends and self.first
+
 
 WHOLE = Part()
 
@@ -73,9 +109,14 @@ class Layout(NamedTuple):
         """In all."""
         return self.tp * self.pp
 
+    @property
+    def answers(self) -> int:
+        """The number of the rank that tells what was drawn."""
+        return self.tp * (self.pp - 1)
+
     def parts(self) -> list[Part]:
-        """What the ranks of a stage have."""
-        return [Part(rank, self.tp) for rank in range(self.tp)]
+        """What each rank has, in the order of their numbers."""
+        return [Part(rank, self.tp, stage, self.pp) for stage in range(self.pp) for rank in range(self.tp)]
 
 
 def divides(ranks: int, queries: int, keys: int, columns: tuple[int, ...]) -> bool:

@@ -22,6 +22,7 @@ from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
 from quire.data.layers.rotary import Rotary
 from quire.data.layers.softcap import Softcap
+from quire.data.layers.stages import stacked
 from quire.data.models.attending import Attending
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.llama import NAMES as LLAMA_NAMES
@@ -87,10 +88,15 @@ class Gemma(nn.Module):
         self.tied = s.tied
         self.exchange: Exchange | None = None
         self.vocabulary = rows = vocabulary(part, s.vocab_size)
-        self.embed = Embedding(rows, s.hidden, dtype, device, scale=s.hidden**0.5)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(len(s.windows)))
+        embeds = part.embeds(s.tied)
+        self.embed = Embedding(rows, s.hidden, dtype, device, scale=s.hidden**0.5) if embeds else None
+        self.layers = stacked(part, len(s.windows), lambda layer: Block(s, layer, dtype, device, part))
+        if not part.starts:  # what the layer before this stage's leaves to be added goes through its norm
+            before = self.layers[part.layers(len(s.windows)).start - 1]
+            before.behind_mlp = RMSNorm(s.hidden, s.norm_eps, dtype, device, offset=True)
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device, offset=True)
-        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
+        tied = self.embed.weight if s.tied and self.embed is not None else None
+        self.head = Linear(s.hidden, rows, False, dtype, device, tied) if part.projects(s.tied) else None
         self.softcap = None if s.final_softcap is None else Softcap(s.final_softcap, dtype, device)
         ropes = list(dict.fromkeys(s.ropes))
         self.rotary = nn.ModuleList(Rotary(rope, s.head_dim, s.max_len) for rope in ropes)
@@ -98,22 +104,25 @@ class Gemma(nn.Module):
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        x, attended = self.begin(tokens, ctx)
-        return self.end(ctx.wanted(x), attended)
+        return self.behind(*self.begin(tokens, ctx), ctx)
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
         return self.through(self.embed(tokens), ctx)
 
-    def through(self, x: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
-        """The same from embeddings on, which are used up."""
-        delta, behind = None, None
+    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
+        behind = None
         *layers, last = zip(self.layers, (self.rotary[which] for which in self.turned_by), strict=True)
         for layer, rotary in layers:
             delta = layer.rest(x, layer.attend(x, delta, behind, rotary, ctx))
             behind = layer.behind_mlp
         layer, rotary = last
         return x, layer.attend(x, delta, behind, rotary, ctx, last=True)
+
+    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
+        """`end`, of the context's wanted tokens."""
+        return self.end(ctx.wanted(x), attended)
 
     def end(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""

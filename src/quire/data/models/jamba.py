@@ -19,6 +19,7 @@ from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.moe import SparseMLP
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
+from quire.data.layers.stages import stacked
 from quire.data.models.attending import Attending
 from quire.data.models.llama import Attention
 from quire.data.models.mamba import mixer_of
@@ -98,26 +99,31 @@ class Jamba(nn.Module):
         self.exchange: Exchange | None = None
         self.vocabulary = rows = vocabulary(part, s.vocab_size)
         self.tied, self.count = s.tied, s.experts
-        self.embed = Embedding(rows, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(len(s.attends)))
+        self.embed = Embedding(rows, s.hidden, dtype, device) if part.embeds(s.tied) else None
+        self.layers = stacked(part, len(s.attends), lambda layer: Block(s, layer, dtype, device, part))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
+        tied = self.embed.weight if s.tied and self.embed is not None else None
+        self.head = Linear(s.hidden, rows, False, dtype, device, tied) if part.projects(s.tied) else None
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        x, mixed = self.begin(tokens, ctx)
-        if self.layers[-1].mamba is not None:
-            mixed = ctx.wanted(mixed)
-        return self.end(ctx.wanted(x), mixed)
+        return self.behind(*self.begin(tokens, ctx), ctx)
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last layer's mixer, itself included: x [T, hidden], and what it gives; of a state, which all tokens
         advance, of all of them."""
-        x, delta = self.embed(tokens), None
+        return self.through(self.embed(tokens), ctx)
+
+    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, ctx)
         return x, last.mix(x, delta, ctx, last=True)
+
+    def behind(self, x: Tensor, mixed: Tensor, ctx: Attending) -> Tensor:
+        """`end`, of the context's wanted tokens."""
+        return self.end(ctx.wanted(x), mixed if self.layers[-1].mamba is None else ctx.wanted(mixed))
 
     def end(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Behind the last mixer, of the tokens whose x these are, and what it gave: hidden [T, hidden]."""

@@ -20,6 +20,7 @@ from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
 from quire.data.layers.rotary import Rotary
+from quire.data.layers.stages import stacked
 from quire.data.models.attending import Attending
 from quire.data.models.gemma_settings import GemmaSettings
 from quire.data.models.mamba_settings import JambaSettings
@@ -121,28 +122,31 @@ class Llama(nn.Module):
         self.exchange: Exchange | None = None
         self.vocabulary = rows = vocabulary(part, s.vocab_size)
         self.tied, self.sharers = s.tied, [i for i, kind in enumerate(s.kinds) if kind.shares is not None]
-        self.embed = Embedding(rows, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(len(s.kinds)))
+        self.embed = Embedding(rows, s.hidden, dtype, device) if part.embeds(s.tied) else None
+        self.layers = stacked(part, len(s.kinds), lambda layer: Block(s, layer, dtype, device, part))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
+        tied = self.embed.weight if s.tied and self.embed is not None else None
+        self.head = Linear(s.hidden, rows, False, dtype, device, tied) if part.projects(s.tied) else None
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        x, attended = self.begin(tokens, ctx)
-        return self.end(ctx.wanted(x), attended)
+        return self.behind(*self.begin(tokens, ctx), ctx)
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
         return self.through(self.embed(tokens), ctx)
 
-    def through(self, x: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
-        """The same from embeddings on, which are used up."""
-        delta = None
+    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, self.rotary, ctx)
         return x, last.attend(x, delta, self.rotary, ctx, last=True)
+
+    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
+        """`end`, of the context's wanted tokens."""
+        return self.end(ctx.wanted(x), attended)
 
     def end(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""

@@ -19,6 +19,7 @@ from quire.data.layers.mamba import Mamba as Mixer
 from quire.data.layers.mamba import Widths
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
+from quire.data.layers.stages import stacked
 from quire.data.models.attending import Attending
 from quire.data.models.mamba_settings import MambaSettings, MixerSettings
 from quire.data.models.names import Stored, expand, mixer_names
@@ -44,7 +45,7 @@ def mixer_of(settings: MixerSettings, dtype: torch.dtype, device: torch.device, 
 
 
 class Block(nn.Module):
-    """What the mixer makes of norm(x + delta), its output projection aside; x becomes that sum."""
+    """x += delta, then x and what is to be added to it next, mixer(norm(x))."""
 
     def __init__(
         self, settings: MambaSettings, layer: int, dtype: torch.dtype, device: torch.device, part: Part = WHOLE
@@ -54,7 +55,11 @@ class Block(nn.Module):
         self.norm = RMSNorm(settings.hidden, settings.norm_eps, dtype, device)
         self.mixer = mixer_of(settings.mixer, dtype, device, part)
 
-    def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> tuple[Tensor, Tensor]:
+        return x, self.mixer.out(self.mix(x, delta, ctx))
+
+    def mix(self, x: Tensor, delta: Tensor | None, ctx: Attending) -> Tensor:
+        """Up to what the mixer's output projection is given."""
         return self.mixer.mix(self.norm(x, delta), *ctx.state(self.layer))
 
 
@@ -76,24 +81,30 @@ class Mamba(nn.Module):
         self.exchange: Exchange | None = None
         self.vocabulary = rows = vocabulary(part, s.vocab_size)
         self.ignored = (r"lm_head\.weight",) if s.tied else ()  # a checkpoint may hold it, and it isn't needed
-        self.embed = Embedding(rows, s.hidden, dtype, device)
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(s.layers))
+        self.embed = Embedding(rows, s.hidden, dtype, device) if part.embeds(s.tied) else None
+        self.layers = stacked(part, s.layers, lambda layer: Block(s, layer, dtype, device, part))
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, rows, False, dtype, device, self.embed.weight if s.tied else None)
+        tied = self.embed.weight if s.tied and self.embed is not None else None
+        self.head = Linear(s.hidden, rows, False, dtype, device, tied) if part.projects(s.tied) else None
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        x, mixed = self.begin(tokens, ctx)
-        return self.end(ctx.wanted(x), ctx.wanted(mixed))
+        return self.behind(*self.begin(tokens, ctx), ctx)
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last layer's state, which all tokens advance: x [T, hidden], and what it gives them."""
-        x = self.embed(tokens)
+        return self.through(self.embed(tokens), ctx)
+
+    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
         *layers, last = self.layers
-        delta: Tensor | None = None
         for layer in layers:
-            delta = layer.mixer.out(layer(x, delta, ctx))
-        return x, last(x, delta, ctx)
+            x, delta = layer(x, delta, ctx)
+        return x, last.mix(x, delta, ctx)
+
+    def behind(self, x: Tensor, mixed: Tensor, ctx: Attending) -> Tensor:
+        """`end`, of the context's wanted tokens."""
+        return self.end(ctx.wanted(x), ctx.wanted(mixed))
 
     def end(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Behind the last state, of the tokens whose x these are, and what it gave: hidden [T, hidden]."""

@@ -18,6 +18,7 @@ from quire.data.layers.linear import Linear
 from quire.data.layers.mlp import MLP
 from quire.data.layers.norm import LayerNorm
 from quire.data.layers.prepare import prepare_layers
+from quire.data.layers.stages import stacked
 from quire.data.models.attending import Attending
 from quire.data.models.names import Stored, expand
 from quire.data.models.settings import OPTSettings
@@ -114,19 +115,20 @@ class OPT(nn.Module):
         self.tied = s.tied
         self.exchange: Exchange | None = None
         self.vocabulary = rows = vocabulary(part, s.vocab_size)
-        self.embed = Embedding(rows, s.embed_dim, dtype, device)
-        self.positions = Embedding(s.max_len + POSITION_OFFSET, s.hidden, dtype, device)
+        self.embed = Embedding(rows, s.embed_dim, dtype, device) if part.embeds(s.tied) else None
+        places = s.max_len + POSITION_OFFSET
+        self.positions = Embedding(places, s.hidden, dtype, device) if part.starts else None
         projected = s.embed_dim != s.hidden
         self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
-        self.layers = nn.ModuleList(Block(s, layer, dtype, device, part) for layer in range(s.layers))
+        self.layers = stacked(part, s.layers, lambda layer: Block(s, layer, dtype, device, part))
         self.norm = LayerNorm(s.hidden, NORM_EPS, dtype, device) if s.final_norm else None
         self.project_out = Linear(s.hidden, s.embed_dim, False, dtype, device) if projected else None
-        self.head = Linear(s.embed_dim, rows, False, dtype, device, self.embed.weight if s.tied else None)
+        tied = self.embed.weight if s.tied and self.embed is not None else None
+        self.head = Linear(s.embed_dim, rows, False, dtype, device, tied) if part.projects(s.tied) else None
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm if any."""
-        x, attended = self.begin(tokens, ctx)
-        return self.end(ctx.wanted(x), attended)
+        return self.behind(*self.begin(tokens, ctx), ctx)
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
@@ -134,11 +136,18 @@ class OPT(nn.Module):
         if self.project_in is not None:
             x = self.project_in(x)
         self.positions(ctx.positions, onto=x, first=POSITION_OFFSET)
-        delta: Tensor | None = None
+        return self.through(x, ctx)
+
+    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, ctx)
         return x, last.attend(x, delta, ctx, last=True)
+
+    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
+        """`end`, of the context's wanted tokens."""
+        return self.end(ctx.wanted(x), attended)
 
     def end(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""

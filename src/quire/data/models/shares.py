@@ -20,7 +20,8 @@ def undivided(part: Part, what: str) -> None:
 def check_plain(part: Part, config: dict[str, Any], asked: str | None = None, gguf: bool = False) -> None:
     """StartupError if a rank has only a part of weights that are quantised, as `config` says or --quantization asks
     for, or that are in a GGUF file."""
-    if part.ranks > 1 and gguf:
-        undivided(part, "the model of a GGUF file")
-    if part.ranks > 1 and scheme_of(config, asked) is not None:
-        undivided(part, "a quantised model")
+    what = "the model of a GGUF file" if gguf else "a quantised model" if scheme_of(config, asked) is not None else ""
+    if what and part.stages > 1:
+        raise StartupError(f"--pp is {part.stages}, and {what} can't be divided into stages yet", "Leave --pp out")
+    if what:
+        undivided(part, what)

@@ -305,7 +305,7 @@ class ModelRunner(Lifetime):
         narrow = not scored and len(batch.asked) < len(batch.tokens)
         step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states, shown)
         step.crossing = None if self.pictures is None else self.pictures.crossing(flat, self.backend)
-        hidden = self.model(batch.tokens, step)
+        hidden = self._hidden(batch.tokens, step)
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
         pooled = self.pooling.of(rows, batch.offsets, hidden) if asked else {}
         if not len(batch.asked):
@@ -314,6 +314,10 @@ class ModelRunner(Lifetime):
         split = isinstance(self.sampler, SplitSampler)
         logits = self.model.logits(ends, own=True) if split else self.model.logits(ends)
         return self._draw([row for row in rows if row.sample], logits), scores, pooled
+
+    def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
+        """[T, hidden], or of the tokens that the step wants."""
+        return self.model(tokens, step)
 
     def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""

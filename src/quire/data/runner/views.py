@@ -106,7 +106,7 @@ def _caches(buffer: Tensor, group: Group, g: int, spec: ModelSpec) -> dict[int, 
 def with_shared(caches: dict[int, LayerCache], spec: ModelSpec) -> dict[int, LayerCache]:
     """Those of all layers, in order: one that shares reads its owner's keys and values, and writes none."""
     for i, layer in enumerate(spec.layers):
-        if layer.shares is not None:
+        if layer.shares is not None and layer.shares in caches:  # another stage's layers aren't here
             caches[i] = replace(caches[layer.shares], writes=False, **attention_of(spec, i))
     return {i: caches[i] for i in sorted(caches)}
 

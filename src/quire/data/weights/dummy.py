@@ -43,17 +43,21 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None
     products, noise = (numbers.float() * scale).to(first.dtype), noise.to(first.dtype)
     fp8 = covered(model, scheme) if isinstance(scheme, FP8) else {}
     forms = forms_of(model, scheme) if isinstance(scheme, Few) else {}
-    at = 0
+    at, here = 0, dict(model.named_modules())
     blank(model)
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm | LayerNorm):
+    for path, whole in getattr(model, "undivided", model).named_modules():
+        for name, shape in whole.named_parameters(recurse=False):
+            module = here.get(path)
+            parameter = getattr(module, name, None)
+            if parameter is None:  # another stage's
+                at = (at + _laid(whole, name, shape)) % len(noise)
+            elif isinstance(module, RMSNorm | LayerNorm):
                 offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not offset else 0.0)
             elif isinstance(module, Mamba) and name in STEADY:
                 [cut] = module.cuts[name].rows
-                whole = parameter.new_empty(cut.whole, *parameter.shape[1:])
-                parameter.copy_(STEADY[name](whole)[cut.own.start : cut.own.stop])
+                steady = STEADY[name](parameter.new_empty(cut.whole, *parameter.shape[1:]))
+                parameter.copy_(steady[cut.own.start : cut.own.stop])
             elif (scales := scale_of(model, f"{path}.{name}")) is not None:
                 scales.fill_(scale)
                 at = _lay(parameter.view(-1), numbers, at)
@@ -64,6 +68,17 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None
             else:
                 rounded = all(fp8.get(f"{path}.{name}", (False,)))
                 at = _lay(parameter.view(-1), products if rounded else noise, at)
+
+
+def _laid(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
+    """Numbers that are laid for a parameter, of which a rank may have some."""
+    if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, Mamba) and name in STEADY):
+        return 0
+    cuts = cuts_of(module, name)
+    if cuts is None:
+        return parameter.numel()
+    width = math.prod(parameter.shape[1:]) if cuts.columns is None else cuts.columns.whole
+    return sum(cut.whole for cut in cuts.rows) * width
 
 
 def _round(model: Model, name: str, forms: tuple[Form, ...], noise: Tensor, at: int) -> int:

@@ -78,6 +78,7 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
     products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
     filled: set[str] = set()
     ignored = (*model.ignored, UNREAD) if fp8 is not None else model.ignored
+    elsewhere = {name for source in _undivided(model).names().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
     model.mapped, model.read_bytes = [], 0
@@ -91,7 +92,7 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
                         name = _plain(key, model.prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
                         known = name in wanted or name in scales or name in words
-                        if not known and _ignorable(name, ignored):
+                        if not known and (name in elsewhere or _ignorable(name, ignored)):
                             continue
                         _check_new(name, key, path, known, filled)
                         tensor = _read(file, wanted.get(name), key, path)
@@ -124,6 +125,12 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
         else:
             floats = stored.floats()
             target.rows.copy_(ungrouped(floats, target.grouped) if target.grouped else floats)
+
+
+def _undivided(model: Model) -> Model:
+    """Of a stage's model that of all stages, of shapes alone; else the model itself."""
+    whole: Model = getattr(model, "undivided", model)
+    return whole
 
 
 def _grouped(model: Model, targets: dict[str, Target], scheme: FP8 | Few | None) -> dict[str, Stored]:

@@ -1,0 +1,99 @@
+"""The runner of a stage, which has some of the model's layers (pipeline parallelism). The first knows tokens, the last
+draws; each gives the next what its layers make of a step's tokens.
+
+Stages are given the same plans. While one computes a step the stage before may compute the next, of other sequences:
+the scheduler plans no sequence whose sample it waits for, so a row's tokens are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.data.runner.drawn import Drawn
+from quire.data.runner.inputs import Flat, batch_of
+from quire.data.runner.model_runner import ModelRunner, Ticket
+from quire.data.runner.step import Step
+from quire.vocabulary.layout import Part
+from quire.vocabulary.plan import Birth, Mask, Row, Sampled, StepResult
+from quire.vocabulary.specs import Geometry
+from quire.vocabulary.stages import of_stage
+
+
+class Neighbours(Protocol):
+    """A stage's way to those before and behind it."""
+
+    def send(self, x: Tensor, delta: Tensor | None) -> None:
+        """x [T, hidden], and what is to be added to it before the next layer (of several ranks a part of that)."""
+        ...
+
+    def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The same of the stage before's next step, which has so many rows."""
+        ...
+
+
+class Undrawn:
+    """In the place of a sampler where nothing is drawn."""
+
+    def __init__(self) -> None:
+        self.masks = self
+
+    def birth(self, birth: Birth) -> None:
+        """Whoever draws knows how."""
+
+    def take(self, masks: Sequence[Mask]) -> None:
+        """And under which masks."""
+
+
+class StageRunner(ModelRunner):
+    """Runs the stage of `part`, whose spec is the whole model's; `pipes` are its neighbours'."""
+
+    def __init__(self, *args: Any, part: Part, pipes: Neighbours, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert not self.replays, "what was captured waits for no other stage"
+        self.part, self.pipes = part, pipes
+        self.bound: Geometry | None = None  # that of all stages
+
+    def bind(self, geometry: Geometry) -> None:
+        """See ModelRunner; the geometry is one for all stages."""
+        self.bound = geometry
+        super().bind(of_stage(geometry, self.spec, self.part))
+        self.store.applied = 0
+
+    def sleep(self, level: int) -> None:
+        """See Lifetime."""
+        super().sleep(level)
+        self.geometry = self.bound
+
+    def _sampler(self, slots: int) -> Any:
+        return super()._sampler(slots) if self.part.ends else Undrawn()
+
+    def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
+        if self.part.ends:
+            return super()._eager(rows, flat)
+        batch = batch_of(flat, self.store, self.last)
+        step = Step.of(batch, self.store.caches, self.backend, states=self.store.states)
+        self.pipes.send(*self._through(batch.tokens, step))
+        return None, [], {}
+
+    def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
+        return self.model.behind(*self._through(tokens, step), step)  # type: ignore[attr-defined]
+
+    def _through(self, tokens: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Up to the last of its layers; of the whole model's last layer, up to what it attends to."""
+        if self.part.starts:
+            return self.model.begin(tokens, step)
+        x, delta = self.pipes.receive(len(tokens), self.spec.hidden, self.dtype)
+        return self.model.through(x, step, delta)  # type: ignore[attr-defined]
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """See ModelRunner; but for the last stage nothing was drawn."""
+        if self.part.ends:
+            return super().collect(ticket)
+        if self.exchange is not None:
+            self.exchange.check()
+        nothing = (Sampled(()),) * len(ticket.plan.rows)
+        return StepResult(nothing, self._seconds(ticket), self.idle.collected(ticket.span))

@@ -1,0 +1,259 @@
+"""Stages say what one rank says: the same tokens over chunks, prefix hits, preemption both ways, branches, beams,
+windows, states and memories. Most ranks are on threads of this process, with real pipes between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_state_logits
+import torch
+import transformers
+from echo_ranks import ThreadRank
+from test_equality import FAMILIES
+from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of
+
+import quire.parallel.remote
+from quire import LLM
+from quire.config import EngineConfig
+from quire.errors import EngineDead, StartupError
+from quire.parallel.frames import Hello
+from quire.parallel.remote import RemoteRunner
+from quire.shard import _loaded, build_rank
+from quire.source import read_source
+from quire.vocabulary.layout import Part
+from quire.vocabulary.plan import Copy
+from quire.vocabulary.specs import Geometry
+
+DEEP: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=9, head_dim=8, query_pre_attn_scalar=5,
+        attn_logit_softcapping=3.0, final_logit_softcapping=4.0, tie_word_embeddings=False,
+    ),
+    "opt, norms behind": lambda: transformers.OPTConfig(
+        vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=16, dropout=0.0, do_layer_norm_before=False,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=4, n_positions=128),
+    "ministral": FAMILIES["ministral"],
+    "mistral": FAMILIES["mistral"],
+    "qwen2": lambda: transformers.Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def saved(family: str) -> Path:
+        folder = tmp_path_factory.mktemp("deep")
+        torch.manual_seed(0)
+        config = DEEP[family]()
+        config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.3)
+        model.save_pretrained(folder)
+        return folder
+
+    return cache(saved)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", CASES)
+def test_two_stages_say_what_one_says(folders: Any, case: str) -> None:
+    pp = 3 if case == "virtual" else 2  # whose stages have as many layers each
+    one, several = both(folders("llama"), 1, pp=pp, **CASES[case])
+    for engine in (one, several):
+        assert (engine.scheduler.preemptions > 0) == (case in ("recompute", "swap"))
+        assert case != "chunks" or engine.scheduler.memory.account().sharing.hits > 0
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("family", [name for name in DEEP if name != "mistral"])
+def test_three_stages_of_every_family_say_what_one_says(folders: Any, family: str) -> None:
+    """Tied heads, norms behind the layers before, learned positions, windows in some layers; stages unlike in size."""
+    both(folders(family), 1, 1, pp=3, max_num_batched_tokens=16)
+
+
+@pytest.mark.usefixtures("threads")
+def test_stages_of_several_ranks_say_what_one_says(folders: Any) -> None:
+    both(folders("mistral"), 2, 1, pp=2, max_num_batched_tokens=16)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize("family", DEEP)
+def test_stages_say_what_one_says(folders: Any, family: str, tp: int, pp: int, case: str) -> None:
+    if case != "virtual" or family in ("mistral",):  # other stages are unlike
+        both(folders(family), tp, pp=pp, **CASES[case])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("case", "pp", "preemption"),
+    [("jamba, attention last", 2, "swap"), ("jamba", 3, "recompute"), ("mamba", 2, "swap")],
+)
+def test_stages_with_states_say_what_transformers_says(tmp_path: Path, case: str, pp: int, preemption: str) -> None:
+    model = test_state_logits.Saved(case, tmp_path)
+    settings = {"pp": pp, "page_size": 4, "max_num_batched_tokens": 24, "preemption": preemption}
+    test_state_logits.check(model, test_state_logits.SHORT, 2, **settings)
+
+
+def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:
+    """With kernels of our own, which compute with weights that are packed; a start, 5 requests, a failure."""
+    llm, alone = (LLM(str(folders("llama")), **SETTINGS, **more) for more in ({"pp": 2, "rank_timeout": 60}, {}))
+    said, expected = (
+        [list(one.outputs[0].token_ids) for one in each.generate(PROMPTS, PARAMS[0])] for each in (llm, alone)
+    )
+    assert said == expected
+    runner: Any = llm.engine.runner
+    pids = [side.child.process.pid for side in runner.sides]
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"rank 0 was ended by signal 9 \(SIGKILL\)"):
+        llm.generate(PROMPTS, PARAMS[0])
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    llm.close()
+
+
+def weights_of(folder: Path, part: Part, **settings: Any) -> Any:
+    """The model of a part, loaded and not prepared yet, and its weights by their names."""
+    config = EngineConfig(model=str(folder), device="cpu", **settings)
+    model = _loaded(config, read_source(config).divided(part), torch.float32, torch.device("cpu"), False, part)
+    return model, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("dummy", [True, False], ids=["dummy", "loaded"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize("family", DEEP)
+def test_weights_of_stages_are_those_of_the_whole(folders: Any, family: str, tp: int, pp: int, dummy: bool) -> None:
+    """Bit for bit, wherever a layer is, and nothing is missing: of tied heads too."""
+    for rank in range(tp):
+        _, whole = weights_of(folders(family), Part(rank, tp), dummy_weights=dummy)
+        found: set[str] = set()
+        for stage in range(pp):
+            _, own = weights_of(folders(family), Part(rank, tp, stage, pp), dummy_weights=dummy)
+            for name, weight in own.items():
+                assert torch.equal(weight, whole[name]), name
+            found |= own.keys()
+        assert found == whole.keys()
+
+
+def test_a_stage_reads_its_layers_only(folders: Any) -> None:
+    """And nothing of others' layers; the first and the last both have a head that is tied."""
+    read = [weights_of(folders("llama"), Part(0, 1, stage, 3))[0].read_bytes for stage in range(3)]
+    embedding, norm = 97 * 32 * 4, 32 * 4
+    layer = (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32) * 4
+    assert read == [embedding + layer + norm, layer + norm, embedding + layer + norm]
+
+
+@pytest.fixture
+def changed(threads: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
+    """Have something done to each rank's runner, once it is built."""
+
+    def change(how: Callable[[Any], None]) -> None:
+        def built(hello: Hello) -> Any:
+            runner = build_rank(hello)
+            how(runner)
+            return runner
+
+        start = partial(ThreadRank, built)
+        monkeypatch.setattr(quire.parallel.remote, "RemoteRunner", partial(RemoteRunner, start=start))
+
+    return change
+
+
+def test_stages_that_are_started_anew_say_the_same(folders: Any, changed: Any) -> None:
+    left = iter((3, 9))  # steps of each start
+
+    def fail(runner: Any) -> None:
+        if not runner.part.starts and (step := next(left, None)) is not None:
+            submit, steps = runner.submit, iter(range(1, step))
+            runner.submit = lambda plan: submit(plan) if next(steps, 0) else 1 // 0
+
+    changed(fail)
+    _, engine = both(folders("llama"), 1, 1, pp=2, on_rank_failure="restart", swap_gib=0.01)
+    assert engine.stats.restarts == 2
+
+
+FAULTS: dict[str, str] = {
+    "a journal entry skipped on one stage": r"rank 0 applied or drew something else than rank 1 in step \d",
+    "a stage that gives the rows of another step": r"gave \(pass, rows, columns, bytes\) \[2, .* are due",
+    "what is to be added is lost between stages": "",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_bugs_are_noticed(folders: Any, changed: Any, fault: str) -> None:
+    changed(lambda runner: plant(runner, fault) if runner.part.starts else None)
+    if not FAULTS[fault]:  # by tokens alone
+        with pytest.raises(AssertionError):
+            both(folders("llama"), 1, 1, pp=2)
+        return
+    engine = engine_of(folders("llama"), pp=2)
+    with pytest.raises(EngineDead, match=FAULTS[fault]):
+        list(answers(engine, 1))
+    engine.close()
+
+
+def plant(runner: Any, fault: str) -> None:
+    send, bind = runner.pipes.send, runner.bind
+
+    def twice(x: torch.Tensor, delta: torch.Tensor | None) -> None:
+        runner.pipes.given += 1
+        send(x, delta)
+
+    def bound(geometry: Geometry) -> None:
+        bind(geometry)
+        replay = runner.store.replay
+        runner.store.replay = lambda journal: replay(tuple(entry for entry in journal if type(entry) is not Copy))
+
+    if fault.startswith("a journal"):
+        runner.bind = bound
+    elif fault.startswith("a stage"):
+        runner.pipes.send = twice
+    else:
+        runner.pipes.send = lambda x, delta: send(x, None)
+
+
+def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(folders: Any, changed: Any) -> None:
+    """Rank 2 waits for rows of rank 1, and rank 0 has given its own."""
+
+    def hang(runner: Any) -> None:
+        if runner.part.stage == 1:
+            runner.model.through = lambda *_: time.sleep(3.0)
+
+    changed(hang)
+    engine = engine_of(folders("llama"), pp=3, rank_timeout=1.0)
+    with pytest.raises(EngineDead, match=r"rank 1 has not answered for 1 s in step 1 \(--rank-timeout\)"):
+        list(answers(engine, 1))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"pp": 2, "memory": "virtual"}, "--memory is virtual, and of 3 layers --pp 2 makes stages that don't"),
+        ({"pp": 4}, "--pp is 4, and the model has 3 layers. Use 3 or less"),
+        ({"pp": True}, "--pp is True"),
+        ({"pp": 0}, "--pp is 0. It must be between 1 and 63"),
+    ],
+)
+@pytest.mark.usefixtures("threads")
+def test_what_cannot_be_staged_is_refused(folders: Any, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(StartupError, match=told):
+        engine_of(folders("llama"), **settings)

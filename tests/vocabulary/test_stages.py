@@ -1,0 +1,80 @@
+"""One memory for all stages: pages as large as any stage needs them, each stage's own layers in their places."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.control.memory import Size, build_memory
+from quire.data.models import read_spec
+from quire.data.models.configs import named_config
+from quire.data.runner.views import check_geometry
+from quire.errors import StartupError
+from quire.vocabulary.layout import Layout, Part
+from quire.vocabulary.specs import LayerSpec, ModelSpec
+from quire.vocabulary.stages import of_stage, owners_of, staged, uneven
+
+FULL, WINDOW = LayerSpec(2, 16), LayerSpec(2, 16, window=32)
+
+
+def spec_of(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec("llama", layers, 100, 256, 64, 4, 96, 1000)
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_every_layer_is_in_one_stage(stages: int) -> None:
+    for count in range(stages, 40):
+        runs = [Part(0, 1, stage, stages).layers(count) for stage in range(stages)]
+        assert [layer for run in runs for layer in run] == list(range(count))
+        assert max(map(len, runs)) - min(map(len, runs)) <= 1
+        assert all(runs)
+
+
+def test_ranks_are_numbered_stage_by_stage() -> None:
+    parts = Layout(2, 3).parts()
+    assert [(part.rank, part.stage, part.number) for part in parts] == [
+        (0, 0, 0), (1, 0, 1), (0, 1, 2), (1, 1, 3), (0, 2, 4), (1, 2, 5),
+    ]  # fmt: skip
+    assert [part.answers for part in parts] == [False] * 4 + [True, False]
+    assert Layout(2, 3).answers == 4
+
+
+def test_a_stage_has_as_many_layers_of_a_kind_as_any() -> None:
+    spec = spec_of(FULL, WINDOW, WINDOW, FULL, FULL)  # 0 to 2, 3 and 4
+    assert staged(spec, 2).layers == (FULL, FULL, WINDOW, WINDOW)
+    assert uneven(spec, 2)
+    assert not uneven(spec_of(FULL, WINDOW, FULL, WINDOW), 2)
+
+
+def test_a_stage_finds_its_own_layers_in_the_common_pages() -> None:
+    spec = spec_of(FULL, WINDOW, WINDOW, FULL, FULL)
+    config = EngineConfig(page_size=4, max_num_seqs=4, kv_tokens=256)
+    common = build_memory(config, staged(spec, 2), Size(256, 64, 4)).geometry
+    assert [group.layers for group in common.groups] == [(0, 1), (2, 3)]
+    first, second = (of_stage(common, spec, Part(0, 1, stage, 2)) for stage in range(2))
+    assert [group.layers for group in first.groups] == [(0,), (1, 2)]
+    assert [group.layers for group in second.groups] == [(3, 4), ()]
+    for own in (first, second):
+        check_geometry(own, spec)
+        assert [group.page_bytes for group in own.groups] == [group.page_bytes for group in common.groups]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gemma-3-4b", 2), ("jamba-52b", 4), ("llama3-70b", 3), ("opt-66b", 5)])
+def test_all_layers_of_shapes_are_in_some_stage(name: str, stages: int) -> None:
+    spec = read_spec(named_config(name))
+    found = [layer for s in range(stages) for own in owners_of(spec, Part(0, 1, s, stages)).values() for layer in own]
+    assert sorted(found) == list(range(len(spec.layers)))
+    assert stages * staged(spec, stages).token_bytes(2) >= spec.token_bytes(2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "told"),
+    [
+        ((FULL, FULL), 3, "--pp is 3, and the model has 2 layers. Use 2 or less"),
+        ((FULL, LayerSpec(2, 16, shares=0), LayerSpec(2, 16, shares=0), FULL), 2, "layer 2 reads .* of layer 0"),
+        ((LayerSpec(2, 16, budget=64), FULL), 2, "a model that keeps a part of each prompt can't be divided"),
+    ],
+)
+def test_what_has_no_such_stages_is_refused(layers: tuple[LayerSpec, ...], stages: int, told: str) -> None:
+    with pytest.raises(StartupError, match=told):
+        staged(spec_of(*layers), stages)
