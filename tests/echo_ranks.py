@@ -26,7 +26,6 @@ from quire.parallel.remote import RemoteRunner
 from quire.parallel.ring import RingReader
 from quire.parallel.sides import start_program
 from quire.sim.echo import EchoRunner
-from quire.vocabulary.layout import Layout
 from quire.vocabulary.plan import Copy, Entry, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
 
@@ -132,9 +131,9 @@ class ThreadRank(Child):
         return False
 
 
-def started(runner: RemoteRunner, ranks: int) -> RemoteRunner:
+def started(runner: RemoteRunner) -> RemoteRunner:
     """Ranks that have built what they are to."""
-    hellos = [Hello(EngineConfig(), part, (), 128, 60.0) for part in Layout(tp=ranks).parts()]
+    hellos = [Hello(EngineConfig(), part, (), 128, 60.0) for part in runner.layout.parts()]
     try:
         runner.hello(hellos)
         runner.wait()
@@ -146,13 +145,13 @@ def started(runner: RemoteRunner, ranks: int) -> RemoteRunner:
 
 def threaded(ranks: int, build: Callable[[int], Any], seconds: float = 60.0) -> RemoteRunner:
     """Ranks on threads, each with the runner that `build` makes for it."""
-    return started(RemoteRunner(ranks, seconds, partial(ThreadRank, lambda hello: build(hello.part.rank))), ranks)
+    return started(RemoteRunner(ranks, seconds, partial(ThreadRank, lambda hello: build(hello.part.rank))))
 
 
 def processes(ranks: int, seconds: float = 60.0, **faults: dict[str, Any]) -> RemoteRunner:
     """Ranks in processes; `faults` by their numbers ("rank1"), as FaultyEcho has them."""
     program = (str(Path(__file__)), json.dumps(faults))
-    return started(RemoteRunner(ranks, seconds, partial(start_program, program=program)), ranks)
+    return started(RemoteRunner(ranks, seconds, partial(start_program, program=program)))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from quire.errors import EngineDead
 from quire.parallel.remote import RemoteRunner
 from quire.sim.cells import Pages
 from quire.sim.echo import EchoRunner
+from quire.vocabulary.layout import Layout
 from quire.vocabulary.plan import Mapped, Sampled, StepResult
 
 LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
@@ -27,10 +28,10 @@ LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
 class Wired(RemoteRunner):
     """Ranks on threads over one kind of runner, of which the first one's tables can be looked at."""
 
-    def __init__(self, ranks: int, echoes: list[EchoRunner]) -> None:
-        super().__init__(ranks, 60.0, partial(ThreadRank, lambda hello: echoes[hello.part.rank]))
+    def __init__(self, layout: Layout, echoes: list[EchoRunner]) -> None:
+        super().__init__(layout, 60.0, partial(ThreadRank, lambda hello: echoes[hello.part.number]))
         self.echoes = echoes
-        started(self, ranks)
+        started(self)
 
     @property
     def groups(self) -> list[Pages]:
@@ -41,15 +42,17 @@ SOME = ("paged-4", "virtual-mixed", "pow2-layer-tables", "cross-unlike", "large-
 
 
 def run(name: str, seed: int) -> None:
-    """A random trace over some ranks."""
+    """A random trace over some ranks, of one stage or more."""
     rng = random.Random(seed)
-    depth, ranks = rng.choice((1, 2, 3)), rng.choice((1, 2, 2, 4))
+    depth, layout = rng.choice((1, 2, 3)), Layout(*rng.choice(((1, 1), (2, 1), (1, 2), (4, 1), (1, 3), (2, 2))))
+    depth = depth if layout.pp == 1 else 1  # tables are looked at once a step is done, and before the next
     budget = rng.choice((16, 64))
     memory = LAYOUTS[name](Build(rng.choice((96, 128, 256)), budget, 8, MAX_LEN, rng.choice((0, 12)), 0))
-    runner = Wired(ranks, [runner_for(memory.geometry, depth, VOCAB) for _ in range(ranks)])
+    runner = Wired(layout, [runner_for(memory.geometry, depth, VOCAB) for _ in range(layout.ranks)])
+    runner.depth = depth
     trace = Trace(
         memory, seed=seed, depth=depth, budget=budget, max_seqs=8, runner=runner,  # type: ignore[arg-type]
-        preemption=rng.choice(("swap", "recompute")),
+        preemption=rng.choice(("swap", "recompute")), stages=layout.pp,
     )  # fmt: skip
     trace.sleeps = [] if seed % 2 else None
     try:
