@@ -78,6 +78,13 @@ def test_logits_of_branches(model: Saved, page_size: int, chunk: int, preemption
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("settings", [{"pp": 2}, {"pp": 3, "preemption": "swap"}, {"pp": 2, "tp": 2}], ids=str)
+def test_logits_of_stages(model: Saved, settings: dict[str, Any]) -> None:
+    """Each has eyes, for its own layers that attend to pictures; the third of three has none of these."""
+    check(model, PROMPTS, 2, **{"page_size": 4, "max_num_batched_tokens": 16, **settings})
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "settings", [{"max_num_batched_tokens": 7}, {"preemption": "swap"}, {"preemption": "recompute"}], ids=str

@@ -112,7 +112,7 @@ def check(model: Model, case: str, branches: int = 2, within: float = 1e-4, **se
         for prompt, tokens, tops in answers:
             assert_said(tops, model.logprobs(prompt, tokens)[:-1], within)
     assert how is None or engine.scheduler.preempted[how] > 0
-    if "tp" not in settings:
+    if not {"tp", "pp"} & settings.keys():
         assert not engine.runner.pictures.held, "pictures are let go with their requests"
         assert not engine.runner.pictures.coming
     engine.close()
@@ -156,6 +156,16 @@ RANKS: list[tuple[int, str, dict[str, Any]]] = [
 def test_ranks(saved: Any, ranks: int, case: str, settings: dict[str, Any]) -> None:
     """All eyes on each, and a part of the text."""
     check(saved(case), case, tp=ranks, **settings)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("case", "settings"), [
+    ("llava", {"vision_cache": "pages"}), ("internvl", {"vision_cache": "off", "preemption": "recompute"}),
+    ("phi3", {"vision_cache": "inside", "preemption": "swap"}), ("paligemma", {"vision_cache": "pages"}),
+], ids=str)  # fmt: skip
+def test_stages(saved: Any, case: str, settings: dict[str, Any]) -> None:
+    """The first has the eyes, and puts rows in the places of embeddings; the others know of no picture."""
+    check(saved(case), case, pp=2, page_size=4, max_num_batched_tokens=chunk_of(case, 16), **settings)
 
 
 def test_ranks_of_their_own_processes(saved: Any) -> None:

@@ -160,7 +160,8 @@ def stage_of(source: Source, dtype: torch.dtype, ranks: int, stages: int) -> Mod
         wide = sum(weight.numel() for weight in weights if weight.dtype == torch.float32 != dtype)
         counts.append((sum(weight.numel() for weight in weights), wide))
     most, wide = map(max, zip(*counts))
-    return replace(spec, parameters=most, wide_parameters=wide)
+    eyes = spec.vision.parameters if spec.vision is not None else 0  # which are counted apart
+    return replace(spec, parameters=most - eyes, wide_parameters=wide)
 
 
 def attention_of(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:

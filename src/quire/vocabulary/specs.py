@@ -318,7 +318,7 @@ class Geometry:
     @property
     def sees(self) -> bool:
         """There are pictures among the prompts."""
-        return bool(self.sight) or any(group.kind == "cross" for group in self.groups)
+        return bool(self.sight) or any(group.kind == "cross" and group.layers for group in self.groups)
 
     @property
     def host(self) -> int:

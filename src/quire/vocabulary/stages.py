@@ -49,7 +49,8 @@ def of_stage(geometry: Geometry, spec: ModelSpec, part: Part) -> Geometry:
             places[i] = own[layer.kept][at[layer.kept]]
         at[layer.kept] += 1
     groups = (replace(group, layers=tuple(places[i] for i in group.layers if i in places)) for group in geometry.groups)
-    return replace(geometry, groups=tuple(groups))
+    sight = geometry.sight if part.starts else ""  # rows take the places of embeddings, which the first stage has
+    return replace(geometry, groups=tuple(groups), sight=sight)
 
 
 def uneven(spec: ModelSpec, stages: int) -> bool:
@@ -75,7 +76,8 @@ def check_stages(spec: ModelSpec, stages: int) -> None:
                 "stage would have",
                 "Use another --pp, or --tp alone",
             )
-    for what, is_so in (("sees pictures", spec.vision is not None), ("keeps a part of each prompt", spec.least_budget)):
-        if is_so:
-            raise StartupError(f"--pp is {stages}, and a model that {what} can't be divided into stages yet",
-                               "Use --tp alone")  # fmt: skip
+    if spec.least_budget:
+        raise StartupError(
+            f"--pp is {stages}, and a model that keeps a part of each prompt can't be divided into stages yet",
+            "Use --tp alone",
+        )

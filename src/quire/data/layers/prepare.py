@@ -41,7 +41,7 @@ def join(model: nn.Module, exchange: Exchange) -> None:
     """Let a shard meet those of the other ranks in every step: at the norms before which something is added, within its
     Mamba mixers, at its embedding, and at its logits, which `exchange` of the model, or of its `text`, is for. Its
     `eyes` are whole on each rank. Before or after `prepare`."""
-    eyes = set(model.eyes.modules()) if hasattr(model, "eyes") else set[nn.Module]()
+    eyes = set(model.eyes.modules()) if getattr(model, "eyes", None) is not None else set[nn.Module]()
     for module in model.modules():
         if module in eyes:
             continue

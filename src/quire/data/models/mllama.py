@@ -19,6 +19,7 @@ from quire.data.layers.mlp import GatedMLP
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import prepare_layers
 from quire.data.layers.rotary import Rotary
+from quire.data.layers.stages import stacked
 from quire.data.models import llama
 from quire.data.models.attending import Attending
 from quire.data.models.mllama_settings import MORE_TOKENS, MllamaSettings
@@ -116,25 +117,29 @@ class Mllama(nn.Module):
         s, cross = settings.text, settings.cross
         self.exchange: Exchange | None = None
         self.vocabulary = vocabulary(part, s.vocab_size)
-        self.embed = Embedding(vocabulary(part, s.vocab_size + MORE_TOKENS), s.hidden, dtype, device)
-        self.layers = nn.ModuleList(
-            (CrossBlock if layer in cross else llama.Block)(s, layer, dtype, device, part)
-            for layer in range(len(s.kinds))
-        )
+        rows = vocabulary(part, s.vocab_size + MORE_TOKENS)
+        self.embed = Embedding(rows, s.hidden, dtype, device) if part.starts else None
+
+        def make(layer: int) -> nn.Module:
+            return (CrossBlock if layer in cross else llama.Block)(s, layer, dtype, device, part)
+
+        self.layers = stacked(part, len(s.kinds), make)
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
-        self.head = Linear(s.hidden, self.vocabulary, False, dtype, device)
+        self.head = Linear(s.hidden, self.vocabulary, False, dtype, device) if part.ends else None
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
         self.eyes = build_encoder(settings.vision, dtype, device)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        x, attended = self.begin(tokens, ctx)
-        return self.end(ctx.wanted(x), attended)
+        return self.behind(*self.begin(tokens, ctx), ctx)
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives. Layers for pictures are left out
         where no token sees one."""
-        x, delta = self.embed(tokens), None
+        return self.through(self.embed(tokens), ctx)
+
+    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
         *layers, last = self.layers
         for layer in layers:
             if not isinstance(layer, CrossBlock):
@@ -142,6 +147,10 @@ class Mllama(nn.Module):
             elif ctx.sees is not None:
                 x, delta = layer(x, delta, ctx.sees, ctx)
         return x, last.attend(x, delta, self.rotary, ctx, last=True)
+
+    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
+        """`end`, of the context's wanted tokens."""
+        return self.end(ctx.wanted(x), attended)
 
     def end(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
@@ -176,4 +185,5 @@ class Mllama(nn.Module):
             if isinstance(layer, CrossBlock):
                 layer.prepare()
         self.eyes.prepare(deterministic)
-        prepare_layers(nn.ModuleList([*self.layers, self.norm, self.head]), deterministic)
+        ends = [self.norm] if self.head is None else [self.norm, self.head]
+        prepare_layers(nn.ModuleList([*self.layers, *ends]), deterministic)

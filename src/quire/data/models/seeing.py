@@ -35,17 +35,24 @@ class Seeing(nn.Module):
         super().__init__()
         s = SeeingSettings.read(config).of(part)
         self.text = (Gemma if isinstance(s.text, GemmaSettings) else Llama)(s.config, dtype, device, part)
-        self.eyes = build_encoder(s.vision, dtype, device)
-        self.prefixes = (*TEXT_PREFIXES, *self.eyes.prefixes, *self.text.prefixes)
+        self.eyes = build_encoder(s.vision, dtype, device) if part.starts else None  # with the embedding
+        self.prefixes = (*TEXT_PREFIXES, *(self.eyes.prefixes if self.eyes is not None else ()), *self.text.prefixes)
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
-        x, attended = self.begin(tokens, ctx)
-        return self.end(ctx.wanted(x), attended)
+        return self.behind(*self.begin(tokens, ctx), ctx)
 
     def begin(self, tokens: Tensor, ctx: Attending) -> tuple[Tensor, Tensor]:
         """Up to the last attention, itself included: x [T, hidden], and what it gives."""
         return self.text.through(ctx.pictures(self.text.embed(tokens)), ctx)
+
+    def through(self, x: Tensor, ctx: Attending, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same from what the stage before gives, of this one's layers."""
+        return self.text.through(x, ctx, delta)
+
+    def behind(self, x: Tensor, attended: Tensor, ctx: Attending) -> Tensor:
+        """`end`, of the context's wanted tokens."""
+        return self.text.behind(x, attended, ctx)
 
     def end(self, x: Tensor, attended: Tensor) -> Tensor:
         """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
@@ -57,15 +64,16 @@ class Seeing(nn.Module):
 
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
-        parts = {"text": self.text, "eyes": self.eyes}
+        parts = {"text": self.text} if self.eyes is None else {"text": self.text, "eyes": self.eyes}
         return {f"{part}.{name}": stored for part, of in parts.items() for name, stored in of.names().items()}
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return (*self.text.ignored, *self.eyes.ignored)
+        return self.text.ignored if self.eyes is None else (*self.text.ignored, *self.eyes.ignored)
 
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
         """After loading, once, as a text model."""
         self.text.prepare(max_len, deterministic)
-        self.eyes.prepare(deterministic)
+        if self.eyes is not None:
+            self.eyes.prepare(deterministic)

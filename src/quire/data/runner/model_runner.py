@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.kernels.batch import to_device
+from quire.data.kernels.batch import Batch, to_device
 from quire.data.kernels.contiguous import ContiguousBackend
 from quire.data.kernels.cpu.loading import library
 from quire.data.kernels.limits import MOST_GRAPH_ROWS
@@ -297,23 +297,27 @@ class ModelRunner(Lifetime):
 
     def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
         """Enqueue rows launch by launch: what they draw, the log-probabilities of prompts, and what is pooled."""
-        whole = None if self.whole is None else flat.starts < self.whole[flat.slots]
-        batch = batch_of(flat, self.store, self.last, whole)
-        shown = None if self.pictures is None else self.pictures.of(flat)
         asked = self.pooling.asked(rows)
-        scored = asked or any(row.score for row in rows)
-        narrow = not scored and len(batch.asked) < len(batch.tokens)
-        step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states, shown)
-        step.crossing = None if self.pictures is None else self.pictures.crossing(flat, self.backend)
+        batch, step = self._planned(flat, narrow=not asked and not any(row.score for row in rows))
         hidden = self._hidden(batch.tokens, step)
         scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
         pooled = self.pooling.of(rows, batch.offsets, hidden) if asked else {}
         if not len(batch.asked):
             return None, scores, pooled
-        ends = hidden if narrow else hidden.index_select(0, batch.ends)
+        ends = hidden if step.asked is not None else hidden.index_select(0, batch.ends)
         split = isinstance(self.sampler, SplitSampler)
         logits = self.model.logits(ends, own=True) if split else self.model.logits(ends)
         return self._draw([row for row in rows if row.sample], logits), scores, pooled
+
+    def _planned(self, flat: Flat, narrow: bool) -> tuple[Batch, Step]:
+        """The batch of some rows and its step; with `narrow` of no more tokens than are asked for in the end."""
+        whole = None if self.whole is None else flat.starts < self.whole[flat.slots]
+        batch = batch_of(flat, self.store, self.last, whole)
+        shown = None if self.pictures is None else self.pictures.of(flat)
+        narrow = narrow and len(batch.asked) < len(batch.tokens)
+        step = Step.of(batch, self.store.caches, self.backend, narrow, self.store.states, shown)
+        step.crossing = None if self.pictures is None else self.pictures.crossing(flat, self.backend)
+        return batch, step
 
     def _hidden(self, tokens: Tensor, step: Step) -> Tensor:
         """[T, hidden], or of the tokens that the step wants."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from quire.data.runner.drawn import Drawn
-from quire.data.runner.inputs import Flat, batch_of
+from quire.data.runner.inputs import Flat
 from quire.data.runner.model_runner import ModelRunner, Ticket
 from quire.data.runner.step import Step
 from quire.vocabulary.layout import Part
-from quire.vocabulary.plan import Birth, Mask, Row, Sampled, StepResult
+from quire.vocabulary.media import Pixels
+from quire.vocabulary.plan import Birth, Encode, Mask, Row, Sampled, StepPlan, StepResult
 from quire.vocabulary.specs import Geometry
 from quire.vocabulary.stages import of_stage
 
@@ -68,14 +69,24 @@ class StageRunner(ModelRunner):
         super().sleep(level)
         self.geometry = self.bound
 
+    def see(self, pixels: Pixels) -> None:
+        """See ModelRunner. Whose layers need no picture keeps none."""
+        if self.pictures is not None:
+            super().see(pixels)
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        """See ModelRunner."""
+        if self.pictures is None and self.spec.vision is not None:
+            plan = plan._replace(journal=tuple(entry for entry in plan.journal if type(entry) is not Encode))
+        return super().submit(plan)
+
     def _sampler(self, slots: int) -> Any:
         return super()._sampler(slots) if self.part.ends else Undrawn()
 
     def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
         if self.part.ends:
             return super()._eager(rows, flat)
-        batch = batch_of(flat, self.store, self.last)
-        step = Step.of(batch, self.store.caches, self.backend, states=self.store.states)
+        batch, step = self._planned(flat, narrow=False)
         self.pipes.send(*self._through(batch.tokens, step))
         return None, [], {}
 

@@ -77,8 +77,9 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
     words = {f"{name}.{kind}": name for name in grouped for kind in KINDS}
     products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
     filled: set[str] = set()
-    ignored = (*model.ignored, UNREAD) if fp8 is not None else model.ignored
-    elsewhere = {name for source in _undivided(model).names().values() for name in source.tensors} - set(targets)
+    undivided = _undivided(model)
+    ignored = (*undivided.ignored, UNREAD) if fp8 is not None else undivided.ignored
+    elsewhere = {name for source in undivided.names().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
     model.mapped, model.read_bytes = [], 0
@@ -89,7 +90,7 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
                 with safe_open(path, framework="pt", device=str(device)) as file:
                     mapped: Mapped | None = None
                     for key in file.keys():  # noqa: SIM118 (not a dict)
-                        name = _plain(key, model.prefixes)
+                        name = _plain(key, undivided.prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
                         known = name in wanted or name in scales or name in words
                         if not known and (name in elsewhere or _ignorable(name, ignored)):
