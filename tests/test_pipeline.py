@@ -89,6 +89,23 @@ def test_three_stages_of_every_family_say_what_one_says(folders: Any, family: st
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_nobody_is_left_out_whatever_the_depth(folders: Any, depth: int) -> None:
+    """Of three that run each gets its tokens in turn, also where fewer steps are in flight than there are stages."""
+    engine = engine_of(folders("llama"), pp=3, depth=depth)
+    for i in range(3):
+        engine.add(str(i), PROMPTS[i], PARAMS[0])
+    lengths, apart = dict.fromkeys("012", 0), 0
+    while engine.unfinished:
+        for output in engine.step():
+            lengths[output.request] += len(output.tokens)
+            apart = max(apart, max(lengths.values()) - min(lengths.values()))
+    engine.close()
+    assert set(lengths.values()) == {PARAMS[0].max_tokens}
+    assert apart <= 2
+
+
+@pytest.mark.usefixtures("threads")
 def test_stages_of_several_ranks_say_what_one_says(folders: Any) -> None:
     both(folders("mistral"), 2, 1, pp=2, max_num_batched_tokens=16)
 

@@ -32,6 +32,7 @@ def assemble(
     the config's where it isn't given, and else the runner's. `tiling`, `pooling`: see Engine."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
+    depth = depth or config.depth or runner.depth
     scheduler = Scheduler(
         memory,
         budget=config.max_num_batched_tokens,
@@ -41,7 +42,6 @@ def assemble(
         preemption=config.preemption if config.swap_gib else "recompute",
         costs=costs,
         static=config.memory in STATIC,
-        stages=config.pp,
+        stages=min(config.pp, depth),  # as many sets of sequences as steps in flight
     )
-    depth = depth or config.depth
     return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth, tiling=tiling, pooling=pooling)
