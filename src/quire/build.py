@@ -94,7 +94,7 @@ def _divided(config: EngineConfig, source: Source, absent: bool = False) -> Sour
     """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
     many can't share; `absent`: of devices that need not be here."""
     part = Part(0, config.tp, 0, config.pp)
-    check_plain(part, source.config, config.quantization, source.file is not None)
+    check_plain(part, source.config, config.quantization)
     source = source.divided(part)
     if config.pp == 1:
         return source
@@ -367,11 +367,13 @@ def saved_by_fp8(config: EngineConfig, source: Source, dtype: str, device: str, 
 
     from quire.data.weights import few, fp8
 
-    kind = getattr(torch, dtype)
+    kind, parts = getattr(torch, dtype), [Part(0, config.tp, stage, config.pp) for stage in range(config.pp)]
     if isinstance(scheme, Few):
-        return few.saved_bytes(source.config, scheme, kind, source.file) if device == "cpu" else 0
+        if device != "cpu":
+            return 0
+        return min(few.saved_bytes(source.config, scheme, kind, source.file, part) for part in parts)
     here = dtype != "float32" if absent else fp8.native(kind, torch.device(device))
-    return fp8.saved_bytes(source.config, scheme, ITEMSIZE[dtype]) if here else 0
+    return min(fp8.saved_bytes(source.config, scheme, ITEMSIZE[dtype], part) for part in parts) if here else 0
 
 
 def model_id(config: EngineConfig, source: Source, dtype: str) -> str:

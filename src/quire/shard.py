@@ -81,7 +81,7 @@ def shard_runner(
     from quire.data.runner.model_runner import ModelRunner
 
     def make(progress: bool = False) -> Any:
-        model = _loaded(config, source, dtype, device, progress, part)
+        model = _loaded(config, source, dtype, device, progress, part, exchange)
         model.prepare(max_len, config.deterministic)
         if exchange is not None:
             join(model, exchange)
@@ -107,9 +107,11 @@ def shard_runner(
 
 
 def _loaded(
-    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device, progress: bool, part: Part
-) -> Any:
-    """The model with its weights."""
+    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device, progress: bool, part: Part,
+    exchange: Exchange | None = None,
+) -> Any:  # fmt: skip
+    """The model with its weights; ranks that have some columns of a row each ask through `exchange` for what is largest
+    in all of it."""
     from quire.data.weights import few
     from quire.data.weights.dummy import fill_dummy
     from quire.data.weights.fp8 import made
@@ -123,17 +125,18 @@ def _loaded(
         least = SMALLEST if not stored else 1 if isinstance(scheme, FP8) else scheme.bits / 8
         check_size(source.folder, source.spec.parameters, least)
     if isinstance(scheme, Few):
-        model = few.made(source.config, dtype, device, scheme, source.file)
+        model = few.made(source.config, dtype, device, scheme, source.file, part)
     else:
         model = made(source.config, dtype, device, scheme, part)
     if part.stages > 1:
         model.__dict__["undivided"] = meta_of(source.config, dtype, part)  # no module of it
+    most = None if exchange is None else lambda largest: exchange.gather(largest).amax(0)
     if dummy:
         fill_dummy(model, config.seed, scheme)
     elif source.file is not None:
-        load_gguf(model, source.file, progress, scheme)
+        load_gguf(model, source.file, progress, scheme, most)
     else:
-        load(model, source.folder, progress, scheme)
+        load(model, source.folder, progress, scheme, most)
     model.__dict__.pop("undivided", None)
     return model
 

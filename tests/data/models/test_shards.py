@@ -185,17 +185,20 @@ def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> Non
         resolve(named_config(name))(named_config(name), torch.float32, torch.device("meta"), Part(0, ranks))
 
 
-def test_quantised_models_are_not_divided_yet() -> None:
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_models_whose_groups_lie_across_ranks_are_not_divided(method: str) -> None:
     config = named_config("llama3-8b")
-    quantised = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    with pytest.raises(StartupError, match="--tp is 4, and a quantised model can't be divided"):
+    stored = {"quant_method": method, "bits": 4, "group_size": 128, "zero_point": True, "sym": True, "desc_act": False}
+    quantised = {**config, "quantization_config": stored}
+    told = f"--tp is 4, and a model that was quantised by {method.upper()} can't be divided"
+    with pytest.raises(StartupError, match=told):
         read_spec(quantised, Part(0, 4))
-    with pytest.raises(StartupError, match="a quantised model can't be divided"):
-        check_plain(Part(0, 4), config, "int8")
-    with pytest.raises(StartupError, match="the model of a GGUF file can't be divided"):
-        check_plain(Part(0, 4), config, gguf=True)
-    check_plain(WHOLE, quantised, gguf=True)
-    check_plain(Part(0, 4), config)
+    for part, model, asked in (
+        (WHOLE, quantised, None),
+        (Part(0, 1, 1, 2), quantised, None),
+        (Part(0, 4), config, "int8"),
+    ):
+        check_plain(part, model, asked)
 
 
 def test_what_key_heads_keep_of_a_prompt_needs_all_of_their_query_heads() -> None:

@@ -58,6 +58,21 @@ class Blocks(NamedTuple):
         data = self.data[start:stop]
         return Blocks(self.kind, len(data), self.columns, data)
 
+    def columns_of(self, columns: range) -> Blocks:
+        """These columns, which are whole blocks."""
+        kind = KINDS[self.kind]
+        assert columns.start % kind.numbers == columns.stop % kind.numbers == 0, (
+            f"{columns} are no blocks of {self.kind}"
+        )
+        blocks = self.data.reshape(self.rows, -1, kind.bytes)
+        data = blocks[:, columns.start // kind.numbers : columns.stop // kind.numbers].reshape(self.rows, -1)
+        return Blocks(self.kind, self.rows, len(columns), data)
+
+    def padded(self, rows: int) -> Blocks:
+        """So many rows: those behind its own stand for zeros."""
+        data = np.concatenate([self.data, np.zeros((rows - self.rows, self.data.shape[1]), np.uint8)])
+        return Blocks(self.kind, rows, self.columns, data)
+
     def picked(self, order: NDArray[np.intp]) -> Blocks:
         """The rows of these numbers, in this order, copied."""
         return Blocks(self.kind, len(order), self.columns, self.data[order])

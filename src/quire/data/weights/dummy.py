@@ -58,16 +58,15 @@ def fill_dummy(model: Model, seed: int, scheme: FP8 | Few | None = None) -> None
                 [cut] = module.cuts[name].rows
                 steady = STEADY[name](parameter.new_empty(cut.whole, *parameter.shape[1:]))
                 parameter.copy_(steady[cut.own.start : cut.own.stop])
-            elif (scales := scale_of(model, f"{path}.{name}")) is not None:
-                scales.fill_(scale)
-                at = _lay(parameter.view(-1), numbers, at)
             elif f"{path}.{name}" in forms:
                 at = _round(model, f"{path}.{name}", forms[f"{path}.{name}"], noise, at)
-            elif (cuts := cuts_of(module, name)) is not None:
-                at = _lay_some(parameter, cuts, noise, at)
             else:
-                rounded = all(fp8.get(f"{path}.{name}", (False,)))
-                at = _lay(parameter.view(-1), products if rounded else noise, at)
+                source = products if all(fp8.get(f"{path}.{name}", (False,))) else noise
+                if (scales := scale_of(model, f"{path}.{name}")) is not None:
+                    scales.fill_(scale)
+                    source = numbers
+                cuts = cuts_of(module, name)
+                at = _lay(parameter.view(-1), source, at) if cuts is None else _lay_some(parameter, cuts, source, at)
 
 
 def _laid(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
@@ -84,10 +83,12 @@ def _laid(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
 def _round(model: Model, name: str, forms: tuple[Form, ...], noise: Tensor, at: int) -> int:
     """The same for a weight in few bits, or that holds the same values in the model's dtype."""
     parameter, layer = model.get_parameter(name), few.layers_of(model)[name]
-    for part, rows in enumerate(parameter.data.split(layer.parts if len(forms) > 1 else len(parameter))):
-        numbers = torch.empty(rows.shape, dtype=noise.dtype, device=noise.device)
-        at = _lay(numbers.view(-1), noise, at)
-        few.put(rows, layer, part, partial(few.rounded, numbers, forms[part]))
+    cuts = Cuts(layer.rows, layer.columns if layer.columns.divided else None)
+    numbers = torch.zeros(parameter.shape, dtype=noise.dtype, device=noise.device)
+    at = _lay_some(numbers, cuts, noise, at)
+    parts = layer.parts if len(forms) > 1 else (len(parameter),)
+    for part, (rows, own) in enumerate(zip(parameter.data.split(parts), numbers.split(parts))):
+        few.put(rows, layer, part, partial(few.rounded, own, forms[part]))
     return at
 
 

@@ -21,6 +21,8 @@ from quire.data.models import resolve
 from quire.data.models.quantization import Few
 from quire.data.weights.blocks import Blocks, Bytes
 from quire.data.weights.gguf_model import named
+from quire.errors import StartupError
+from quire.vocabulary.layout import WHOLE, Part
 
 if TYPE_CHECKING:
     from quire.data.models import Model
@@ -47,7 +49,7 @@ def forms_of(model: Model, scheme: Few, file: GGUF | None = None) -> Forms:
     found, names, stored = {}, model.names(), None if file is None else named(file)
     for name, layer in layers_of(model).items():
         assert layer.weight is not None, "it isn't prepared"
-        tensors, columns = names[name].tensors, layer.weight.shape[1]
+        tensors, columns, own = names[name].tensors, layer.columns.whole, layer.weight.shape[1]
         modules = [tensor.removesuffix(".weight") for tensor in tensors]
         if stored is not None:
             kinds = [stored.kind(tensor) for tensor in tensors]
@@ -59,9 +61,21 @@ def forms_of(model: Model, scheme: Few, file: GGUF | None = None) -> Forms:
         else:
             eight = scheme.bits == 8 or HEAD.search(module_of(model, layer)) is not None
             forms = (INT8 if eight else four_bits(columns),) * len(tensors)
-        if len(forms) == len(tensors) and all(columns % (form.super or form.group) == 0 for form in forms):
+        units = [form.super or form.group for form in forms]
+        if len(forms) == len(tensors) and all(columns % unit == 0 for unit in units):
+            _check_cut(layer, name, own, max(units))
             found[name] = forms
     return found
+
+
+def _check_cut(layer: Linear, name: str, own: int, unit: int) -> None:
+    """StartupError where a rank's columns aren't whole groups of those that share a scale: `unit` columns."""
+    if own % unit or layer.columns.own.start % unit:
+        raise StartupError(
+            f"--tp is {layer.columns.part.ranks}, and a rank would have {own} of {layer.columns.whole} columns of "
+            f"{name}, of which {unit} share a scale",
+            "Use a smaller --tp, or another --quantization",
+        )
 
 
 def four_bits(columns: int) -> Form:
@@ -87,10 +101,12 @@ def layers_of(model: nn.Module) -> dict[str, Linear]:
 
 
 def made(
-    config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: Few, file: GGUF | None = None
-) -> Model:
-    """The model of a config.json, its weights uninitialised; of those that stay in few bits there is only the shape."""
-    model = resolve(config)(config, dtype, torch.device("meta"))
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: Few, file: GGUF | None = None,
+    part: Part = WHOLE,
+) -> Model:  # fmt: skip
+    """The model of a config.json, or a shard of it, its weights uninitialised; of those that stay in few bits there is
+    only the shape."""
+    model = resolve(config)(config, dtype, torch.device("meta"), part)
     forms, stay = forms_of(model, scheme, file), set()
     for name, layer in layers_of(model).items():
         weight = layer.weight
@@ -262,9 +278,11 @@ PARTS: dict[str, Callable[[Bytes], tuple[Any, ...]]] = {
 """Blocks [rows, blocks of a row, bytes] -> numbers, d, e, a and b."""
 
 
-def saved_bytes(config: dict[str, Any], scheme: Few, dtype: torch.dtype, file: GGUF | None = None) -> int:
-    """Bytes that the weights of a config.json's model take less on a CPU than in `dtype`."""
-    model = resolve(config)(config, dtype, torch.device("meta"))
+def saved_bytes(
+    config: dict[str, Any], scheme: Few, dtype: torch.dtype, file: GGUF | None = None, part: Part = WHOLE
+) -> int:
+    """Bytes that a part's weights of a config.json's model take less on a CPU than in `dtype`."""
+    model = resolve(config)(config, dtype, torch.device("meta"), part)
     forms, layers, names, saved = forms_of(model, scheme, file), layers_of(model), model.names(), 0
     for name, each in forms.items():
         weight = layers[name].weight

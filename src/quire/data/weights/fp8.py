@@ -6,7 +6,7 @@ On a GPU that multiplies FP8 they stay as they are; elsewhere weights in the mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from quire.data.models import resolve
 from quire.data.models.quantization import BLOCK, FP8
-from quire.data.models.shares import undivided
 from quire.vocabulary.layout import WHOLE, Part
 
 if TYPE_CHECKING:
     from quire.data.models import Model
 
 E4M3 = torch.float8_e4m3fn
+Most = Callable[[Tensor], Tensor]
+"""[N] -> the largest of all ranks' numbers, each in its place. All ranks ask in the same order."""
 LARGEST = 448.0
 LEAST = 1e-12  # of a row's largest value: a row of zeros has a scale too
 STAY = re.compile(r"(^|\.)(head|router|vision|tower|projector|eyes|mamba\.(parts|dt)|mixer\.(parts|dt))(\.|$)")
@@ -77,17 +78,15 @@ def made(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8 | None, part: Part = WHOLE
 ) -> Model:
     """The model of a config.json, or a shard of it, its weights uninitialised. With a `scheme`, where that is `native`,
-    its layers are in FP8 at once: in `dtype` they might not fit. StartupError for a shard with a `scheme`."""
-    if scheme is not None:
-        undivided(part, "a quantised model")
+    its layers are in FP8 at once: in `dtype` they might not fit."""
     if scheme is None or not native(dtype, device):
         return resolve(config)(config, dtype, device, part)
-    return in_fp8(config, dtype, device, scheme)
+    return in_fp8(config, dtype, device, scheme, part)
 
 
-def in_fp8(config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8) -> Model:
+def in_fp8(config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8, part: Part = WHOLE) -> Model:
     """The same wherever `device` is."""
-    model = resolve(config)(config, dtype, torch.device("meta"))
+    model = resolve(config)(config, dtype, torch.device("meta"), part)
     for layer, name, weight in list(weights(model, scheme)):
         numbers = torch.empty(weight.shape, dtype=E4M3, device=device)
         setattr(layer, name, nn.Parameter(numbers, requires_grad=False))
@@ -104,9 +103,10 @@ def in_fp8(config: dict[str, Any], dtype: torch.dtype, device: torch.device, sch
     return model
 
 
-def saved_bytes(config: dict[str, Any], scheme: FP8, itemsize: int) -> int:
-    """Bytes that the weights of a config.json's model take less in FP8, with their scales, than `itemsize` each."""
-    model = resolve(config)(config, torch.float32, torch.device("meta"))
+def saved_bytes(config: dict[str, Any], scheme: FP8, itemsize: int, part: Part = WHOLE) -> int:
+    """Bytes that a part's weights of a config.json's model take less in FP8, with their scales, than `itemsize`
+    each."""
+    model = resolve(config)(config, torch.float32, torch.device("meta"), part)
     saved = 0
     for _, _, weight in weights(model, scheme):
         rows, depth = weight.shape
@@ -114,9 +114,11 @@ def saved_bytes(config: dict[str, Any], scheme: FP8, itemsize: int) -> int:
     return saved
 
 
-def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> numbers [N, K] in e4m3 and scales [N]: a row's largest value is 448 times its scale."""
-    scale = weight.abs().amax(1).float().clamp_min(LEAST) / LARGEST
+def rounded(weight: Tensor, most: Most | None = None) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> numbers [N, K] in e4m3 and scales [N]: a row's largest value is 448 times its scale. Where these
+    are some columns of rows that ranks share out `most` says what is largest in all of a row."""
+    largest = weight.abs().amax(1).float()
+    scale = (largest if most is None else most(largest)).clamp_min(LEAST) / LARGEST
     return (weight.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Parameter
 from tqdm import tqdm
 
-from quire.data.models.quantization import FP8, Few
+from quire.data.models.quantization import BLOCK, FP8, Few
 from quire.data.weights import few
 from quire.data.weights.checkpoint import tensor_files
 from quire.data.weights.few import STAY as FEW_STAY
 from quire.data.weights.few import forms_of, layers_of, put
-from quire.data.weights.fp8 import E4M3, by_rows, covered, places, rounded, scale_of, scaled
+from quire.data.weights.fp8 import E4M3, Most, by_rows, covered, places, rounded, scale_of, scaled
 from quire.data.weights.grouped import KINDS, Stored
 from quire.data.weights.mapped import WORTH, Mapped, copy
 from quire.data.weights.slices import Slice, blank, slices_of
@@ -58,13 +59,21 @@ class Target(NamedTuple):
     part: int = 0
     whole: Parameter | None = None
     slice: Slice | None = None
+    room: int = 0  # rows that a slice's are to be, with zeros behind them
+
+    @property
+    def divided(self) -> bool:
+        """They are some columns of rows that other ranks have the others of."""
+        return self.slice is not None and self.slice.columns is not None
 
 
-def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few | None = None) -> None:
+def load(
+    model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few | None = None, most: Most | None = None
+) -> None:
     """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
     what is in FP8 or in few bits there, or becomes so. Of a shard's tensors no more is read than it has, and
-    `model.read_bytes` is how much was. On a CPU large weights that need no change aren't copied, and `model.mapped` are
-    the files' mappings that they lie in: nobody may write there.
+    `model.read_bytes` is how much was; `most`: see quire.data.weights.fp8. On a CPU large weights that need no change
+    aren't copied, and `model.mapped` are the files' mappings that they lie in: nobody may write there.
 
     StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
     kind, for scales that aren't finite and above 0, and for damaged files.
@@ -77,9 +86,9 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
     words = {f"{name}.{kind}": name for name in grouped for kind in KINDS}
     products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
     filled: set[str] = set()
-    undivided = _undivided(model)
-    ignored = (*undivided.ignored, UNREAD) if fp8 is not None else undivided.ignored
-    elsewhere = {name for source in undivided.names().values() for name in source.tensors} - set(targets)
+    every = undivided(model)
+    ignored = (*every.ignored, UNREAD) if fp8 is not None else every.ignored
+    elsewhere = {name for source in every.names().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
     model.mapped, model.read_bytes = [], 0
@@ -90,10 +99,10 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
                 with safe_open(path, framework="pt", device=str(device)) as file:
                     mapped: Mapped | None = None
                     for key in file.keys():  # noqa: SIM118 (not a dict)
-                        name = _plain(key, undivided.prefixes)
+                        name = _plain(key, every.prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
                         known = name in wanted or name in scales or name in words
-                        if not known and (name in elsewhere or _ignorable(name, ignored)):
+                        if not known and (_beside(name) in elsewhere or _ignorable(name, ignored)):
                             continue
                         _check_new(name, key, path, known, filled)
                         tensor = _read(file, wanted.get(name), key, path)
@@ -101,7 +110,7 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
                         if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
                             model.mapped.append(mapped)
                         if name in wanted:
-                            fill(wanted[name], tensor, key, path, fp8 is not None, mapped)
+                            fill(wanted[name], tensor, key, path, fp8 is not None, mapped, most)
                         elif name in words:
                             grouped[words[name]].add(name.rpartition(".")[2], tensor, key, path)
                         else:
@@ -128,7 +137,7 @@ def load(model: Model, folder: Path, progress: bool = False, scheme: FP8 | Few |
             target.rows.copy_(ungrouped(floats, target.grouped) if target.grouped else floats)
 
 
-def _undivided(model: Model) -> Model:
+def undivided(model: Model) -> Model:
     """Of a stage's model that of all stages, of shapes alone; else the model itself."""
     whole: Model = getattr(model, "undivided", model)
     return whole
@@ -168,7 +177,10 @@ def targets_of(model: Model, scheme: FP8 | Few | None, file: GGUF | None = None)
             )
             if cut is not None:  # its rows come in our order, and padding may be behind them
                 full = whole if cut.count == len(rows) else None
-                target = target._replace(rows=rows[: cut.count], grouped=(), whole=full, slice=cut)
+                own = None if target.scale is None else target.scale[:, : cut.count]
+                target = target._replace(
+                    rows=rows[: cut.count], scale=own, grouped=(), whole=full, slice=cut, room=len(rows)
+                )
             targets[tensor] = target
     return targets
 
@@ -197,6 +209,12 @@ def _plain(key: str, prefixes: tuple[str, ...]) -> str:
     return key
 
 
+def _beside(name: str) -> str:
+    """The weight whose scales, or words, a tensor has, or itself."""
+    path, _, kind = name.rpartition(".")
+    return f"{path}.weight" if kind in (*KINDS, "weight_scale") else name
+
+
 def _ignorable(name: str, ignored: tuple[str, ...]) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in ignored)
 
@@ -210,7 +228,10 @@ def _check_new(name: str, key: str, path: Path, known: bool, filled: set[str]) -
         raise StartupError(f"{path} holds {shown(key)}, which was already loaded under that name", AGAIN)
 
 
-def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, mapped: Mapped | None = None) -> None:
+def fill(
+    target: Target, tensor: Tensor, key: str, path: Path, stored: bool, mapped: Mapped | None = None,
+    most: Most | None = None,
+) -> None:  # fmt: skip
     """Put a tensor there. One that `mapped` holds, if it is as it must be, takes the place of a whole parameter, and a
     part of a layer's weight is copied when that is prepared."""
     if tensor.dtype not in ((E4M3,) if target.fp8 and stored else FLOATS):
@@ -225,6 +246,8 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
         tensor = ungrouped(tensor, target.grouped)
     tensor = tensor.t() if target.transpose else tensor
     if target.form is not None:
+        if target.rows.is_meta and len(tensor) < target.room:
+            tensor = F.pad(tensor, (0, 0, 0, target.room - len(tensor)))
         put(target.rows, target.layer, target.part, partial(_few, tensor, target.form, f"{shown(key)} in {path}"))
         return
     if not target.fp8 or stored:
@@ -237,7 +260,7 @@ def fill(target: Target, tensor: Tensor, key: str, path: Path, stored: bool, map
         else:
             copy(tensor, target.rows)
         return
-    numbers, scale = rounded(tensor)
+    numbers, scale = rounded(tensor, most if target.divided else None)
     if not scale.isfinite().all():
         raise StartupError(f"{shown(key)} in {path} has a value that isn't finite", "It can't be rounded to FP8")
     if target.scale is None:
@@ -260,20 +283,37 @@ def _scale(target: Target, given: Tensor, key: str, path: Path, blocks: bool) ->
     if given.dtype not in SCALES:
         kind = str(given.dtype).removeprefix("torch.")
         raise StartupError(f"{shown(key)} in {path} has dtype {kind}", "Scales must be floating-point numbers")
-    scale = by_rows(given, *target.rows.shape, blocks)
+    whole = target.rows.shape if target.slice is None else target.slice.shape
+    scale = by_rows(given, *whole, blocks)
     if scale is None:
-        whose = f"a weight {list(target.rows.shape)}, {'in blocks' if blocks else 'as a whole or by row'}"
+        whose = f"a weight {list(whole)}, {'in blocks' if blocks else 'as a whole or by row'}"
         raise StartupError(f"{shown(key)} in {path} has shape {shown(list(given.shape))}, for {whose}", FIT)
     wrong = ~(scale.isfinite() & (scale > 0))
     if wrong.any():
         raise StartupError(f"{shown(key)} in {path} has the scale {scale[wrong][0].item():g}",
                            "Scales must be finite and above 0")  # fmt: skip
+    if target.slice is not None:
+        scale = _own(scale, target.slice, key)
     if target.grouped:
         scale = ungrouped(scale.t(), target.grouped).t()
     if target.scale is None:
         yield target.rows, scale
     else:
         target.scale.copy_(scale)
+
+
+def _own(scale: Tensor, cut: Slice, key: str) -> Tensor:
+    """Of the scales [G, N] of a whole weight those of a slice of it."""
+    scale = torch.cat([scale[:, run.start : run.stop] for run in cut.runs], dim=1)
+    if cut.columns is None or len(scale) == 1:
+        return scale
+    if cut.columns.start % BLOCK or cut.columns.stop % BLOCK:
+        raise StartupError(
+            f"a rank would have columns {cut.columns.start} to {cut.columns.stop - 1} of the weight of {shown(key)}, "
+            f"where {BLOCK} share a scale",
+            "Use a smaller --tp",
+        )
+    return scale[cut.columns.start // BLOCK : cut.columns.stop // BLOCK]
 
 
 def ungrouped(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:

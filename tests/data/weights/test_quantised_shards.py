@@ -1,0 +1,217 @@
+"""What ranks have of quantised weights: slices of the undivided ones, bit for bit, whoever made them, and no more read
+than that. Scales of rows whose columns ranks share out are those of whole rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import pytest
+import test_fp8
+import torch
+from test_fp8 import BLOCKS, compressed
+from test_slices import CONFIGS, made, publish
+from thread_ranks import Meeting, ThreadExchange
+from torch import Tensor
+
+from quire.data.layers.linear import Linear
+from quire.data.models.quantization import BITS, FP8, MADE, Few, fp8_of
+from quire.data.weights import dummy, few, fp8
+from quire.data.weights.checkpoint import read_config
+from quire.data.weights.dummy import fill_dummy
+from quire.data.weights.fp8 import places
+from quire.data.weights.gguf import read_gguf
+from quire.data.weights.gguf_loader import load_gguf
+from quire.data.weights.gguf_model import config_of
+from quire.data.weights.loader import load
+from quire.data.weights.slices import cuts_of
+from quire.errors import StartupError
+from quire.vocabulary.layout import WHOLE, Part
+
+CPU = torch.device("cpu")
+Build = Callable[[Part, Any], Any]
+BIG = {
+    "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 1024,
+}  # fmt: skip
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """All parameters by their names, with the scales of those in FP8; those in few bits as what they stand for."""
+    found = dict[str, Tensor]()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            found[f"{path}.{name}"] = parameter.detach()
+            scales = getattr(module, places(module)[name]) if name in places(module) else None
+            if scales is not None:
+                found[f"{path}.{name} scales"] = scales
+        if isinstance(module, Linear) and module.bits is not None:
+            parts = [make().floats() for make in module.bits if make is not None]
+            found[f"{path}.weight"] = torch.cat(parts)
+    return found
+
+
+def cut(whole: Tensor, module: Any, name: str) -> Tensor:
+    """What a rank's module has of a parameter, or of its scales [groups, rows], as the cuts say; padding aside."""
+    cuts, scales = cuts_of(module, name.removesuffix(" scales")), name.endswith("scales")
+    if cuts is None:
+        return whole
+    rows, at = list[Tensor](), 0
+    for one in cuts.rows:
+        own = slice(at + one.own.start, at + one.own.stop)
+        rows.append(whole[:, own] if scales else whole[own])
+        at += one.whole
+    found = torch.cat(rows, dim=int(scales))
+    if cuts.columns is None or (scales and len(whole) == 1):
+        return found
+    of = cuts.columns.own
+    groups = math.ceil(cuts.columns.whole / len(whole))
+    return found[of.start // groups : of.stop // groups] if scales else found[:, of.start : of.stop]
+
+
+def assert_slices(build: Build, ranks: int) -> list[Any]:
+    """Each rank's weights, built at the same time, are those of the whole in its places."""
+
+    def rank(exchange: ThreadExchange) -> Any:
+        return build(exchange.part, lambda largest: exchange.gather(largest).amax(0))
+
+    whole, shards = weights_of(build(WHOLE, None)), Meeting(ranks).run(rank)
+    for shard in shards:
+        modules, own = dict(shard.named_modules()), weights_of(shard)
+        assert own.keys() == whole.keys()
+        for name, weight in own.items():
+            path, _, kind = name.rpartition(".")
+            expected = cut(whole[name], modules[path], kind)
+            given = weight[: len(expected)]
+            assert torch.equal(given.float(), expected.float()), name
+            assert not weight[len(expected) :].float().any(), f"{name}: padding"
+    return shards
+
+
+def blank(model: Any) -> Any:
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data.view(torch.uint8).fill_(0xFF)
+    return model
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
+@pytest.mark.parametrize("name", ["llama", "llama, copied heads", "gemma2", "jamba", "mamba"])
+def test_weights_that_become_fp8(name: str, in_fp8: bool, tmp_path: Path) -> None:
+    """A rank's columns are a multiple of 16, which the kernels take; else they would be in the model's dtype."""
+    config = {**CONFIGS[name], "intermediate_size": 192}
+    publish(config, tmp_path)
+
+    def build(part: Part, most: Any) -> Any:
+        make = fp8.in_fp8 if in_fp8 else fp8.made
+        model = blank(make(config, torch.float32, CPU, MADE, part))
+        load(model, tmp_path, scheme=MADE, most=most)
+        return model
+
+    shards = assert_slices(build, 4 if "copied" in name else 2)
+    alone = blank(fp8.made(config, torch.float32, CPU, MADE, Part(0, 2)))
+    load(alone, tmp_path, scheme=MADE)
+    if name == "llama" and not in_fp8:  # without the others' columns other scales would come out
+        assert not torch.equal(alone.layers[0].mlp.down.weight, shards[0].layers[0].mlp.down.weight)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [(BLOCKS, "block"), (compressed("channel", "lm_head"), "channel"), (compressed("tensor", "lm_head"), "tensor")],
+    ids=["block", "channel", "tensor"],
+)
+def test_checkpoints_in_fp8(said: dict[str, Any], kind: str, in_fp8: bool, tmp_path: Path) -> None:
+    test_fp8.save(tmp_path, **BIG)
+    test_fp8.publish(tmp_path, said, kind)
+    config = read_config(tmp_path)
+    scheme = fp8_of(config, None)
+    assert isinstance(scheme, FP8)
+
+    def build(part: Part, most: Any) -> Any:
+        model = blank((fp8.in_fp8 if in_fp8 else fp8.made)(config, torch.float32, CPU, scheme, part))
+        load(model, tmp_path, scheme=scheme, most=most)
+        return model
+
+    shards, whole = assert_slices(build, 2), build(WHOLE, None)
+    spare = 2 * 97 * 512 * 4 + 5 * 512 * 4 + 64 * 1024  # embedding, head, norms, scales
+    for shard in shards:
+        assert shard.read_bytes <= (whole.read_bytes - spare) / 2 * 1.02 + spare
+
+
+def test_a_cut_through_blocks_is_refused(tmp_path: Path) -> None:
+    test_fp8.save(tmp_path, **{**BIG, "intermediate_size": 640})
+    test_fp8.publish(tmp_path, BLOCKS, "block")
+    config = read_config(tmp_path)
+    scheme = fp8_of(config, None)
+    model = fp8.made(config, torch.float32, CPU, scheme, Part(1, 2))
+    told = r"columns 320 to 639 of the weight of .*down_proj.weight_scale_inv.*, where 128 share a scale"
+    with pytest.raises(StartupError, match=told):
+        load(model, tmp_path, scheme=scheme)
+
+
+def with_bits(model: Any) -> bool:
+    return any(isinstance(module, Linear) and module.bits is not None for module in model.modules())
+
+
+ROUND = {**CONFIGS["llama, padded"], "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4,
+         "num_key_value_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", BITS)
+@pytest.mark.parametrize("source", ["loaded", "dummy"])
+def test_weights_of_few_bits(asked: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy, "NOISE", 10_007)
+    publish(ROUND, tmp_path)
+    scheme = BITS[asked]
+    config = ROUND
+
+    def build(part: Part, most: Any) -> Any:
+        model = blank(few.made(config, torch.bfloat16, CPU, scheme, part=part))
+        if source == "dummy":
+            fill_dummy(model, 5, scheme)
+        else:
+            load(model, tmp_path, scheme=scheme, most=most)
+        return model
+
+    assert_slices(build, 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_dummy_weights_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy, "NOISE", 10_007)
+
+    def build(part: Part, most: Any) -> Any:
+        config = {**CONFIGS[name], "intermediate_size": 192}
+        model = fp8.in_fp8(config, torch.float32, CPU, MADE, part)
+        fill_dummy(model, 5, MADE)
+        return model
+
+    assert_slices(build, 2)
+
+
+def test_columns_that_are_no_whole_groups_are_refused() -> None:
+    told = r"--tp is 4, and a rank would have 44 of 176 columns of layers.0.mlp.down.weight, of which 32 share a scale"
+    config = {**CONFIGS["llama"], "hidden_size": 128, "intermediate_size": 176, "num_attention_heads": 4}
+    assert not few.forms_of(made(config), BITS["int8"]).keys() & {"layers.0.mlp.down.weight"}  # 176 are no groups of 32
+    with pytest.raises(StartupError, match=told.replace("44 of 176", "48 of 192")):
+        few.made({**config, "intermediate_size": 192}, torch.float32, CPU, BITS["int8"], part=Part(0, 4))
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0"])
+def test_files_of_blocks(kind: str, tmp_path: Path) -> None:
+    test_fp8.save(tmp_path, **{**BIG, "vocab_size": 352})
+    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", kind, vocab_size=352)
+    file = read_gguf(path)
+    settings = config_of(file)
+    scheme = Few(0, "gguf")
+
+    def build(part: Part, most: Any) -> Any:
+        model = blank(few.made(settings, torch.float32, CPU, scheme, file, part))
+        load_gguf(model, file, scheme=scheme, most=most)
+        return model
+
+    shards = assert_slices(build, 2)
+    assert with_bits(shards[0]) == (kind == "q8_0") or not few.supports(256, torch.float32, CPU)
