@@ -177,12 +177,13 @@ def test_rows_are_the_same_as_arrays_and_one_by_one(given: tuple[Row, ...]) -> N
         assert found == given == found
         assert len(found) == len(given)
         assert hash(found) == hash(given)
-        for array, column in ((found.slots, "slot"), (found.starts, "start"), (found.samples, "sample")):
-            assert array.dtype == np.int64
-            assert array.tolist() == [getattr(row, column) for row in given]
+        for listed, column in ((found.slots, "slot"), (found.starts, "start"), (found.samples, "sample")):
+            assert listed == [getattr(row, column) for row in given]
+        assert found.ends == [row.start + len(row.tokens) for row in given]
+        assert found.array().dtype == found.lengths.dtype == np.int64
         assert found.lengths.tolist() == [len(row.tokens) for row in given]
         for runs, column in ((found.tokens, "tokens"), (found.scores, "score"), (found.drafts, "draft")):
-            assert found.values(runs).tolist() == [number for row in given for number in getattr(row, column)]
+            assert found.values(runs) == [number for row in given for number in getattr(row, column)]
         decodes = all(len(row.tokens) == 1 and row.sample and not row.score for row in given)
         assert found.decode == (decodes and bool(given))
         if found.decode:
@@ -221,8 +222,8 @@ def test_every_kind_of_entry_has_a_code() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (StepPlan((), (), (Row(2**63, (1,), 0, 1),)), "row slots"),
-        (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "row tokens"),
+        (StepPlan((), (), (Row(2**63, (1,), 0, 1),)), "rows"),
+        (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "rows"),
         (StepPlan((), (Copy(0, 2**64, 1),), ()), "journal numbers"),
         (StepPlan((), (), (), (), (Mask(1, bytes(5)),)), "masks"),
         (StepPlan((), (), (), (), (Mask(1, bytes(4)), Mask(2, bytes(8)))), "masks"),
@@ -232,7 +233,7 @@ def test_every_kind_of_entry_has_a_code() -> None:
         (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(bytes(32), -1, 1, 1),)),), (), ()), "medium"),
         (StepPlan((Birth(2**31, 1, -1, None, 0, 5),), (), ()), "birth"),
         (StepPlan((Birth(1, 1, -1, Sampling(top_k=2**31), 0, 5),), (), ()), "sampling"),
-        (StepPlan((), (), (Row(1, ("x",), 0, 1),)), "row tokens"),  # type: ignore[arg-type]
+        (StepPlan((), (), (Row(1, ("x",), 0, 1),)), "rows"),  # type: ignore[arg-type]
         (StepResult((Sampled((1,), (Top(1, "x", 1),)),), 0.0), "top logprobs"),  # type: ignore[arg-type]
     ],
 )
