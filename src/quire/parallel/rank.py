@@ -221,8 +221,9 @@ def _next(reader: RingReader, poll: select.poll) -> bytes:
     """The next record, which is waited for. `poll` is for the reader's event, and for a word of whoever sends records:
     Gone, as that's their end."""
     while not reader:
-        if any(descriptor != reader.event for descriptor, _ in poll.poll()):
-            raise Gone
+        for descriptor, _ in poll.poll():
+            if descriptor != reader.event:
+                raise Gone
     return reader.read()
 
 
