@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ from quire.vocabulary.plan import (
     Table,
     Top,
 )  # fmt: skip
+from quire.vocabulary.rows import Rows
 from quire.vocabulary.wire import ENTRIES, VERSION, Message, decode, encode
 
 small, large = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
@@ -76,7 +78,8 @@ results = st.builds(StepResult, some(samples) | some(drawn), floats)
 
 
 def same(a: object, b: object) -> bool:
-    """Equal in value and type, NaNs too."""
+    """Equal in value and type, NaNs too; rows that were read are made."""
+    a, b = (each.all if isinstance(each, Rows) else each for each in (a, b))
     if isinstance(a, tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))  # type: ignore[arg-type]
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
@@ -147,7 +150,67 @@ def test_frames_are_read_from_any_bytes(kind: Any) -> None:
 def test_small_steps_are_small() -> None:
     assert len(encode(StepPlan((Birth(255, 10**6, 3, None, 2**63 - 1, 32000),), (), ()))) < 64
     decodes = StepPlan((), (), tuple(Row(i, (LAST,), 32000 + i, 1) for i in range(256)))
-    assert len(encode(decodes)) < 14 * 256
+    assert len(encode(decodes)) < 17 * 256
+
+
+GOLDEN = (
+    "07 01 00000000 00000000 02000000 00000000 00000000"  # version, a plan; no births, no entries, two rows, ...
+    " 69 01 00 00 08000000"  # numbers of 4 bytes; a token a row, no scores, no drafts; eight numbers
+    " 01000000 02000000  03000000 04000000  e8030000 00000000  ffffffff 07000000"  # samples, slots, starts, tokens
+)
+"""Two rows as bytes, which change with the version alone."""
+
+
+def test_rows_are_these_bytes() -> None:
+    plan = StepPlan((), (), (Row(3, (LAST,), 1000, 1), Row(4, (7,), 0, 2)))
+    assert encode(plan) == bytes.fromhex(GOLDEN)
+    more = encode(plan._replace(rows=(Row(3, (5, 6), 2**31, 0, (8,)), Row(4, (), 0, 0, (), (9, 9)))))
+    assert more[22:30] == struct.pack("<cBBBI", b"q", 2, 2, 2, 6 + 2 + 2 + 2 + 1 + 2 + 2)
+    assert struct.unpack("<17q", more[30:]) == (0, 0, 3, 4, 2**31, 0, 2, 0, 5, 6, 1, 0, 8, 0, 2, 9, 9)
+
+
+@given(some(rows) | some(decoding))
+@example(())
+def test_rows_are_the_same_as_arrays_and_one_by_one(given: tuple[Row, ...]) -> None:
+    for found in (Rows.of(given), Rows.of(decode(encode(StepPlan((), (), given))).rows)):  # type: ignore[union-attr]
+        assert same(found.all, given)
+        assert found == given == found
+        assert len(found) == len(given)
+        assert hash(found) == hash(given)
+        for listed, column in ((found.slots, "slot"), (found.starts, "start"), (found.samples, "sample")):
+            assert listed == [getattr(row, column) for row in given]
+        assert found.ends == [row.start + len(row.tokens) for row in given]
+        assert found.array().dtype == found.lengths.dtype == np.int64
+        assert found.lengths.tolist() == [len(row.tokens) for row in given]
+        for runs, column in ((found.tokens, "tokens"), (found.scores, "score"), (found.drafts, "draft")):
+            assert found.values(runs) == [number for row in given for number in getattr(row, column)]
+        decodes = all(len(row.tokens) == 1 and row.sample and not row.score for row in given)
+        assert found.decode == (decodes and bool(given))
+        if found.decode:
+            assert found.singles.T.tolist() == [[row.slot, row.start, row.tokens[0]] for row in given]
+
+
+@pytest.mark.parametrize(
+    ("head", "numbers", "why"),
+    [
+        ((b"b", 1, 0, 0, 8), (1,) * 8, "98 is no width of a number"),
+        ((b"i", 1, 0, 0, 5), (1,) * 5, "5 numbers are too few for 2 rows"),
+        ((b"i", 1, 0, 0, 7), (1,) * 7, "1 numbers remain for 2 runs of kind 1"),
+        ((b"i", 3, 0, 0, 8), (1,) * 8, "2 numbers remain for 2 runs of kind 3"),
+        ((b"i", 1, 0, 0, 9), (1,) * 9, "1 numbers belong to no row"),
+        ((b"i", 2, 0, 0, 9), (1,) * 6 + (2, -1, 5), r"1 numbers remain for rows that have \[2, -1\]"),
+        ((b"i", 2, 0, 0, 9), (1,) * 6 + (1, 1, 5), r"1 numbers remain for rows that have \[1, 1\]"),
+        ((b"q", 2, 0, 0, 9), (1,) * 6 + (2**62, 2**62, 5), "1 numbers remain for rows"),
+        ((b"i", 1, 0, 0, 2**32 - 1), (1,) * 8, "17179869180 bytes are announced, 32 remain"),
+    ],
+)
+def test_rows_that_are_none_are_refused(head: tuple[Any, ...], numbers: tuple[int, ...], why: str) -> None:
+    begun = wire.HEAD.pack(VERSION, wire.PLAN) + wire.PLAN_HEAD.pack(0, 0, 2, 0, 0)
+    said = struct.pack("<cBBBI", *head) + struct.pack(
+        f"<{len(numbers)}{'i' if head[0] == b'b' else head[0].decode()}", *numbers
+    )
+    with pytest.raises(WireError, match=f"rows at byte .*: {why}"):
+        decode(begun + said)
 
 
 def test_every_kind_of_entry_has_a_code() -> None:
@@ -159,8 +222,8 @@ def test_every_kind_of_entry_has_a_code() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (StepPlan((), (), (Row(2**63, (1,), 0, 1),)), "row slots"),
-        (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "row tokens"),
+        (StepPlan((), (), (Row(2**63, (1,), 0, 1),)), "rows"),
+        (StepPlan((), (), (Row(1, (1, -(2**63) - 1), 0, 1),)), "rows"),
         (StepPlan((), (Copy(0, 2**64, 1),), ()), "journal numbers"),
         (StepPlan((), (), (), (), (Mask(1, bytes(5)),)), "masks"),
         (StepPlan((), (), (), (), (Mask(1, bytes(4)), Mask(2, bytes(8)))), "masks"),
@@ -170,7 +233,7 @@ def test_every_kind_of_entry_has_a_code() -> None:
         (StepPlan((Birth(1, 1, -1, None, 0, 5, media=(Medium(bytes(32), -1, 1, 1),)),), (), ()), "medium"),
         (StepPlan((Birth(2**31, 1, -1, None, 0, 5),), (), ()), "birth"),
         (StepPlan((Birth(1, 1, -1, Sampling(top_k=2**31), 0, 5),), (), ()), "sampling"),
-        (StepPlan((), (), (Row(1, ("x",), 0, 1),)), "row tokens"),  # type: ignore[arg-type]
+        (StepPlan((), (), (Row(1, ("x",), 0, 1),)), "rows"),  # type: ignore[arg-type]
         (StepResult((Sampled((1,), (Top(1, "x", 1),)),), 0.0), "top logprobs"),  # type: ignore[arg-type]
     ],
 )

@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+
+import numpy as np
+
 from quire.parallel import rank
-from quire.sim.echo import EchoRunner
+from quire.parallel.questions import QUESTIONS
+from quire.vocabulary.plan import Sampled, StepPlan, StepResult
+from quire.vocabulary.rows import Rows
+
+ARRIVED = "arrived"
+"""What is asked: the clock (CLOCK_MONOTONIC, the engine's too), in nanoseconds, when the last order was there."""
+MOST = 1024  # rows
+ONE = Sampled((7,))
+
+
+class StampedRunner:
+    """Notes when a plan's rows are arrays, as a model's inputs are: slots, positions and tokens of one a row. An order
+    to forget a picture is there when it's read."""
+
+    depth, device, notices = 1, "", ()
+
+    def __init__(self) -> None:
+        self.arrived, self.inputs = 0, np.zeros((3, MOST), dtype=np.int64)
+        self.flight: deque[int] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Take the rows."""
+        rows = Rows.of(plan.rows)
+        self.inputs[:, : len(rows)] = rows.singles
+        self.arrived = time.monotonic_ns()
+        self.flight.append(len(rows))
+
+    def collect(self, ticket: None) -> StepResult:
+        """A token for each row."""
+        return StepResult((ONE,) * self.flight.popleft(), 0.0)
+
+    def forget(self, key: bytes) -> None:
+        """An order with next to nothing in it."""
+        self.arrived = time.monotonic_ns()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def main() -> None:
     """See quire.parallel.rank."""
-    rank.main(lambda hello: EchoRunner(blind=True))
+    QUESTIONS[ARRIVED] = lambda runner: runner.arrived
+    rank.main(lambda hello: StampedRunner())

@@ -4,7 +4,8 @@ The best of many repeats is reported, and the median: on a machine that does oth
 code costs. The garbage collector rests meanwhile, as it nearly does in service (link.collector).
 
 With --ranks N also what a step takes to so many ranks and back, which have no model: encoded, published, read by each,
-and the result of the first with the digests of all taken in.
+and the result of the first with the digests of all taken in. And, by the clocks of the ranks, how long it takes until
+the last one has the rows as arrays, which it may go on from while the engine does other things.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from quire.bench.document import short, table
+from quire.bench.echo_rank import ARRIVED
 from quire.bench.machine import Others
 from quire.config import MAX_RANKS, EngineConfig
 from quire.errors import StartupError
@@ -28,9 +30,10 @@ from quire.parallel.remote import RemoteRunner
 from quire.parallel.sides import start_program
 from quire.vocabulary.layout import Layout
 from quire.vocabulary.plan import LAST, Birth, Row, Sampled, StepPlan, StepResult, Table, Top
-from quire.vocabulary.wire import Message, decode, encode
+from quire.vocabulary.wire import KEY_BYTES, Message, decode, encode
 
 REPEATS = 200
+PAUSE = 5e-4  # seconds in which ranks that were sent a step need nothing else
 AT_ONCE = 1e-3  # seconds that a repeat takes, about
 ECHO = program_of("quire.bench.echo_rank")
 ROWS = (1, 32, 256, 1024)
@@ -76,29 +79,52 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def sent(ranks: int, repeats: int) -> list[dict[str, Any]]:
-    """What steps of some sizes take to `ranks` ranks and back."""
+    """What steps of some sizes take to `ranks` ranks and back, and an order without contents there."""
     runner, found = RemoteRunner(ranks, 60.0, partial(start_program, program=ECHO)), []
+    to = f"{ranks} rank{'s' * (ranks > 1)}"
     try:
         runner.hello([Hello(EngineConfig(), part, (), 1, 60.0) for part in Layout(ranks).parts()])
         runner.wait()
+        others = Others()
+        times = {"arrays_us": _spread([_there(runner, None) for _ in range(repeats)])}
+        found.append(_of_ranks(f"order without contents to {to}", ranks, times, repeats, others))
         for rows in ROWS:
-            plan, others, times = StepPlan((), (), _decoding(rows)), Others(), []
-            for _ in range(repeats):
-                began = time.perf_counter()
-                ticket = runner.submit(plan)
-                submitted = time.perf_counter()
-                runner.collect(ticket)
-                times.append((1e6 * (submitted - began), 1e6 * (time.perf_counter() - began)))
-            submits, rounds = zip(*times)
-            found.append({
-                "message": f"step of {rows} rows to {ranks} rank{'s' * (ranks > 1)} and back", "ranks": ranks,
-                "submit_us": {"best": min(submits), "p50": median(submits)},
-                "round_us": {"best": min(rounds), "p50": median(rounds)},
-                "repeats": repeats, "cores_used_by_others": others.load(),
-            })  # fmt: skip
+            plan, others = StepPlan((), (), _decoding(rows)), Others()
+            submits, rounds = zip(*[_there_and_back(runner, plan) for _ in range(repeats)])
+            arrivals = [_there(runner, plan) for _ in range(repeats)]
+            times = {"submit_us": _spread(submits), "arrays_us": _spread(arrivals), "round_us": _spread(rounds)}
+            found.append(_of_ranks(f"step of {rows} rows to {to} and back", ranks, times, repeats, others))
     finally:
         runner.close()
     return found
+
+
+def _of_ranks(message: str, ranks: int, times: dict[str, Any], repeats: int, others: Others) -> dict[str, Any]:
+    return {"message": message, "ranks": ranks, **times, "repeats": repeats, "cores_used_by_others": others.load()}
+
+
+def _spread(times: Sequence[float]) -> dict[str, float]:
+    return {"best": min(times), "p50": median(times)}
+
+
+def _there_and_back(runner: RemoteRunner, plan: StepPlan) -> tuple[float, float]:
+    """Microseconds until a step is submitted, and until it is collected, at once."""
+    began = time.monotonic_ns()
+    ticket = runner.submit(plan)
+    submitted = time.monotonic_ns()
+    runner.collect(ticket)
+    return (submitted - began) / 1e3, (time.monotonic_ns() - began) / 1e3
+
+
+def _there(runner: RemoteRunner, plan: StepPlan | None) -> float:
+    """Microseconds until the last rank has a step's rows as arrays, while nothing else is asked of any. Without a plan:
+    until it has an order of as few bytes as any."""
+    began = time.monotonic_ns()
+    ticket = runner.submit(plan) if plan is not None else runner.forget(bytes(KEY_BYTES))
+    time.sleep(PAUSE)
+    if ticket is not None:
+        runner.collect(ticket)
+    return (max(runner.ask(ARRIVED)) - began) / 1e3
 
 
 def measured(name: str, message: Message, repeats: int) -> dict[str, Any]:
@@ -119,24 +145,26 @@ def _spent(call: Callable[[], object], repeats: int) -> dict[str, float]:
     once = min(timeit.repeat(call, number=1, repeat=5))
     number = max(1, int(AT_ONCE / once))
     taken = [seconds / number * 1e6 for seconds in timeit.repeat(call, number=number, repeat=repeats)]
-    return {"best": min(taken), "p50": median(taken)}
+    return _spread(taken)
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a message: the best times, and how many times those JSON takes."""
+    """A line a message: the best times, and how many times those JSON takes; and a line a way to ranks."""
     head = ("message", "bytes", "encode us", "decode us", "JSON's bytes", "encode x", "decode x", "others' cores")
     rows = []
     for r in results:
-        if "round_us" in r:
+        if "ranks" in r:
             continue
         ours, theirs = ([r[f"{of}{way}_us"]["best"] for way in ("encode", "decode")] for of in ("", "json_"))
         ratios = [f"{b / a:.1f}" for a, b in zip(ours, theirs)]
         load = f"{r['cores_used_by_others']:.2f}"
         rows.append((r["message"], r["bytes"], *map(short, ours), r["json_bytes"], *ratios, load))
-    ways = [r for r in results if "round_us" in r]
-    there = [
-        (r["message"], *(short(r[way][which]) for way in ("submit_us", "round_us") for which in ("best", "p50")))
-        for r in ways
-    ]
-    second = ("message", "submit us", "median", "and back us", "median")
+    ways = [r for r in results if "ranks" in r]
+    second = ("message", "submit us", "median", "arrays us", "median", "and back us", "median", "others' cores")
+    there = [(r["message"], *_ways(r), f"{r['cores_used_by_others']:.2f}") for r in ways]
     return table(head, rows) + ("\n\n" + table(second, there) if ways else "")
+
+
+def _ways(result: dict[str, Any]) -> list[str]:
+    spreads = [result.get(way, {}) for way in ("submit_us", "arrays_us", "round_us")]
+    return [short(spread[which]) if spread else "" for spread in spreads for which in ("best", "p50")]

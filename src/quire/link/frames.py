@@ -97,6 +97,12 @@ class Frames:
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Frames that `data`, which came, completes. WireError for what is none."""
+        if not self._buffer and len(data) >= HEAD.size:
+            kind, length = self._head(HEAD.unpack_from(data))
+            if len(data) == HEAD.size + length:  # as most come: one, and whole
+                self._read += 1
+                yield Frame(kind, memoryview(data)[HEAD.size :])
+                return
         self._buffer += data
         at = 0
         try:

@@ -188,9 +188,12 @@ def run(
         return 1
     rank = Rank(hello, runner, send)
     send(READY, write_json({name: QUESTIONS[name](runner) for name in ("depth", "attention", "device", "notices")}))
+    poll = select.poll()
+    poll.register(reader.event, select.POLLIN)
+    poll.register(connection, select.POLLIN | GONE)
     try:
         while True:
-            for frame in orders.feed(_next(reader, connection)):
+            for frame in orders.feed(_next(reader, poll)):
                 rank.obey(frame)
     except Gone:
         runner.close()
@@ -220,14 +223,12 @@ def _said(connection: socket.socket) -> Iterator[tuple[int, Hello]]:
             yield frame.kind, read_hello(frame.body)
 
 
-def _next(reader: RingReader, connection: socket.socket) -> bytes:
-    """The next record, which is waited for. Gone if nobody is there to send one."""
-    if not reader:
-        poll = select.poll()
-        poll.register(reader.event, select.POLLIN)
-        poll.register(connection, select.POLLIN | GONE)
-        while not reader:
-            if any(descriptor != reader.event for descriptor, _ in poll.poll()):
+def _next(reader: RingReader, poll: select.poll) -> bytes:
+    """The next record, which is waited for. `poll` is for the reader's event, and for a word of whoever sends records:
+    Gone, as that's their end."""
+    while not reader:
+        for descriptor, _ in poll.poll():
+            if descriptor != reader.event:
                 raise Gone
     return reader.read()
 

@@ -38,7 +38,7 @@ class Memory:
 
     def __init__(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
-        self.map = mmap.mmap(descriptor, size)
+        self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no step waits for a page
         self.capacity = size - PLACES
         self.places = memoryview(self.map)[:PLACES].cast("Q")  # stored and loaded as whole words
         self.records = memoryview(self.map)[PLACES:]
@@ -81,31 +81,35 @@ class Ring:
             self._shut()
             raise
         self.most = capacity // 4 - HEAD.size  # bytes of a record
-        self._numbered = self._written = 0
+        self._numbered = self._written = self._read = 0  # how far all readers have come, as far as is known
 
     def write(self, data: bytes, seconds: float, waiting: Callable[[], None] = lambda: None) -> None:
         """Have all readers read `data`, in as many records as it takes. `waiting` is called while there is no room;
         RingFull after so many seconds without."""
-        view = memoryview(data)
-        for start in range(0, len(view), self.most):
-            self._record(view[start : start + self.most], seconds, waiting)
+        for start in range(0, len(data), self.most):
+            self._record(data[start : start + self.most], seconds, waiting)
 
-    def _record(self, data: memoryview, seconds: float, waiting: Callable[[], None]) -> None:
-        size = -(-(HEAD.size + len(data)) // ALIGNED) * ALIGNED
+    def _record(self, data: bytes, seconds: float, waiting: Callable[[], None]) -> None:
+        memory, size = self._memory, -(-(HEAD.size + len(data)) // ALIGNED) * ALIGNED
+        if self._read + memory.capacity < self._written + size:
+            self._wait_for(self._written + size - memory.capacity, seconds, waiting)
+        self._numbered += 1
+        memory.put(self._written, HEAD.pack(self._numbered, len(data)) + data)
+        self._written += size
+        memory.places[0] = self._written
+        for event in self.events:
+            os.eventfd_write(event, 1)  # a system call: what was stored before it is there for whoever it wakes
+
+    def _wait_for(self, place: int, seconds: float, waiting: Callable[[], None]) -> None:
+        """Until all readers have come so far."""
         end = None
-        while (slowest := self._slowest())[0] + self._memory.capacity < self._written + size:
+        while (slowest := self._slowest())[0] < place:
             end = time.monotonic() + seconds if end is None else end
             waiting()
             if time.monotonic() >= end:
                 raise RingFull(slowest[1], seconds)
             time.sleep(NAP)
-        self._numbered += 1
-        self._memory.put(self._written, HEAD.pack(self._numbered, len(data)))
-        self._memory.put(self._written + HEAD.size, data)
-        self._written += size
-        self._memory.places[0] = self._written
-        for event in self.events:
-            os.eventfd_write(event, 1)  # a system call: what was stored before it is there for whoever it wakes
+        self._read = slowest[0]
 
     def _slowest(self) -> tuple[int, int]:
         """How far all readers have come, and who has come no farther."""
@@ -134,14 +138,16 @@ class RingReader:
     def __bool__(self) -> bool:
         """There is a record to read."""
         if not self._there:
-            with suppress(BlockingIOError):
+            try:
                 self._there = os.eventfd_read(self.event)
-        return self._there > 0
+            except BlockingIOError:
+                return False
+        return True
 
     def read(self) -> bytes:
         """The next record, which is there. EngineDead if it was overwritten before it was read."""
         memory = self._memory
-        number, size = HEAD.unpack(memory.get(self._at, HEAD.size))
+        number, size = HEAD.unpack_from(memory.records, self._at % memory.capacity)  # aligned, so in one piece
         data = memory.get(self._at + HEAD.size, size) if number == self._number + 1 else b""
         ahead = memory.places[0] - self._at
         if number != self._number + 1 or ahead > memory.capacity:

@@ -15,7 +15,7 @@ MOST_BYTES, MOST_ROWS = 2**28, 2**16  # of a frame; of a step, more than a launc
 MOST_PIXELS = 2**27  # bytes that a request's pictures have, prepared
 COUNT = struct.Struct("<I")
 WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code before a column
-ZEROS, ONES = 0, 1  # codes in place of a column of counts
+ZEROS, ONES, LISTED = 0, 1, 2  # how long runs are: none has any, each has one, or there is a column of counts
 
 
 new = tuple.__new__  # makes a NamedTuple of a tuple at half the cost of its constructor
@@ -60,10 +60,23 @@ def write_counts(runs: Sequence[Sequence[Any]], field: str) -> bytes:
 
 def write_runs(runs: Sequence[Sequence[int]], field: str) -> Iterator[bytes]:
     """Runs of integers: how long each is, and all of them end to end."""
-    counts = write_counts(runs, field)
-    yield counts
-    if counts != b"\0":
-        yield write_ints(list(chain.from_iterable(runs)), field)
+    kind, numbers = flat(runs)
+    if kind != LISTED:
+        yield bytes((kind,))
+    else:
+        yield write_ints(list(map(len, runs)), field)
+    if kind != ZEROS:
+        yield write_ints(numbers, field)
+
+
+def flat(runs: Sequence[Sequence[int]]) -> tuple[int, Sequence[int]]:
+    """How long all runs are (ZEROS, ONES, LISTED), and their numbers end to end."""
+    if not any(runs):
+        return ZEROS, ()
+    try:
+        return ONES, [number for (number,) in runs]
+    except ValueError:
+        return LISTED, list(chain.from_iterable(runs))
 
 
 def write_tops(tops: Sequence[Top]) -> Iterator[bytes]:

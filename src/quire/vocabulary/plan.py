@@ -6,6 +6,7 @@ diffed. PagedAttention §4.6: "the scheduler first prepares the message with inp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.vocabulary.media import Medium
@@ -165,12 +166,13 @@ class Mask(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step: births, then the journal in order, then the rows. `ahead` is journal work to do while it computes. Rows
-    of slots without one of `masks` may draw any token; all masks have one length."""
+    """One step: births, then the journal in order, then the rows, a tuple or, of a plan that was read, arrays that are
+    equal to it (vocabulary.rows). `ahead` is journal work to do while it computes. Rows of slots without one of `masks`
+    may draw any token; all masks have one length."""
 
     births: tuple[Birth, ...]
     journal: Journal
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     ahead: Journal = ()
     masks: tuple[Mask, ...] = ()
 

@@ -41,15 +41,15 @@ from quire.vocabulary.plan import (
     Mask,
     Out,
     Poison,
-    Row,
     Sampled,
     Sampling,
     StepPlan,
     StepResult,
     Table,
 )  # fmt: skip
+from quire.vocabulary.rows import read_rows, write_rows
 
-VERSION = 6
+VERSION = 7
 PLAN, RESULT = 1, 2
 
 Message = StepPlan | StepResult
@@ -99,13 +99,7 @@ def _plan(plan: StepPlan) -> Iterator[bytes]:
     if journal:
         yield from _journal(journal)
     if rows:
-        slots, tokens, starts, samples, scores, drafts = zip(*rows)
-        yield write_ints(slots, "row slots")
-        yield write_ints(starts, "row starts")
-        yield write_ints(samples, "row samples", "b")
-        yield from write_runs(tokens, "row tokens")
-        yield from write_runs(scores, "row scores")
-        yield from write_runs(drafts, "row drafts")
+        yield write_rows(rows)
     if ahead:
         yield from _journal(ahead)
     if masks:
@@ -119,12 +113,12 @@ def _plan(plan: StepPlan) -> Iterator[bytes]:
 
 def _result(result: StepResult) -> Iterator[bytes]:
     samples, seconds, idle = result
+    tokens, tops, scores, errors, pooled = zip(*samples) if samples else ((),) * 5
+    some = any(pooled)
     yield HEAD.pack(VERSION, RESULT)
-    some = any(sample.pooled for sample in samples)
     yield pack(RESULT_HEAD, "result head", len(samples), some, seconds, idle)
     if not samples:
         return
-    tokens, tops, scores, errors, pooled = zip(*samples)
     texts = [error.encode("utf-8", "surrogatepass") for error in errors] if any(errors) else errors
     yield write_ints(list(map(len, texts)), "error lengths", "b")  # one a sample: a reader knows how many there are
     if any(errors):
@@ -207,15 +201,7 @@ def _read_plan(reader: Reader) -> StepPlan:
         raise reader.error("births", f"{births} are announced, {reader.end - reader.at} bytes remain")
     born = tuple([_read_birth(reader) for _ in range(births)])
     journal = _read_journal(reader, entries) if entries else ()
-    rows: tuple[Row, ...] = ()
-    if reader.bounded(count, "rows"):
-        slots = reader.ints(count, "row slots")
-        starts = reader.ints(count, "row starts")
-        samples = reader.ints(count, "row samples")
-        tokens = reader.runs(count, "row tokens")
-        scores = reader.runs(count, "row scores")
-        drafts = reader.runs(count, "row drafts")
-        rows = tuple(map(new, repeat(Row), zip(slots, tokens, starts, samples, scores, drafts)))
+    rows = read_rows(reader, count) if reader.bounded(count, "rows") else ()
     ahead = _read_journal(reader, later) if later else ()
     return StepPlan(born, journal, rows, ahead, _read_masks(reader, masked) if masked else ())
 

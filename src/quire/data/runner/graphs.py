@@ -25,7 +25,8 @@ from quire.data.runner.recorder import Graph, Recorder
 from quire.data.runner.staging import Staging
 from quire.data.runner.step import token_step
 from quire.data.runner.store import Store
-from quire.vocabulary.plan import LAST, Row
+from quire.vocabulary.plan import LAST
+from quire.vocabulary.rows import Rows
 
 AnyTail = Callable[[Tensor, Tensor], Any]
 
@@ -87,17 +88,17 @@ class DecodeGraphs:
             lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.sizes),
         )
 
-    def fits(self, rows: tuple[Row, ...]) -> bool:
+    def fits(self, rows: Rows) -> bool:
         """Every row computes one token and samples what follows it."""
-        return len(rows) <= self.largest and all(len(row.tokens) == 1 and row.sample and not row.score for row in rows)
+        return len(rows) <= self.largest and rows.decode
 
-    def run(self, rows: tuple[Row, ...], tail: str, sees: bool = False) -> Any:
+    def run(self, rows: Rows, tail: str, sees: bool = False) -> Any:
         """Enqueue the step; what its tail leaves on the device, padding included. `sees`: some row sees a picture."""
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         if (size, sees) not in self.models:
             self.capture(size, sees)
         filled = np.zeros((3, size), dtype=np.int64)
-        filled[:, : len(rows)] = np.array([(row.tokens[0], row.slot, row.start) for row in rows], dtype=np.int64).T
+        filled[:, : len(rows)] = rows.singles
         self.staging.upload(filled, self._rows(size))
         self.models[size, sees].replay()
         end = self.ends[size, sees, tail]
@@ -107,7 +108,7 @@ class DecodeGraphs:
     def rehearse(self, size: int, sees: bool = False) -> None:
         """Run a step of padding as it is, so that its kernels are compiled and loaded. From any thread, but not while
         another one captures."""
-        logits, slots = self._logits(size, sees), self._rows(size)[1]
+        logits, slots = self._logits(size, sees), self._rows(size)[0]
         for tail in self.tails.values():
             tail(logits, slots)
 
@@ -118,7 +119,7 @@ class DecodeGraphs:
             self.capture(self.largest)
         self.inputs.zero_()
         self.rehearse(size, sees)  # in this thread: libraries keep handles for each
-        slots = self._rows(size)[1]
+        slots = self._rows(size)[0]
         model, logits = self.recorder.record(lambda: self._logits(size, sees))
         self.ends |= {
             (size, sees, name): self.recorder.record(partial(tail, logits, slots)) for name, tail in self.tails.items()
@@ -126,11 +127,11 @@ class DecodeGraphs:
         self.models[size, sees] = model
 
     def _rows(self, size: int) -> Tensor:
-        """Tokens, slots and positions [3, size]."""
+        """Slots, positions and tokens [3, size]."""
         return self.inputs[: 3 * size].view(3, size)
 
     def _logits(self, size: int, sees: bool) -> Tensor:
-        tokens, slots, positions = self._rows(size)
+        slots, positions, tokens = self._rows(size)
         tokens = torch.where(tokens == LAST, self.last.index_select(0, slots), tokens)
         step = token_step(self.store, self.backend, slots, positions, self.scratch)
         if sees:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from quire.data.kernels.batch import Batch
 from quire.data.runner.store import Store
 from quire.vocabulary.plan import LAST, Row
+from quire.vocabulary.rows import Rows
 
 
 class Flat(NamedTuple):
@@ -27,21 +29,21 @@ class Flat(NamedTuple):
     ends: np.ndarray
 
     @classmethod
-    def of(cls, rows: tuple[Row, ...]) -> Flat:
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        lengths = np.array([len(row.tokens) for row in rows], dtype=np.int64)
+    def of(cls, rows: Sequence[Row]) -> Flat:
+        rows = Rows.of(rows)
+        samples, slots, starts = (numbers := rows.array())[: 3 * len(rows)].reshape(3, -1)
+        lengths = rows.lengths
         offsets = np.cumsum(lengths) - lengths
         total = int(lengths.sum())
         inputs = np.empty((3, total), dtype=np.int64)
-        inputs[0] = [token for row in rows for token in row.tokens]
+        inputs[0] = numbers[rows.tokens.first : rows.tokens.last]
         inputs[1] = np.arange(total) - np.repeat(offsets - starts, lengths)
         inputs[2] = np.repeat(slots, lengths)
-        asked = np.flatnonzero(np.array([row.sample for row in rows]))
+        asked = np.flatnonzero(samples)
         return cls(inputs, slots, starts, lengths, offsets, asked, (offsets + lengths - 1)[asked])
 
 
-def build_batch(rows: tuple[Row, ...], store: Store, last: Tensor) -> Batch:
+def build_batch(rows: Sequence[Row], store: Store, last: Tensor) -> Batch:
     """The batch of a plan's rows. `last` [slots] holds each slot's most recent sample, where LAST resolves."""
     return batch_of(Flat.of(rows), store, last)
 

@@ -31,7 +31,8 @@ from quire.data.runner.padded import FEW, SOME, Inputs, Sizes
 from quire.data.runner.recorder import Graph, Recorder
 from quire.data.runner.step import Planner, States, Step
 from quire.data.runner.store import Store
-from quire.vocabulary.plan import LAST, Row
+from quire.vocabulary.plan import LAST
+from quire.vocabulary.rows import Rows
 
 
 class FirstHalf(Step):
@@ -92,11 +93,11 @@ class MixedGraphs:
         firsts = [(size, singles) for size in some for singles in inputs.singles(size)]
         return firsts[::-1], [size for size in inputs.rows if size <= some[-1]][::-1]
 
-    def fit(self, rows: tuple[Row, ...], flat: Flat) -> Sizes | None:
+    def fit(self, rows: Rows, flat: Flat) -> Sizes | None:
         """The sizes of the step's graphs; None if it must be launched kernel by kernel: if it is too large, samples
         nothing, scores tokens, or has prompts that are for another kernel."""
         sizes = self.inputs.fit(flat)
-        if sizes is None or any(row.score for row in rows):
+        if sizes is None or rows.scored:
             return None
         many = flat.lengths > 1
         lengths, contexts = flat.lengths[many], (flat.starts + flat.lengths)[many]

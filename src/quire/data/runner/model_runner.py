@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ from quire.errors import StartupError
 from quire.vocabulary.media import Pixels
 from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Encode, Mapped, Mask, Row, StepPlan, StepResult
+from quire.vocabulary.rows import Rows
 from quire.vocabulary.specs import Geometry, Layout, ModelSpec
 
 BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
@@ -260,9 +261,9 @@ class ModelRunner(Lifetime):
 
     def _rows(self, plan: StepPlan, began: float, mark: Any) -> Ticket:
         """Enqueue a plan's rows: as graphs where there are any for them. `mark`: the step has begun already."""
-        rows, scores, pooled = plan.rows, [], {}
-        if not rows:
+        if not plan.rows:
             return Ticket(None, [], plan, began, None, {})
+        rows, scores, pooled = Rows.of(plan.rows), [], {}
         self.sampler.masks.take(plan.masks)
         mark, replayed = mark or self.idle.begin(), mark is None
         drawn: Drawn | None
@@ -276,15 +277,14 @@ class ModelRunner(Lifetime):
             flat = Flat.of(rows)
             sizes = self.mixed.fit(rows, flat) if self.mixed is not None and not sees else None
             if sizes is not None:
-                sampling = tuple(row for row in rows if row.sample)
-                drawn = self._sampled(sampling, partial(self.mixed.run, flat, sizes))
+                drawn = self._sampled(rows.sampling, partial(self.mixed.run, flat, sizes))
             else:
                 replayed = False
                 drawn, scores, pooled = self._eager(rows, flat)
         held, drawn = (drawn, None) if callable(drawn) else (None, drawn)
         return Ticket(drawn, scores, plan, began, self.idle.end(mark, replayed), pooled, held)
 
-    def _for_no_graph(self, rows: tuple[Row, ...]) -> bool:
+    def _for_no_graph(self, rows: Rows) -> bool:
         """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
         their embeddings, attend both ways, or give hidden states away."""
         if self.prompts is not None and self.prompts.end(rows):
@@ -293,21 +293,22 @@ class ModelRunner(Lifetime):
             return True
         if self.pooling.asked(rows):
             return True
-        return self.whole is not None and any(row.start < self.whole[row.slot] for row in rows)
+        return self.whole is not None and any(start < self.whole[slot] for slot, start in zip(rows.slots, rows.starts))
 
-    def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
+    def _eager(self, rows: Rows, flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
         """Enqueue rows launch by launch: what they draw, the log-probabilities of prompts, and what is pooled."""
         asked = self.pooling.asked(rows)
-        batch, step = self._planned(flat, narrow=not asked and not any(row.score for row in rows))
+        batch, step = self._planned(flat, narrow=not asked and not rows.scored)
         hidden = self._hidden(batch.tokens, step)
-        scores = [self._score(row, int(offset), hidden) for row, offset in zip(rows, batch.offsets) if row.score]
+        scored = zip(rows, batch.offsets) if rows.scored else ()
+        scores = [self._score(row, int(offset), hidden) for row, offset in scored if row.score]
         pooled = self.pooling.of(rows, batch.offsets, hidden) if asked else {}
         if not len(batch.asked):
             return None, scores, pooled
         ends = hidden if step.asked is not None else hidden.index_select(0, batch.ends)
         split = isinstance(self.sampler, SplitSampler)
         logits = self.model.logits(ends, own=True) if split else self.model.logits(ends)
-        return self._draw([row for row in rows if row.sample], logits), scores, pooled
+        return self._draw(rows.sampling, logits), scores, pooled
 
     def _planned(self, flat: Flat, narrow: bool) -> tuple[Batch, Step]:
         """The batch of some rows and its step; with `narrow` of no more tokens than are asked for in the end."""
@@ -323,7 +324,7 @@ class ModelRunner(Lifetime):
         """[T, hidden], or of the tokens that the step wants."""
         return self.model(tokens, step)
 
-    def _sampled(self, rows: tuple[Row, ...], replay: Callable[[str], Any]) -> Drawn:
+    def _sampled(self, rows: Rows, replay: Callable[[str], Any]) -> Drawn:
         """The next tokens of `rows`, whose logits are those of graphs: `replay` launches these, with a tail."""
         tail = "" if self.holding else self.sampler.tail_of(rows)
         if tail not in ("", "greedy"):
@@ -333,9 +334,9 @@ class ModelRunner(Lifetime):
             return self.sampler.from_graph(*result, rows)
         return self._draw(rows, result[: len(rows)])
 
-    def _draw(self, sampling: Sequence[Row], logits: Tensor) -> Drawn:
+    def _draw(self, sampling: Rows, logits: Tensor) -> Drawn:
         """The next tokens of `sampling` rows; each slot's first becomes its LAST."""
-        rows = [(row.slot, row.start + len(row.tokens), row.sample) for row in sampling]
+        rows = list(zip(sampling.slots, sampling.ends, sampling.samples))
         draw = partial(self.sampler.sample, logits, rows, self.last)
         return draw if self.holding else draw()
 

@@ -26,6 +26,7 @@ from quire.data.runner.penalties import TokenStatistics
 from quire.data.runner.rules import Rules
 from quire.vocabulary.params import MAX_LOGPROBS
 from quire.vocabulary.plan import Birth, Row, Sampled, Sampling, Top
+from quire.vocabulary.rows import Rows
 from quire.vocabulary.seeds import branch_seed
 
 TAILS = ("greedy", "random", "cut")
@@ -117,13 +118,12 @@ class Sampler:
         `sample`: for rows with several draws, log-probabilities, masks, biases, penalties, a method."""
         if self.masks.some and not isinstance(self._fused, NativeSampling):
             return ""
-        all_of_them = self._tails
-        tails = [all_of_them[row.slot] for row in rows]
-        if min(tails, default=0) < 0 or any(row.sample != 1 for row in rows):
+        rows = Rows.of(rows)
+        all_of_them, slots, samples = self._tails, rows.slots, rows.samples
+        tails = [all_of_them[slot] for slot in slots]
+        if min(tails, default=0) < 0 or samples.count(1) < len(samples):
             return ""
-        if self._waiting and any(
-            row.slot in self._waiting and row.start + len(row.tokens) < self._until[row.slot] for row in rows
-        ):
+        if self._waiting and any(end < self._until[slot] for slot, end in zip(slots, rows.ends)):
             return ""
         return "masked" if self.masks.some else TAILS[max(tails, default=0)]
 
@@ -131,9 +131,9 @@ class Sampler:
         """Before the replay of a graph or tape whose tail is neither "greedy" nor "": give it what `rows` ask for, and
         their noise. A row's first draw has the seed of its own."""
         assert self._fused is not None, "graphs sample by kernels"
-        slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
-        positions = np.fromiter((row.start + len(row.tokens) for row in rows), np.int64, len(rows))
-        self._fused.fill(self._shape[slots], noise(self._seeds[slots], positions))
+        rows = Rows.of(rows)
+        slots, ends = np.array((rows.slots, rows.ends), dtype=np.int64)
+        self._fused.fill(self._shape[slots], noise(self._seeds[slots], ends))
         if self.masks.some:
             self.masks.fill(slots)
 

@@ -19,7 +19,8 @@ from quire.data.runner.model_runner import ModelRunner, Ticket
 from quire.data.runner.step import Step
 from quire.vocabulary.layout import Part
 from quire.vocabulary.media import Pixels
-from quire.vocabulary.plan import Birth, Encode, Mask, Row, Sampled, StepPlan, StepResult
+from quire.vocabulary.plan import Birth, Encode, Mask, Sampled, StepPlan, StepResult
+from quire.vocabulary.rows import Rows
 from quire.vocabulary.specs import Geometry
 from quire.vocabulary.stages import of_stage
 
@@ -83,7 +84,7 @@ class StageRunner(ModelRunner):
     def _sampler(self, slots: int) -> Any:
         return super()._sampler(slots) if self.part.ends else Undrawn()
 
-    def _eager(self, rows: tuple[Row, ...], flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
+    def _eager(self, rows: Rows, flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
         if self.part.ends:
             return super()._eager(rows, flat)
         batch, step = self._planned(flat, narrow=False)

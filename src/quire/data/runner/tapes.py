@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.data.kernels.cpu.library import Library, Tape
 from quire.data.runner.step import token_step
 from quire.data.runner.store import Store
-from quire.vocabulary.plan import LAST, Row
+from quire.vocabulary.plan import LAST
+from quire.vocabulary.rows import Rows
 
 ALIGNED = 64  # bytes: where numbers of a tape begin
 MOST_ROWS = 64  # of a tape; Python costs little beside what larger steps compute
@@ -155,24 +155,21 @@ class DecodeTapes:
         self.largest = min(largest, MOST_ROWS)
         self.sizes = sizes(self.largest)
         self.refused = False
-        self.inputs = torch.zeros((3, self.largest), dtype=torch.int64)  # tokens, slots and positions
+        self.inputs = torch.zeros((3, self.largest), dtype=torch.int64)  # slots, positions and tokens
         self.host = self.inputs.numpy()
         self.arena = Arena()
         self.models: dict[int, tuple[Tape, Tensor]] = {}  # up to the logits
         self.programs: dict[tuple[int, str], tuple[Tape, Any]] = {}
 
-    def fits(self, rows: tuple[Row, ...]) -> bool:
+    def fits(self, rows: Rows) -> bool:
         """Every row computes one token and samples what follows it, and the model can be recorded."""
         count = len(rows)
-        if count > self.largest or self.refused:
+        if count > self.largest or self.refused or not rows.decode:
             return False
-        for row in rows:
-            if len(row.tokens) != 1 or not row.sample or row.score:
-                return False
         size = self._size(count)
         return size in self.models or self._record(size)
 
-    def run(self, rows: tuple[Row, ...], tail: str, sees: bool = False) -> Any:
+    def run(self, rows: Rows, tail: str, sees: bool = False) -> Any:
         """Run the step; what its tail leaves, padding included."""
         assert not sees, "no tape sees a picture"
         count = len(rows)
@@ -180,12 +177,13 @@ class DecodeTapes:
         if (size, tail) not in self.programs:
             self._end(size, tail)
         host = self.host
-        host[:, :count] = np.array([(row.tokens[0], row.slot, row.start) for row in rows]).T
+        host[:, :count] = rows.singles
         if count < size:
             host[:, count:size] = 0
-        for place, row in enumerate(rows):
-            if row.tokens[0] == LAST:
-                host[0, place] = self.last[row.slot]
+        if LAST in (tokens := rows.values(rows.tokens)):
+            for place, token in enumerate(tokens):
+                if token == LAST:
+                    host[2, place] = self.last[host[0, place]]
         program, result = self.programs[size, tail]
         self.library.run(program)
         return result
@@ -209,14 +207,14 @@ class DecodeTapes:
         model, logits = self.models[size]
         end, result = Tape(), logits
         if tail:
-            end, drawn, _ = recorded(self.library, lambda: self.tails[tail](logits, self.inputs[1, :size]))
+            end, drawn, _ = recorded(self.library, lambda: self.tails[tail](logits, self.inputs[0, :size]))
             result = tuple(x.numpy() for x in drawn)
         program = Tape()
         program.operations, program.kept = model.operations + end.operations, model.kept + end.kept
         self.programs[size, tail] = program, result
 
     def _logits(self, size: int) -> Tensor:
-        tokens, slots, positions = self.inputs[:, :size].unbind()
+        slots, positions, tokens = self.inputs[:, :size].unbind()
         step = token_step(self.store, self.backend, slots, positions)
         logits: Tensor = self.model.logits(self.model(tokens, step))
         return logits
