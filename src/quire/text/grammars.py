@@ -34,10 +34,10 @@ SECONDS = 0.5  # for the walks of one grammar
 TOKEN_SECONDS = 0.05  # a token that takes longer would be felt by others
 FEW = 8  # masks that are computed one after another, and all of them where cores are few: a mask takes microseconds,
 # and threads that wait for a core take milliseconds
-SLICES = (r"[\x20\x0A\x0D\x09]+", *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (10, 12, 14, 16, 20, 30)),
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (10, 12, 14, 16, 20)),
           r'[^"\\\x00-\x1F\x7F]+')  # fmt: skip
-"""Tokens that llguidance need not walk through where all texts of such a form may follow: its own `general_slices`,
-with more lengths, for strings of counted characters that have less than 30 left."""
+"""Tokens that llguidance need not walk through where all texts of such a form may follow: its own `general_slices`
+with other lengths, for strings of counted characters that have less than 30 left."""
 LIMITS = {
     "max_items_in_row": 2000, "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000,
     "max_lexer_states": 20_000, "max_grammar_size": 20_000, "verbose_errors": False,
