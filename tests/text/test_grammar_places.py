@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import echo_service
@@ -9,6 +10,7 @@ import pytest
 
 import quire.text.grammar_places
 import quire.text.grammars
+from quire.bench.structured import made_up
 from quire.text.grammar_beginnings import QUEUE
 from quire.text.grammars import CompiledGrammar, Grammars, Place
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
@@ -206,3 +208,22 @@ def test_where_one_letter_must_follow_it_is_forced() -> None:
         assert place.forced() == ()
         assert go(place, text[1]) == ""
         assert echo_service.tokenizer().decode(list(place.forced())) == "a1b2a1b2"
+
+
+def test_what_is_passed_over_at_once_is_what_would_be_walked_through() -> None:
+    """Strings of counted characters, over words: masks with slices are those without."""
+    schema = {"type": "array", "items": {"type": "string", "minLength": 5, "maxLength": 34}, "minItems": 3}
+    asked, words = StructuredOutputsParams(json=schema).structured(), made_up(3000)
+    sliced, plain = (Grammars(words, 3000, (END,)) for _ in range(2))
+    masker = plain._made_masker()
+    masker.tokenizer = masker.tokenizer.with_slices([])
+    grammar, other, rng = sliced.get(asked), plain.get(asked), random.Random(0)
+    for _ in range(12):
+        place, walked = grammar.matcher(), other.matcher()
+        for _ in range(60):
+            [mask] = grammar.masks([place])
+            assert [mask] == other.masks([walked])
+            token = rng.choice(grammar.masker.allowed(mask).tolist())
+            assert place.accept(token) == walked.accept(token) == ""
+            if token == END:
+                break
