@@ -93,6 +93,36 @@ def test_bad_lines(text: str, why: str) -> None:
     assert (good.number, good.custom_id) == (3, "next")
 
 
+def test_messages_are_answered_as_their_route_does(tmp_path: Path) -> None:
+    """Anthropic's shape beside OpenAI's: what was said, errors in each route's own shape, and no streams."""
+    runner = echo_service.Saying()
+    runner.say("once upon a time there was")
+    said = [{"role": "user", "content": "once upon"}]
+    chat = {"model": "echo", "messages": said, "max_tokens": 8, "temperature": 0}
+    blocks = chat | {"messages": [{"role": "user", "content": [{"type": "text", "text": "once upon"}]}]}
+    lines = [line("chat", "/v1/chat/completions", **chat), line("text", "/v1/messages", **chat)]
+    lines += [line("blocks", "/v1/messages", **blocks), line("long", "/v1/messages", **chat | {"max_tokens": -1})]
+    lines += [line("stream", "/v1/messages", **chat, stream=True)]
+    assert go(tmp_path, lines, runner) == (3, 1, 1, 0)
+    found = answers(tmp_path / "out.jsonl")
+    choice = found["chat"]["response"]["body"]["choices"][0]
+    assert choice["message"]["content"].startswith("once upon")
+    for name in ("text", "blocks"):
+        message = found[name]["response"]["body"]
+        assert found[name]["response"]["status_code"] == 200
+        assert message["type"] == "message"
+        assert message["content"] == [{"type": "text", "text": choice["message"]["content"]}]
+        assert message["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[choice["finish_reason"]]
+        assert message["usage"]["output_tokens"] == found["chat"]["response"]["body"]["usage"]["completion_tokens"]
+    failed = found["long"]
+    assert failed["response"]["status_code"] == 400
+    assert failed["response"]["body"]["type"] == "error"
+    assert failed["error"] == failed["response"]["body"]["error"]
+    assert failed["error"]["type"] == "invalid_request_error"
+    assert "max_tokens" in failed["error"]["message"]
+    assert found["stream"]["error"]["message"] == "line 5: a batch has no streams: leave out stream"
+
+
 def test_too_many_lines() -> None:
     lines = read_lines(io.BytesIO(b"\n" * 6), max_lines=5)
     with pytest.raises(InputError, match="more than 5 lines"):
@@ -105,7 +135,9 @@ def test_a_custom_id_twice(tmp_path: Path) -> None:
 
 def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     """Two at a time where sixteen ask."""
-    lines = [line(str(at), prompt="once upon", max_tokens=4) for at in range(40)]
+    said = [{"role": "user", "content": "once upon"}]
+    lines = [line(str(at), prompt="once upon", max_tokens=4) for at in range(0, 40, 2)]
+    lines += [line(str(at), "/v1/messages", model="echo", messages=said, max_tokens=4) for at in range(1, 40, 2)]
     few = {"max_num_seqs": 2, "max_num_queued_reqs": 2}
     assert go(tmp_path, lines, echo_service.Echo(0.001), few, in_flight=16) == (40, 0, 0, 0)
     assert set(answers(tmp_path / "out.jsonl")) == {str(at) for at in range(40)}

@@ -8,7 +8,9 @@ from typing import Any
 
 import echo_service
 import pytest
+from llguidance import LLExecutor
 
+import quire.text.grammars
 from quire.text.grammar_beginnings import MASKS, NODES, Known, Room
 from quire.text.grammars import CompiledGrammar, Grammars, Place
 from quire.vocabulary.structured import Structured, StructuredOutputsParams
@@ -56,22 +58,28 @@ def test_rows_at_one_place_compute_one_mask(counted: list[int]) -> None:
     assert len(set(masks)) == 1
     assert counted == [1]
     assert grammar.masks([grammar.matcher()]) == masks[:1]  # kept
-    assert counted == [1, 0]
+    assert counted == [1]
     quote, digit = (echo_service.tokenizer().encode(text)[0] for text in ('"', "7"))
     for i, place in enumerate(rows):
         assert place.accept(quote if i < 4 else digit) == ""
     masks = grammar.masks(rows)
-    assert counted[2] == len(set(masks)) == 2
+    assert counted[1] == len(set(masks)) == 2
     assert masks == [grammar.masks([without(place)])[0] for place in rows]
 
 
 @pytest.mark.parametrize("room", [(NODES, MASKS), (20, 3), (0, 0)])
 @pytest.mark.parametrize("marker", [(), (7,)], ids=["", "behind a marker"])
-def test_masks_and_forced_tokens_are_those_that_would_be_computed(room: tuple[int, int], marker: tuple[int]) -> None:
+@pytest.mark.parametrize("way", ["one by one", "together", "on threads"])
+def test_masks_and_forced_tokens_are_those_that_would_be_computed(
+    room: tuple[int, int], marker: tuple[int], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random walks of places that remember, beside the same walks of places that don't."""
     grammar = made(replace(FORM, after=marker))
-    assert grammar._start is not None
-    grammar._start.room.nodes, grammar._start.room.masks = room
+    masker = grammar.masker
+    masker.one_by_one, masker._executor = way == "one by one", LLExecutor(2) if way == "on threads" else None
+    monkeypatch.setattr(quire.text.grammars, "FEW", 1)
+    assert grammar.shared is not None
+    grammar.shared.start.room.nodes, grammar.shared.start.room.masks = room
     rng = random.Random(0)
     for _ in range(12):
         places = [grammar.matcher() for _ in range(4)]
@@ -90,9 +98,9 @@ def test_masks_and_forced_tokens_are_those_that_would_be_computed(room: tuple[in
                 places[3], plain[3] = places[0].copy(), plain[0].copy()
             ended = [place.inner is not None and place.inner.is_stopped() for place in places]
             places, plain = ([one for one, end in zip(some, ended) if not end] for some in (places, plain))
-    nodes, masks_kept = counts(grammar._start)
-    assert nodes == room[0] - grammar._start.room.nodes <= room[0]
-    assert masks_kept == room[1] - grammar._start.room.masks <= room[1]
+    nodes, masks_kept = counts(grammar.shared.start)
+    assert nodes == room[0] - grammar.shared.start.room.nodes <= room[0]
+    assert masks_kept == room[1] - grammar.shared.start.room.masks <= room[1]
 
 
 def counts(known: Known) -> tuple[int, int]:
@@ -134,5 +142,5 @@ def test_masks_of_a_grammar_that_grew_too_complex_are_not_kept(monkeypatch: pyte
     for place in rows:
         place.inner = Broken(place.inner)  # type: ignore[assignment]
     grammar.masks(rows)
-    assert grammar._start is not None
-    assert not grammar._start.seen
+    assert grammar.shared is not None
+    assert not grammar.shared.start.seen

@@ -236,7 +236,7 @@ def test_masks_together_are_those_alone(grammars: Grammars) -> None:
 def test_few_are_held(grammars: Grammars) -> None:
     """By digest, and HELD at most; several threads get the same one."""
     first = grammars.get(form(regex="a+"))
-    assert grammars.get(form(regex="a+"))._first is first._first
+    assert grammars.get(form(regex="a+")).shared is first.shared
     for i in range(HELD):
         grammars.get(form(regex=f"a{{{i}}}b"))
     assert len(grammars._held) == HELD

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from operator import add
 
-from quire.control.matching import follow
+from quire.control.matching import follow, jump
 from quire.control.request import Request, Sequence
 from quire.vocabulary.method import Advance, Branch, Choice, Context, Ending, Method
 from quire.vocabulary.params import SamplingParams
@@ -32,8 +32,11 @@ def append(
     seq.finish, seq.stop_reason = stop(request, seq, token, eos_ids, max_len)
     if seq.matcher is None:
         return (token,)
+    run = follow(request, seq, token, eos_ids)
+    if not run:
+        return (token,)
     start = len(seq.tokens) - 1
-    follow(request, seq, token, eos_ids, lambda drawn: stop(request, seq, drawn, eos_ids, max_len))
+    jump(seq, run, eos_ids, lambda drawn: stop(request, seq, drawn, eos_ids, max_len))
     return tuple(seq.tokens[start:])
 
 

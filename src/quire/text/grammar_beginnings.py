@@ -5,6 +5,7 @@ masks behind an opening quote or bracket are the dearest: nothing of a large voc
 from __future__ import annotations
 
 NODES, MASKS = 1024, 32  # of a grammar: runs of first tokens, and masks behind them, of 16 kB for 128,000 tokens
+QUEUE = 64  # tokens that must follow, at most: a long text that must may be behind any of the nodes
 
 
 class Room:
@@ -35,6 +36,11 @@ class Known:
             self.room.nodes -= 1
             found = self.after[token] = Known(self.room)
         return found
+
+    def follow(self, queue: tuple[int, ...]) -> None:
+        """These tokens must follow here; it is remembered unless they are many."""
+        if len(queue) <= QUEUE:
+            self.queue = queue
 
     def keep(self, mask: bytes) -> None:
         """This is the mask here; it is remembered from the second time on."""

@@ -23,6 +23,10 @@ class Vocabulary:
         self._ids = {token: id for id, token in enumerate(self.tokens) if token and id not in special}
         self._longest = max(map(len, self._ids), default=1)
 
+    def find(self, text: bytes) -> int | None:
+        """The token of just these bytes, if there is one."""
+        return self._ids.get(text)
+
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell `text`: the tokenizer's, where their bytes are the text's. Some put a space before it, or
         change it; then the longest token that fits is taken each time."""

@@ -38,12 +38,10 @@ class Masks:
         self.some = bool(masks)
         if not masks:
             return
-        size = 4 * self.words
-        assert all(len(mask.allowed) == size for mask in masks), f"a mask doesn't have {size} bytes"
-        self._bits = np.frombuffer(bytearray().join([mask.allowed for mask in masks]), dtype="<i4").reshape(
-            -1, self.words
-        )
-        self._place[[mask.slot for mask in masks]] = np.arange(len(masks))
+        slots, bits = zip(*masks)
+        assert {*map(len, bits)} == {4 * self.words}, f"a mask doesn't have {4 * self.words} bytes"
+        self._bits = np.frombuffer(bytearray().join(bits), dtype="<i4").reshape(-1, self.words)
+        self._place[np.array(slots)] = np.arange(len(masks))
 
     def of(self, slots: Sequence[int] | np.ndarray) -> np.ndarray:
         """Which of these slots have a mask."""

@@ -1,0 +1,189 @@
+"""Places in a grammar: one output's each, and what outputs of one form have in common.
+
+All copies of one of llguidance's matchers share its lexer. Where one output makes too many states in it, the lexer is
+of no use to anybody any more: that output ends, the others go on in the same grammar made anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from quire.text.grammar_beginnings import Known, Room
+from quire.vocabulary.structured import Structured
+
+if TYPE_CHECKING:
+    from quire.text.grammars import Masker
+
+AGAIN = 2  # times that an output may go on in its grammar made anew
+AGAIN_SECONDS = 0.05  # that making one may take where outputs wait for it
+LEXER = "lexer error"  # what llguidance says of an error that is the lexer's
+
+
+class Shared:
+    """A grammar as llguidance has it: `first` at its beginning, made of `text`; `start` is what is known there."""
+
+    def __init__(self, masker: Masker, text: str) -> None:
+        began = time.thread_time()
+        self.masker, self.text = masker, text
+        self.first = masker.matcher(text)
+        self.seconds = time.thread_time() - began
+        self.start = Known(Room())
+        self.spoiled = False  # its lexer has too many states
+        self._next: Shared | None = None
+        self._lock = threading.Lock()
+
+    def sound(self) -> Shared:
+        """This one, or the same grammar made anew."""
+        if not self.spoiled:
+            return self
+        with self._lock:
+            if self._next is None:
+                self._next = Shared(self.masker, self.text)
+            return self._next.sound()
+
+
+class Place:
+    """A Matcher (see quire.vocabulary.structured). `_queue` are tokens that must follow, in order, of which `_used`
+    have come; `_left` is how many thoughts may have; `_taken` are the grammar's tokens so far, and `_again` says how
+    often it may be made anew; `at` is what is remembered here; `mask` is what may follow, if it was computed already.
+    """
+
+    __slots__ = (
+        "_after", "_again", "_begun", "_left", "_queue", "_recent", "_taken", "_used", "at", "inner", "mask", "masker",
+        "shared",
+    )  # fmt: skip
+
+    def __init__(self, masker: Masker, shared: Shared | None, asked: Structured) -> None:
+        self.masker, self.shared, self._after, self._left = masker, shared, asked.after, asked.budget
+        self.inner = None if shared is None else shared.first.deep_copy()
+        self.at = None if shared is None else shared.start
+        self.mask: bytes | None = None
+        self._taken, self._again = list[int](), AGAIN
+        self._begun = not asked.after
+        self._recent: deque[int] = deque(maxlen=len(asked.after) or 1)
+        self._queue, self._used = asked.opening, 0
+        if self._begun:
+            self._look()
+        elif not self._queue and self._left == 0:
+            self._queue = self._after
+
+    def _think(self, token: int) -> None:
+        """Go on before the marker, or behind it."""
+        self._recent.append(token)
+        if tuple(self._recent) == self._after:
+            self._begun, self._queue, self._used = True, (), 0
+            self._look()
+        elif self._queue:
+            self._queue = self._queue[1:]
+        elif self._left:
+            self._left -= 1
+        if not self._begun and not self._queue and self._left == 0:
+            self._queue = self._after
+
+    def _look(self) -> bool:
+        """What must follow here; whether it is known that there was no error. Where masks are computed one by one, this
+        one's is: it often says that nothing must follow, and is made while the grammar is in the caches."""
+        inner, at, masker, self._used = self.inner, self.at, self.masker, 0
+        if inner is None:
+            return True
+        if at is not None:
+            if at.queue is not None:
+                self._queue = at.queue
+                return False
+        elif masker.one_by_one:
+            self.mask = mask = inner.compute_bitmask()[: masker.size]
+            for one, bit, other, its in masker.probes:  # no function: every row is here in every step
+                if mask[one] & bit and mask[other] & its:
+                    self._queue = ()
+                    return True
+        self._queue = (masker.end,) if inner.is_stopped() else tuple(inner.compute_ff_tokens())
+        if at is not None and not inner.is_error():
+            at.follow(self._queue)
+        return False
+
+    def accept(self, token: int) -> str:
+        """See Matcher."""
+        if not self._begun:
+            self._think(token)
+            return ""
+        inner, masker = self.inner, self.masker
+        if inner is None:
+            return ""
+        self.mask = None
+        if self.shared.spoiled and self.renew():  # type: ignore[union-attr]
+            inner = self.inner
+        if token in masker.eos_ids:
+            return "" if inner.is_accepting() else f"token {token} ends the output before its grammar does"
+        if not inner.consume_token(token):
+            return self._failed()
+        self._taken.append(token)
+        if self.at is not None:
+            self.at = self.at.then(token)
+        if self._queue and self._used + 1 < len(self._queue) and self._queue[self._used] == token:
+            self._used += 1
+        elif self._look():
+            return ""
+        return self._failed() if inner.is_error() else ""
+
+    def _failed(self) -> str:
+        self.fails()
+        assert self.inner is not None, "it has a grammar"
+        return f"the grammar can't go on: {short(self.inner.get_error())}"
+
+    def fails(self) -> bool:
+        """The grammar has an error here. If it is the lexer's, nobody shall go on with that."""
+        assert self.inner is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        if not self.inner.is_error():
+            return False
+        self.shared.spoiled |= LEXER in self.inner.get_error()
+        return True
+
+    def renew(self) -> bool:
+        """If another output has spoiled the lexer, go on at the same place of the grammar made anew. Who has done so
+        too often, or whose grammar takes long to make, stays, and ends with the next token. Whether it goes on anew."""
+        assert self.inner is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        slow = self.shared.seconds > AGAIN_SECONDS
+        if not self.shared.spoiled or not self._again or slow or self.inner.is_error():
+            return False
+        self._again -= 1
+        self.shared = self.shared.sound()
+        self.inner, self.at, self.mask = self.shared.first.deep_copy(), None, None
+        self.inner.consume_tokens(self._taken)
+        return True
+
+    def forced(self) -> tuple[int, ...]:
+        """See Matcher."""
+        return self._queue[self._used :] if self._used else self._queue
+
+    def free(self) -> bool:
+        """See Matcher."""
+        return self._begun and self.inner is None
+
+    def known(self) -> bytes | None:
+        """The mask, where it needn't be computed."""
+        if self.mask is not None:
+            return self.mask
+        if not self._queue:
+            if not self._begun:
+                return self.masker.unending
+            return self.masker.everything if self.inner is None else self.at.mask if self.at is not None else None
+        mask, token = bytearray(self.masker.size), self._queue[self._used]
+        mask[token // 8] = 1 << token % 8
+        return bytes(mask)
+
+    def copy(self) -> Place:
+        """See Matcher."""
+        other = Place.__new__(Place)
+        for name in Place.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.inner = None if self.inner is None else self.inner.deep_copy()
+        other._recent, other._taken = self._recent.copy(), self._taken.copy()
+        return other
+
+
+def short(why: str) -> str:
+    """What llguidance says, on one line."""
+    return " ".join(why.replace("<non-verbose/>", "").split())[:240]

@@ -1,0 +1,229 @@
+"""Places in one grammar: what one output does to the lexer that all have in common, and what is computed when."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import echo_service
+import pytest
+
+import quire.text.grammar_places
+import quire.text.grammars
+from quire.bench.structured import made_up
+from quire.text.grammar_beginnings import QUEUE
+from quire.text.grammars import CompiledGrammar, Grammars, Place
+from quire.vocabulary.structured import Structured, StructuredOutputsParams
+
+VOCAB, END = echo_service.VOCAB, 0
+COUNTED = StructuredOutputsParams(
+    json={"type": "array", "items": {"type": "string", "maxLength": 3000}}, disable_any_whitespace=True
+).structured()
+STATES = 1500  # of a lexer: a string of less than these many characters is within the bounds
+
+
+def ids(text: str) -> list[int]:
+    """A token a character: each is a step."""
+    return [token for each in text for token in echo_service.tokenizer().encode(each, add_special_tokens=False)]
+
+
+def go(place: Place, text: str) -> str:
+    """Go on behind a text; the first complaint."""
+    return next(filter(None, map(place.accept, ids(text))), "")
+
+
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(quire.text.grammars.LIMITS, "max_lexer_states", STATES)
+
+
+def grammars() -> Grammars:
+    return Grammars(echo_service.tokenizer(), VOCAB, (END,))
+
+
+def reference(asked: Structured, text: str) -> bytes:
+    """What may follow `text` in a grammar that nobody else uses."""
+    place = grammars().get(asked).matcher()
+    assert go(place, text) == ""
+    return _mask(place)
+
+
+def _mask(place: Place) -> bytes:
+    [mask] = grammars().get(COUNTED).masks([place])
+    return mask
+
+
+def spoil(grammar: CompiledGrammar, by_masks: bool) -> Place:
+    """A string so long that the lexer has too many states: the place that made them, which ends with an error."""
+    place = grammar.matcher()
+    place.masker.one_by_one = not by_masks
+    assert go(place, '["') == ""
+    for _ in range(2 * STATES):
+        if by_masks:
+            grammar.masks([place])
+        if why := go(place, "a"):
+            assert "too many states" in why
+            return place
+    raise AssertionError("the bound holds")
+
+
+@pytest.mark.usefixtures("few_states")
+@pytest.mark.parametrize("by_masks", [False, True])
+def test_what_one_output_does_to_the_lexer_ends_only_that_output(by_masks: bool) -> None:
+    made = grammars()
+    grammar = made.get(COUNTED)
+    texts = ["", "[", '["', '["abc', '["a","', '["ab"']
+    others = [grammar.matcher() for _ in texts]
+    for place, text in zip(others, texts):
+        assert go(place, text) == ""
+    copy = others[3].copy()
+    spoil(grammar, by_masks)
+    assert grammar.shared is not None
+    assert grammar.shared.spoiled
+    assert not made.holds(COUNTED), "getting it costs time again"
+    expected = [reference(COUNTED, text) for text in texts]
+    assert grammar.masks(others) == expected
+    for place, rest in zip((*others, copy), ('["x"]', '"x"]', 'x"]', 'x"]', 'x"]', "]", 'x"]')):
+        assert go(place, rest) == ""
+        assert place.forced() == (END,)
+        assert place.accept(END) == ""
+    assert go(grammar.matcher(), '["x"]') == "", "one that is held goes on too"
+    assert go(made.get(COUNTED).matcher(), '["x"]') == ""
+    assert made.holds(COUNTED)
+
+
+@pytest.mark.usefixtures("few_states")
+def test_an_output_goes_on_in_a_grammar_made_anew_only_so_often() -> None:
+    made = grammars()
+    place = made.get(COUNTED).matcher()
+    assert go(place, '["a') == ""
+    for _ in range(quire.text.grammar_places.AGAIN):
+        spoil(made.get(COUNTED), by_masks=False)
+        assert go(place, "b") == ""
+    spoil(made.get(COUNTED), by_masks=False)
+    assert "the grammar can't go on" in go(place, "c")
+
+
+@pytest.mark.usefixtures("few_states")
+def test_a_grammar_that_takes_long_to_make_is_not_made_while_outputs_wait() -> None:
+    made = grammars()
+    grammar = made.get(COUNTED)
+    place = grammar.matcher()
+    assert go(place, '["a') == ""
+    assert grammar.shared is not None
+    grammar.shared.seconds = 1.0
+    spoil(grammar, by_masks=False)
+    assert "the grammar can't go on" in go(place, "b")
+    assert go(made.get(COUNTED).matcher(), '["x"]') == ""
+
+
+def test_a_token_that_a_grammar_bars_spoils_nothing() -> None:
+    made = grammars()
+    grammar = made.get(COUNTED)
+    assert "can't go on" in go(grammar.matcher(), "{")
+    assert grammar.shared is not None
+    assert not grammar.shared.spoiled
+
+
+class Broken:
+    """One of llguidance's matchers, in which the lexer made too many states."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def is_error(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return "lexer error: too many states"
+
+    def compute_bitmask(self) -> bytes:
+        return bytes(len(self.inner.compute_bitmask()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_others_at_the_place_of_one_that_fails_have_their_own_mask() -> None:
+    grammar = grammars().get(COUNTED)
+    rows = [grammar.matcher() for _ in range(4)]
+    for place in rows:
+        assert go(place, "[") == ""
+    rows[0].inner = Broken(rows[0].inner)  # type: ignore[assignment]
+    masks = grammar.masks(rows)
+    assert masks[0] == bytes(len(masks[0]))
+    assert masks[1:] == [reference(COUNTED, "[")] * 3
+    assert grammar.shared is not None
+    assert grammar.shared.start.after[ids("[")[0]].mask is None
+
+
+def test_what_must_follow_is_not_remembered_where_it_is_long() -> None:
+    """Behind each text that may come first the same long one must: each place would hold it."""
+    text = "".join(chr(97 + i % 23) for i in range(2 * QUEUE))
+    grammar = grammars().get(StructuredOutputsParams(grammar=f'start: /[a-z]+/ ";" "{text}"').structured())
+    for first in ("a", "b", "cd"):
+        place = grammar.matcher()
+        assert go(place, f"{first};") == ""
+        assert place.at is not None
+        assert place.at.queue is None
+        run = place.forced()
+        assert echo_service.tokenizer().decode(list(run)) == text
+        for i, token in enumerate(run):
+            assert place.forced() == run[i:]
+            assert place.accept(token) == ""
+        assert place.forced() == (END,)
+
+
+def test_where_letters_may_follow_nobody_asks_what_must() -> None:
+    grammar = grammars().get(COUNTED)
+    place, asked = grammar.matcher(), list[int]()
+    place.at, place.masker.one_by_one = None, True
+    assert go(place, '["') == ""
+
+    class Asked:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def compute_ff_tokens(self) -> list[int]:
+            asked.append(0)
+            return list(self.inner.compute_ff_tokens())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    place.inner = Asked(place.inner)  # type: ignore[assignment]
+    assert go(place, "some text") == ""
+    assert not asked
+    assert go(place, '"]') == ""
+    assert asked
+    assert place.forced() == (END,)
+
+
+def test_where_one_letter_must_follow_it_is_forced() -> None:
+    grammar = grammars().get(StructuredOutputsParams(regex="[xy](a|1)a1b2a1b2").structured())
+    for text in ("xa", "y1"):
+        place = grammar.matcher()
+        place.at, place.masker.one_by_one = None, True
+        assert go(place, text[0]) == ""
+        assert place.forced() == ()
+        assert go(place, text[1]) == ""
+        assert echo_service.tokenizer().decode(list(place.forced())) == "a1b2a1b2"
+
+
+def test_what_is_passed_over_at_once_is_what_would_be_walked_through() -> None:
+    """Strings of counted characters, over words: masks with slices are those without."""
+    schema = {"type": "array", "items": {"type": "string", "minLength": 5, "maxLength": 34}, "minItems": 3}
+    asked, words = StructuredOutputsParams(json=schema).structured(), made_up(3000)
+    sliced, plain = (Grammars(words, 3000, (END,)) for _ in range(2))
+    masker = plain._made_masker()
+    masker.tokenizer = masker.tokenizer.with_slices([])
+    grammar, other, rng = sliced.get(asked), plain.get(asked), random.Random(0)
+    for _ in range(12):
+        place, walked = grammar.matcher(), other.matcher()
+        for _ in range(60):
+            [mask] = grammar.masks([place])
+            assert [mask] == other.masks([walked])
+            token = rng.choice(grammar.masker.allowed(mask).tolist())
+            assert place.accept(token) == walked.accept(token) == ""
+            if token == END:
+                break
