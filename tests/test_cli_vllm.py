@@ -32,6 +32,7 @@ from quire.server.run import ServeOptions
         (["--attention-backend", "reference"], ["--attention", "reference"]),
         (["--distributed-executor-backend", "mp", "--tp", "2"], ["--executor", "process", "--tp", "2"]),
         (["--distributed-executor-backend", "uni"], ["--executor", "inline"]),
+        (["--distributed-executor-backend", "ray"], ["--executor", "ray"]),
         (["--generation-config", "vllm"], ["--no-generation-config"]),
         (["--block-size", "32"], ["--page-size", "32"]),
     ],
@@ -68,8 +69,8 @@ def test_what_is_no_size(text: str) -> None:
         ),
         (["--attention-backend", "FLASHINFER"], "triton"),
         (
-            ["--distributed-executor-backend", "ray"],
-            "--distributed-executor-backend 'ray' is not in quire. Choose one of: mp, uni",
+            ["--distributed-executor-backend", "external_launcher"],
+            "--distributed-executor-backend 'external_launcher' is not in quire. Choose one of: mp, uni, ray",
         ),
         (["--distributed-executor-backend", "uni", "--tp", "2"], "--executor is inline, and --tp is 2"),
         (["--distributed-executor-backend", "mp", "--executor", "process"], "They set the same"),

@@ -136,22 +136,26 @@ def build_engine(
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
     """The engine of `source`, whose tokenizer has the end tokens `named`; its memory plan, and what is to be said. The
     memory is that of `member`, if any. With ranks in processes of their own the model is there, and not here."""
+    if config.ray_address and config.executor != "ray":
+        raise StartupError(f"--ray-address is given, and --executor is {config.executor}", "Use --executor ray")
     if not config.remote:
         if config.on_rank_failure == "restart":
             cause = "--on-rank-failure is restart, and the model is where the engine is"
             raise StartupError(cause, "Use --tp, or --executor process")
         return _assembled(config, source, named, progress, member, None)
     if member is not None:
-        raise StartupError("--tp and --executor process aren't for models that share a pool", "Leave them out")
+        raise StartupError("--tp and --executor process or ray aren't for models that share a pool", "Leave them out")
     from quire.parallel.devices import check_gpus
     from quire.parallel.remote import RemoteRunner
+    from quire.parallel.starting import started_by
 
     source = _divided(config, source)
-    if device_of(config) != "cpu":
+    device = device_of(config)
+    if device != "cpu":
         check_gpus(config.ranks)
-    ranks = RemoteRunner(
-        Layout(config.tp, config.pp), config.rank_timeout
-    )  # they load libraries while the model is looked at
+    start = started_by(config, device)
+    # They load libraries while the model is looked at.
+    ranks = RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout, **start)
     try:
         return _assembled(config, source, named, progress, None, ranks)
     except BaseException:

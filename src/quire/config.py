@@ -25,7 +25,7 @@ ASSOCIATIONS = ("paper", "bulk", "none")
 RETENTIONS = ("paper", "slack", "boundary")
 VISION_CACHES = ("pages", "inside", "off")
 AHEAD = ("inline", "thread", "off")
-EXECUTORS = ("auto", "inline", "process")
+EXECUTORS = ("auto", "inline", "process", "ray")
 ON_RANK_FAILURE = ("exit", "restart")
 POOLING = ("auto", "mean", "last")
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -77,8 +77,9 @@ class EngineConfig:
     needed. `log_plans` names a file to write every plan and result to (quire.plan_log), for debugging.
     `tp` ranks divide each layer of the model (quire.parallel), and `pp` stages its layers, of so many ranks each;
     `kv_gib` and `swap_gib` are sums over all. `executor` "process" gives a single rank a process of its own too,
-    "inline" computes where the engine is. A rank has `rank_timeout` seconds for a step, and five times as many to
-    start; `on_rank_failure` is what follows if it fails: the engine's end, or ranks that are started anew
+    "inline" computes where the engine is, and "ray" has Ray place ranks, in the cluster at `ray_address` ("":
+    RAY_ADDRESS, or one for them alone). A rank has `rank_timeout` seconds for a step, and five times as many to start;
+    `on_rank_failure` is what follows if it fails: the engine's end, or ranks that are started anew
     (quire.control.recovery).
     `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one; "auto": as the
     checkpoint's 1_Pooling/config.json says, else the last one's.
@@ -138,6 +139,7 @@ class EngineConfig:
     tp: int = 1
     pp: int = 1
     executor: str = "auto"
+    ray_address: str = ""
     pooling: str = "auto"
     rank_timeout: float = 300.0
     on_rank_failure: str = "exit"
@@ -277,7 +279,7 @@ class EngineConfig:
     @property
     def remote(self) -> bool:
         """The model is in processes of its own, which are ranks."""
-        return self.ranks > 1 or self.executor == "process"
+        return self.ranks > 1 or self.executor in ("process", "ray")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

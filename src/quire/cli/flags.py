@@ -125,7 +125,9 @@ ENGINE = (
          aliases=("-tp", "--tensor-parallel-size")),
     Flag("pp", int, "stages of layers, of --tp ranks each", metavar="N", aliases=("-pp", "--pipeline-parallel-size")),
     Flag("executor", str, "where the model is: with the engine, or in a process for each rank; auto: with one rank "
-         "the former", EXECUTORS),
+         "the former; ray: Ray places the processes", EXECUTORS),
+    Flag("ray_address", str, "the Ray cluster for --executor ray; without it that of RAY_ADDRESS, if it is your own on "
+         "this host, or one that is started for the ranks alone", metavar="HOST:PORT"),
     Flag("rank_timeout", float, "seconds that a rank may take for a step; five times as many to start",
          metavar="S"),
     Flag("on_rank_failure", str, "what follows when a rank fails: the engine's end, or ranks that are started anew "

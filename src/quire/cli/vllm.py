@@ -11,7 +11,7 @@ from quire.errors import StartupError
 
 OURS = ("auto", "reference", "sdpa", "native", "triton")
 BACKENDS = {**{name: name for name in OURS}, "triton_attn": "triton", "torch_sdpa": "sdpa"}
-EXECUTORS = {"mp": "process", "uni": "inline"}
+EXECUTORS = {"mp": "process", "uni": "inline", "ray": "ray"}
 FORMATS = ("auto", "safetensors", "dummy")
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -100,7 +100,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-memory-bytes", type=size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", **there)
     group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA", **there)
     group.add_argument("--distributed-executor-backend", metavar="NAME",
-                       help="--executor; mp: process, uni: inline", **there)  # fmt: skip
+                       help="--executor; mp: process, uni: inline, ray: ray", **there)  # fmt: skip
     group.add_argument("--load-format", choices=FORMATS, help="dummy: --dummy-weights", **there)
     group.add_argument("--enforce-eager", action="store_true", help="--no-cuda-graphs", **there)
     for flag in NEEDLESS:

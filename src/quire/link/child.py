@@ -59,9 +59,7 @@ class Child:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             return "left its connection, and goes on"
-        if code < 0:
-            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-        return f"ended with status {code}"
+        return status_of(code)
 
     def stopped(self) -> bool:
         """It was stopped by a signal (SIGSTOP), as far as the system tells."""
@@ -83,6 +81,13 @@ class Child:
                 self.process.wait(KILLED)
             return False
         return True
+
+
+def status_of(code: int) -> str:
+    """How a process ended, given its status: below 0, by a signal."""
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with status {code}"
 
 
 class Elsewhere(Child):

@@ -43,6 +43,14 @@ def sharing() -> bool:
     return os.environ.get(SHARE, "") not in ("", "0")
 
 
+def gpus_each(ranks: int) -> float:
+    """What a rank has of a GPU: one, or a share where they share."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return 1 / -(-ranks // count) if sharing() and count else 1.0
+
+
 def room_of(told: Sequence[dict[str, Any]], utilization: float) -> tuple[int, int, str]:
     """What memory is planned for, given what each rank's Seat tells: bytes of a rank's GPU in all and free, of the one
     with the least room, and a name for it that says who uses it, if known. StartupError for GPUs of different kinds."""

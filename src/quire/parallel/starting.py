@@ -10,10 +10,21 @@ from dataclasses import replace
 from quire.config import EngineConfig
 from quire.control.memory import KVMemory
 from quire.parallel import remote
-from quire.parallel.devices import room_of
+from quire.parallel.devices import gpus_each, room_of
 from quire.parallel.frames import Hello
 from quire.parallel.remote import RemoteRunner
+from quire.parallel.sides import Start
 from quire.vocabulary.layout import Layout
+
+
+def started_by(config: EngineConfig, device: str) -> dict[str, Start]:
+    """What RemoteRunner is told of how ranks start on "cpu" or "cuda". StartupError where it can't be so."""
+    if config.executor != "ray":
+        return {}
+    from quire.parallel.ray import RayStart
+
+    gpus = gpus_each(config.ranks) if device != "cpu" else 0.0
+    return {"start": RayStart(config.ranks, gpus, config.ray_address)}
 
 
 def meet(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
@@ -53,7 +64,8 @@ def anew(
     """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build`. StartupError
     or RanksLost if they can't be."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    ranks = remote.RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout)
+    start = started_by(config, config.device)
+    ranks = remote.RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout, **start)
     try:
         if config.device != "cpu":
             meet(ranks, config)

@@ -1,0 +1,224 @@
+"""How ranks that others start come by their descriptors, and which clusters are used: without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.build import build_engine
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.parallel import ray_address
+from quire.parallel.ray import LAUNCHER, Process, RayStart
+from quire.parallel.ray_address import address_of, listeners
+from quire.parallel.ray_door import Door
+from quire.parallel.ray_driver import Order, opened
+from quire.source import read_source
+
+SHOWS = """
+import json, os, sys
+print(json.dumps({"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ),
+                  "said": os.read(int(sys.argv[1]), 9).decode(), "open": list(map(int, os.listdir("/proc/self/fd")))}),
+      file=os.fdopen(int(sys.argv[2]), "w"), flush=True)
+import time; time.sleep(60)
+"""
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door(2)
+    yield made
+    made.close()
+
+
+@contextmanager
+def launched(door: Door, **other: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """As Ray's actor does it; killed at last."""
+    child = subprocess.Popen([sys.executable, *LAUNCHER], env={}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    said = {"name": door.name, "token": door.token, "rank": 1, "parent": os.getpid(), **other}
+    assert child.stdin is not None, "a pipe"
+    child.stdin.write(json.dumps(said).encode() + b"\n")
+    child.stdin.flush()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_rank_has_what_it_would_inherit(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors with their numbers, also where those are taken there; the environment, the folder; and no more."""
+    monkeypatch.chdir(tmp_path)
+    read, write = os.pipe()
+    told, tells = os.pipe()
+    low = os.dup2(read, 63)
+    with launched(door) as child:
+        door.admit()
+        arguments = [sys.executable, "-c", SHOWS, str(low), str(tells)]
+        os.write(write, b"something")
+        began = Process(*door.tell(1, arguments, {"WHAT": "this"}, [low, tells]))
+        os.close(tells)
+        with os.fdopen(told) as answer:
+            said = json.loads(answer.readline())
+        assert began.pid == child.pid
+        assert began.poll() is None
+        began.kill()
+        began.wait(10)
+        assert began.poll() is not None
+        assert child.wait(10) == -signal.SIGKILL
+    assert said["arguments"] == [str(low), str(tells)]
+    assert (said["said"], said["folder"], said["environment"].get("WHAT")) == ("something", str(tmp_path), "this")
+    assert "HOME" not in said["environment"]
+    assert set(said["open"]) == {0, 1, 2, 3, low, tells}  # 3: to list them
+    for descriptor in (read, write, low):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\n", b"[1]\n", b'{"token": "", "rank": 0}\n', b'{"rank": 0}\n', b'{"token": "TOKEN", "rank": "x"}\n',
+     b"x" * 5000 + b"\n"],
+)  # fmt: skip
+def test_strangers_are_sent_away(door: Door, said: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(10)
+        one.connect(f"\0{door.name}")
+        one.sendall(said.replace(b"TOKEN", door.token.encode()))
+        one.shutdown(socket.SHUT_WR)
+        door.admit()
+        assert not door.waiting
+        with suppress(ConnectionResetError):  # where what it said wasn't read to the end
+            assert one.recv(1) == b""
+
+
+def test_another_user_is_sent_away_though_it_has_the_token(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        with socket.socket(socket.AF_UNIX) as one:
+            one.connect(f"\0{door.name}")
+            one.sendall(json.dumps({"token": door.token, "rank": 0}).encode() + b"\n")
+            door.admit()
+            assert not door.waiting
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"name": "quire-nobody"}, "the engine's process isn't on the host, or in the container, of Ray's worker"),
+        ({"token": "guess"}, "the engine's process refused this rank"),
+        ({"parent": 1}, "the actor is gone"),
+    ],
+)
+def test_a_rank_that_can_not_begin_says_why(door: Door, other: dict[str, Any], told: str) -> None:
+    with launched(door, **other) as child:
+        if "token" in other:
+            door.admit()
+        assert child.stderr is not None, "a pipe"
+        assert told in child.stderr.read().decode()
+        assert child.wait(30) == 1
+
+
+def test_a_rank_ends_with_the_actor_that_holds_it(door: Door) -> None:
+    code = (
+        "import json, os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, *sys.argv[2:]], stdin=subprocess.PIPE)\n"
+        "said = {**json.loads(sys.argv[1]), 'parent': os.getpid()}\n"
+        "child.stdin.write(json.dumps(said).encode() + b'\\n'); child.stdin.close()\n"
+        "child.wait()"
+    )
+    said = json.dumps({"name": door.name, "token": door.token, "rank": 0})
+    with subprocess.Popen([sys.executable, "-c", code, said, *LAUNCHER]) as actor:
+        door.admit()
+        arguments = [sys.executable, "-c", "import time; time.sleep(60)"]
+        rank = Process(*door.tell(0, arguments, {}, []))
+        os.kill(rank.pid, signal.SIGSTOP)
+        actor.kill()
+    rank.wait(10)
+
+
+def test_one_that_ended_while_it_waited_is_noticed(door: Door) -> None:
+    with launched(door) as child:
+        door.admit()
+        child.kill()
+        child.wait()
+        with pytest.raises(OSError):
+            door.tell(1, [sys.executable], {}, [])
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this user's on this host; strangers' only by --ray-address."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert address_of("") == address_of("local") == ""
+    assert listeners(port) == {os.getuid()}
+    where = f"127.0.0.1:{port}"
+    monkeypatch.setenv("RAY_ADDRESS", where)
+    assert address_of("") == where
+    assert address_of("local") == ""
+    monkeypatch.setattr(ray_address, "listeners", lambda port: {os.getuid() + 1})
+    assert address_of(where) == where
+    with pytest.raises(StartupError, match=f"RAY_ADDRESS is {where}, which isn't known to be this user's own.*unset"):
+        address_of("")
+    monkeypatch.setattr(ray_address, "listeners", lambda port: set())
+    with pytest.raises(StartupError, match="isn't known"):
+        address_of("")
+
+
+@pytest.mark.parametrize("said", ["auto", "ray://127.0.0.1:10001", "127.0.0.1", ":1", "a:b", "a:99999"])
+def test_what_is_no_address(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match=r"--ray-address is .*, which is no HOST:PORT\. Give HOST:PORT"):
+        address_of(said)
+    monkeypatch.setenv("RAY_ADDRESS", said)
+    with pytest.raises(StartupError, match=r"RAY_ADDRESS is .*, which is no HOST:PORT"):
+        address_of("")
+
+
+def test_an_address_where_nobody_is(port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    with pytest.raises(StartupError, match=f"--ray-address is 127.0.0.1:{free}, where nobody answers: Connection ref"):
+        address_of(f"127.0.0.1:{free}")
+
+
+def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.parallel.ray.find_spec", lambda name: None)
+    with pytest.raises(StartupError, match=r"Ray isn't installed. pip install 'quire\[ray\]'"):
+        RayStart(2, 0.0)
+
+
+def test_a_ray_that_is_old_or_listens_to_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = SimpleNamespace(__version__="2.9.3", init=lambda **settings: None, shutdown=lambda: None,
+                          nodes=lambda: [{"NodeManagerAddress": "10.0.0.1"}])  # fmt: skip
+    order = Order(2, 0.0, "127.0.0.1:1", "/nonexistent", [], "", "", 1.0)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": "x", "HOME": "/"})
+    with pytest.raises(StartupError, match=r"Ray is 2\.9\.3, which .*\. pip install 'ray>=2\.54'"):
+        opened(order)
+    ray.__version__ = "2.54.0"
+    assert opened(order) is ray
+    assert os.environ == {"RAY_ADDRESS": "x", "HOME": "/"}
+    with pytest.raises(StartupError, match=r"Ray 2\.54\.0 listens on 10\.0\.0\.1, not on the loopback interface alone"):
+        opened(order._replace(address=""))
+    assert "RAY_ADDRESS" not in os.environ
+
+
+def test_an_address_without_ray_is_refused() -> None:
+    config = EngineConfig(ray_address="127.0.0.1:6379", device="cpu")
+    with pytest.raises(StartupError, match="--ray-address is given, and --executor is auto"):
+        build_engine(config, read_source(config), ())
