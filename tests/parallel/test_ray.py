@@ -58,7 +58,7 @@ def cluster() -> Iterator[str]:
 def placed(address: str, seconds: float = 60.0, ranks: int = 2, gpus: float = 0.0, **faults: Any) -> RemoteRunner:
     """Ranks as `echo_ranks.processes` makes them."""
     program = (str(TESTS / "echo_ranks.py"), json.dumps(faults))
-    return started(RemoteRunner(ranks, seconds, RayStart(ranks, gpus, address, program)), ranks)
+    return started(RemoteRunner(ranks, seconds, RayStart(ranks, gpus, address, program)))
 
 
 def pids_of(runner: RemoteRunner) -> list[int]:
