@@ -247,13 +247,16 @@ def plant(runner: Any, fault: str) -> None:
         runner.pipes.send = lambda x, delta: send(x, None)
 
 
-def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(folders: Any, changed: Any) -> None:
+def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(
+    folders: Any, changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 2 waits for rows of rank 1, and rank 0 has given its own."""
 
     def hang(runner: Any) -> None:
         if runner.part.stage == 1:
             runner.model.through = lambda *_: time.sleep(3.0)
 
+    monkeypatch.setattr("quire.parallel.sides.KILLED", 0.1)  # threads can't be killed
     changed(hang)
     engine = engine_of(folders("llama"), pp=3, rank_timeout=1.0)
     with pytest.raises(EngineDead, match=r"rank 1 has not answered for 1 s in step 1 \(--rank-timeout\)"):

@@ -18,6 +18,7 @@ from quire.data.runner.inputs import Flat, batch_of
 from quire.data.runner.step import Step
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import StepPlan
+from quire.vocabulary.rows import Rows
 
 pytestmark = pytest.mark.gpu
 
@@ -63,11 +64,12 @@ class Compared:
         self.real, self.runner._rows = self.runner._rows, self.rows
 
     @torch.inference_mode()
-    def rows(self, plan: StepPlan, began: float) -> Any:
+    def rows(self, plan: StepPlan, began: float, mark: Any) -> Any:
         runner = self.runner
-        if plan.rows and not runner.graphs.fits(plan.rows):
-            flat = Flat.of(plan.rows)
-            sizes = runner.mixed.fit(plan.rows, flat)
+        rows = Rows.of(plan.rows)
+        if plan.rows and not runner.graphs.fits(rows):
+            flat = Flat.of(rows)
+            sizes = runner.mixed.fit(rows, flat)
             if sizes is not None:
                 batch = batch_of(flat, runner.store, runner.last)
                 step = Step.of(batch, runner.store.caches, runner.backend, len(batch.asked) < len(batch.tokens))
@@ -82,7 +84,7 @@ class Compared:
                     difference = (got.float() - expected.float()).abs().max() / expected.float().std()
                     self.worst = max(self.worst, float(difference))
                 self.sizes.add(sizes)
-        return self.real(plan, began)
+        return self.real(plan, began, mark)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -25,6 +25,7 @@ from quire.data.runner.padded import Inputs, Sizes
 from quire.data.runner.recorder import Graph
 from quire.vocabulary.params import SamplingParams
 from quire.vocabulary.plan import LAST, Birth, Row, StepPlan, Table
+from quire.vocabulary.rows import Rows
 
 CPU = torch.device("cpu")
 SLOTS = 9
@@ -260,9 +261,9 @@ def test_scored_and_long_steps_stay_eager(monkeypatch: pytest.MonkeyPatch) -> No
     runner = a_runner(model, spec, "triton", SLOTS)
     again = with_graphs(runner, monkeypatch)
     rows = rows_of([(0, 5), (3, 1)])
-    assert runner.mixed.fit(rows, Flat.of(rows)) == Sizes(8, 1, 2)
+    assert runner.mixed.fit(Rows.of(rows), Flat.of(rows)) == Sizes(8, 1, 2)
     scored = (rows[0]._replace(score=(1, 2, 3, 4, 5)), rows[1])
-    assert runner.mixed.fit(scored, Flat.of(scored)) is None
+    assert runner.mixed.fit(Rows.of(scored), Flat.of(scored)) is None
     monkeypatch.setattr(runner.backend, "is_long", lambda cache, lengths, contexts: (lengths, contexts) == ([5], [5]))
-    assert runner.mixed.fit(rows, Flat.of(rows)) is None
+    assert runner.mixed.fit(Rows.of(rows), Flat.of(rows)) is None
     assert not again.replays
