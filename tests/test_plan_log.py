@@ -15,8 +15,9 @@ from geometries import one_size
 import quire
 from quire import SamplingParams
 from quire.cli import main
+from quire.control.runners import Holding
 from quire.errors import LogError, StartupError
-from quire.plan_log import LENGTH, MAGIC, MOST_IN_FLIGHT, Logged, PlanLog
+from quire.plan_log import LENGTH, MAGIC, MOST_IN_FLIGHT, Logged, PlanLog, logged
 from quire.plan_replay import compare, differing, replay
 from quire.sim.echo import EchoRunner
 from quire.vocabulary.plan import (
@@ -316,3 +317,15 @@ def test_the_step_that_ended_a_runner_is_in_its_log(tmp_path: Path) -> None:
     with PlanLog(tmp_path / "log") as log:
         [step] = log
     assert (step.plan, step.result) == (plan, None)
+
+
+def test_a_log_can_hold_steps_if_its_runner_can(tmp_path: Path) -> None:
+    """Ranks can't: whoever asks the log must not be told that they can."""
+
+    class Plain:
+        def close(self) -> None: ...
+
+    for runner, holds in ((Plain(), False), (EchoRunner(), True)):
+        log = logged(runner, tmp_path / "log", 512)
+        assert isinstance(log, Holding) is holds is isinstance(runner, Holding)
+        log.close()

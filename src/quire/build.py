@@ -31,7 +31,7 @@ from quire.data.models.shares import check_plain
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.link.collector import paused
-from quire.plan_log import Logged
+from quire.plan_log import logged
 from quire.reserve import reserve
 from quire.shard import attention_of, heads_of, native, shard_runner, stage_of
 from quire.source import Source, eos_ids, pooling_of, read_sight, read_source, read_text, tiling_of
@@ -188,7 +188,7 @@ def _assembled(
     with _enough_memory(device):
         runner = _runner(config, source, dtype, device, ends, plan.max_len, progress, member, ranks)
     if config.log_plans:
-        runner = Logged(runner, Path(config.log_plans), source.spec.vocab_size)
+        runner = logged(runner, Path(config.log_plans), source.spec.vocab_size)
     size = Size(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
     make_memory = partial(build_memory, config, source.spec, size, model_id(config, source, dtype))
     memory = member.memory if member else make_memory()

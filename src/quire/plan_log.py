@@ -63,16 +63,6 @@ class Logged:
         """It wakes up."""
         self.runner.wake(tags)
 
-    def hold(self, plan: StepPlan) -> Any:
-        """Hold the plan, to be logged with its masks."""
-        self.held = plan
-        return self.runner.hold(plan)
-
-    def release(self, ticket: Any, masks: tuple[Mask, ...]) -> Any:
-        """Log the plan that is held, then go on with it."""
-        self._write(encode(self.held._replace(masks=masks)))
-        return self.runner.release(ticket, masks)
-
     def collect(self, ticket: Any) -> StepResult:
         """Collect the result and log it."""
         result: StepResult = self.runner.collect(ticket)
@@ -89,6 +79,27 @@ class Logged:
     def _write(self, frame: bytes) -> None:
         self.file.write(LENGTH.pack(len(frame)))
         self.file.write(frame)
+
+
+class HoldingLogged(Logged):
+    """The same of a runner that can hold a step (control.runners.Holding)."""
+
+    held: StepPlan
+
+    def hold(self, plan: StepPlan) -> Any:
+        """Hold the plan, to be logged with its masks."""
+        self.held = plan
+        return self.runner.hold(plan)
+
+    def release(self, ticket: Any, masks: tuple[Mask, ...]) -> Any:
+        """Log the plan that is held, then go on with it."""
+        self._write(encode(self.held._replace(masks=masks)))
+        return self.runner.release(ticket, masks)
+
+
+def logged(runner: Any, path: Path, vocab_size: int) -> Logged:
+    """The runner with a log, which can hold steps if it can."""
+    return (HoldingLogged if hasattr(runner, "hold") else Logged)(runner, path, vocab_size)
 
 
 class Step(NamedTuple):

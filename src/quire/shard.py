@@ -130,7 +130,7 @@ def _loaded(
         model = made(source.config, dtype, device, scheme, part)
     if part.stages > 1:
         model.__dict__["undivided"] = meta_of(source.config, dtype, part)  # no module of it
-    most = None if exchange is None else lambda largest: exchange.gather(largest).amax(0)
+    most = None if exchange is None else exchange.largest
     if dummy:
         fill_dummy(model, config.seed, scheme)
     elif source.file is not None:

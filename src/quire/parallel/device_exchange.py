@@ -13,12 +13,11 @@ from torch import Tensor
 
 from quire.errors import PeerLost
 from quire.parallel.group import Group
-from quire.parallel.shared import SharedExchange
+from quire.parallel.shared import AT_START, SharedExchange
 from quire.vocabulary.layout import Part
 
 LARGE = 16 << 20
 """Bytes from which on sums are NCCL's."""
-AT_START = 5.0  # times as long as in a step others are waited for: quire.parallel.remote.STARTS
 
 
 class DeviceExchange:
@@ -63,6 +62,10 @@ class DeviceExchange:
         if self.alone or self.group is None:
             return x.expand(self.part.ranks, *x.shape).contiguous()
         return self.group.gather(x)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """See SharedExchange, through which it goes: nothing is captured, and no time counts."""
+        return self.host.largest(x)
 
     def _through_group(self, x: Tensor) -> bool:
         """Whether sums like x are not taken through peers' memory."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from quire.errors import PeerLost
 from quire.parallel.meeting import COUNTS, LINE, SLOT, seats_of
 from quire.vocabulary.layout import Part
 
+AT_START = 5.0  # times as long as in a step others are waited for: quire.parallel.remote.STARTS
 MARGIN = 30.0  # seconds more than the engine waits: it names who is silent before anybody else gives up
 
 
@@ -64,11 +66,22 @@ class SharedExchange:
             piece.copy_(total)
         return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
 
+    def largest(self, x: Tensor) -> Tensor:
+        """x's numbers, each the largest of all ranks': asked for while weights are loaded, for as long as a start may
+        take. On x's device."""
+        with self._patient(AT_START):
+            return self.gather(x.cpu()).amax(0).to(x.device)
+
     def meet(self, times: float = 1.0) -> None:
         """Wait until all are here, so many times as long as in a step."""
+        with self._patient(times):
+            self.gather(torch.zeros(1))
+
+    @contextmanager
+    def _patient(self, times: float) -> Iterator[None]:
         seconds, self._seconds = self._seconds, self._seconds * times
         try:
-            self.gather(torch.zeros(1))
+            yield
         finally:
             self._seconds = seconds
 

@@ -179,6 +179,20 @@ def test_weights_of_few_bits(asked: str, source: str, tmp_path: Path, monkeypatc
     assert_slices(build, 2)
 
 
+def test_a_rank_without_rows_of_the_vocabulary(tmp_path: Path) -> None:
+    """The fourth of four: its head is padding, in few bits too."""
+    config = {**ROUND, "vocab_size": 150}
+    publish(config, tmp_path)
+
+    def build(part: Part, most: Any) -> Any:
+        model = blank(few.made(config, torch.bfloat16, CPU, BITS["int8"], part=part))
+        load(model, tmp_path, scheme=BITS["int8"], most=most)
+        return model
+
+    assert not len(Part(3, 4).vocabulary(150))
+    assert_slices(build, 4)
+
+
 @pytest.mark.parametrize("name", ["llama", "jamba"])
 def test_dummy_weights_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dummy, "NOISE", 10_007)
@@ -200,10 +214,26 @@ def test_columns_that_are_no_whole_groups_are_refused() -> None:
         few.made({**config, "intermediate_size": 192}, torch.float32, CPU, BITS["int8"], part=Part(0, 4))
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0"])
-def test_files_of_blocks(kind: str, tmp_path: Path) -> None:
-    test_fp8.save(tmp_path, **{**BIG, "vocab_size": 352})
-    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", kind, vocab_size=352)
+def test_blocks_that_become_fp8_are_cut_anywhere(tmp_path: Path) -> None:
+    """A rank has 528 columns of 1,056, whose blocks have 32."""
+    test_fp8.save(tmp_path, **{**BIG, "intermediate_size": 1056, "vocab_size": 352})
+    file = read_gguf(gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", "q8_0", vocab_size=352))
+    settings = config_of(file)
+
+    def build(part: Part, most: Any) -> Any:
+        model = blank(fp8.in_fp8(settings, torch.float32, CPU, MADE, part))
+        load_gguf(model, file, scheme=MADE, most=most)
+        return model
+
+    assert_slices(build, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab", "ranks"), [("f32", 352, 2), ("bf16", 352, 2), ("q8_0", 352, 2), ("q8_0", 150, 4)]
+)
+def test_files_of_blocks(kind: str, vocab: int, ranks: int, tmp_path: Path) -> None:
+    test_fp8.save(tmp_path, **{**BIG, "vocab_size": vocab})
+    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", kind, vocab_size=vocab)
     file = read_gguf(path)
     settings = config_of(file)
     scheme = Few(0, "gguf")
@@ -213,5 +243,5 @@ def test_files_of_blocks(kind: str, tmp_path: Path) -> None:
         load_gguf(model, file, scheme=scheme, most=most)
         return model
 
-    shards = assert_slices(build, 2)
+    shards = assert_slices(build, ranks)
     assert with_bits(shards[0]) == (kind == "q8_0") or not few.supports(256, torch.float32, CPU)

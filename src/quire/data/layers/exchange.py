@@ -28,6 +28,10 @@ class Exchange(Protocol):
         """[ranks, *x.shape]: everybody's, in rank order."""
         ...
 
+    def largest(self, x: Tensor) -> Tensor:
+        """x's numbers, each the largest of all ranks'; while weights are loaded."""
+        ...
+
     def check(self) -> None:
         """Once a step is done: an error if it isn't what it should be, since another rank was missed."""
         ...

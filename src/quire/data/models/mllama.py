@@ -127,7 +127,8 @@ class Mllama(nn.Module):
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.head = Linear(s.hidden, self.vocabulary, False, dtype, device) if part.ends else None
         self.rotary = Rotary(s.rope, s.head_dim, s.max_len)
-        self.eyes = build_encoder(settings.vision, dtype, device)
+        own = part.layers(len(s.kinds))  # a stage without layers for pictures needs no eyes
+        self.eyes = build_encoder(settings.vision, dtype, device) if any(i in own for i in cross) else None
 
     def forward(self, tokens: Tensor, ctx: Attending) -> Tensor:
         """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
@@ -170,12 +171,13 @@ class Mllama(nn.Module):
     def names(self) -> dict[str, Stored]:
         """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
         text = nn.ModuleDict({name: part for name, part in self.named_children() if name != "eyes"})
-        return {**expand(text, NAMES), **{f"eyes.{name}": stored for name, stored in self.eyes.names().items()}}
+        eyes = {} if self.eyes is None else self.eyes.names()
+        return {**expand(text, NAMES), **{f"eyes.{name}": stored for name, stored in eyes.items()}}
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return (r"(.*\.)?rotary_emb\.inv_freq", *self.eyes.ignored)
+        return (r"(.*\.)?rotary_emb\.inv_freq", *(() if self.eyes is None else self.eyes.ignored))
 
     def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
         """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.
@@ -184,6 +186,7 @@ class Mllama(nn.Module):
         for layer in self.layers:
             if isinstance(layer, CrossBlock):
                 layer.prepare()
-        self.eyes.prepare(deterministic)
+        if self.eyes is not None:
+            self.eyes.prepare(deterministic)
         ends = [self.norm] if self.head is None else [self.norm, self.head]
         prepare_layers(nn.ModuleList([*self.layers, *ends]), deterministic)

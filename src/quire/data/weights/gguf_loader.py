@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from quire.data.models.quantization import FP8, Few
-from quire.data.weights.blocks import Blocks
+from quire.data.weights.blocks import Blocks, Floats
 from quire.data.weights.few import FORMS, of_blocks, put
 from quire.data.weights.fp8 import Most
 from quire.data.weights.gguf import GGUF
@@ -46,12 +46,18 @@ def load_gguf(
         file.release()
 
 
-def _own(blocks: Blocks, cut: Slice) -> Blocks:
-    """What one rank has of a weight."""
+def _rows(blocks: Blocks, cut: Slice) -> Blocks:
+    """The rows that one rank has of a weight."""
     [first, *more] = cut.runs
-    own = blocks.picked(np.concatenate([np.arange(run.start, run.stop) for run in cut.runs])) if more else None
-    own = blocks.part(first.start, first.stop) if own is None else own
-    return own if cut.columns is None else own.columns_of(cut.columns)
+    if more:
+        return blocks.picked(np.concatenate([np.arange(run.start, run.stop) for run in cut.runs]))
+    return blocks.part(first.start, first.stop)
+
+
+def _put(target: Target, numbers: Floats, name: str, file: GGUF, most: Most | None) -> None:
+    """Numbers in fp32 where they go, in FP8 or in the model's dtype."""
+    found = torch.from_numpy(np.array(numbers)).view(target.rows.shape).to(target.rows.device)
+    fill(target, found, name, file.path, False, most=most)
 
 
 def _fill(target: Target, blocks: Blocks, name: str, file: GGUF, most: Most | None) -> None:
@@ -64,15 +70,19 @@ def _fill(target: Target, blocks: Blocks, name: str, file: GGUF, most: Most | No
             numbers = blocks.numbers().reshape(-1)
             target.rows.copy_(torch.from_numpy(np.concatenate([numbers[r.start : r.stop] for r in target.slice.runs])))
             return
-        blocks = _own(blocks, target.slice)
+        blocks, columns = _rows(blocks, target.slice), target.slice.columns
+        if columns is not None and target.form is None:  # nothing stays in blocks, so that any cut will do
+            found = [piece[:, columns.start : columns.stop] for _, piece in blocks.pieces()]
+            _put(target, np.concatenate(found), name, file, most)
+            return
+        blocks = blocks if columns is None else blocks.columns_of(columns)
         if target.rows.is_meta and blocks.rows < target.room:
             blocks = blocks.padded(target.room)
     if blocks.kind in FORMS and target.form is not None:
         put(target.rows, target.layer, target.part, partial(of_blocks, blocks))
         return
     if target.fp8:
-        numbers = torch.from_numpy(np.array(blocks.numbers())).view(target.rows.shape)
-        fill(target, numbers, name, file.path, False, most=most)
+        _put(target, blocks.numbers(), name, file, most)
         return
     rows = target.rows.view(blocks.rows, blocks.columns)
     for start, piece in blocks.pieces():

@@ -191,7 +191,7 @@ def _read(file: Any, target: Target | None, key: str, path: Path) -> Tensor:
         whole: Tensor = file.get_tensor(key)
         return whole
     _check_shape(tuple(file.get_slice(key).get_shape()), target.slice.shape, target.transpose, key, path)
-    return target.slice.read(file, key, target.transpose) if target.slice.count else target.rows
+    return target.slice.read(file, key, target.transpose)
 
 
 def _check_shape(found: tuple[int, ...], ours: tuple[int, ...], transpose: bool, key: str, path: Path) -> None:

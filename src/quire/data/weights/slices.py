@@ -72,7 +72,7 @@ def slices_of(model: Model, name: str, source: Stored) -> tuple[Slice | None, ..
     return tuple(
         Slice(
             (sum(cut.whole for cut in each), *width),
-            tuple(_runs(each, source.grouped or tuple(cut.whole for cut in each))),
+            tuple(_runs(each, source.grouped or tuple(cut.whole for cut in each))) or (range(0),),
             None if columns is None else columns.own,
         )
         for each in stacked
