@@ -133,7 +133,9 @@ TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("quantization", "layout"), [("fp8", {"tp": 2}), ("int8", {"tp": 2}), ("fp8", {"tp": 1, "pp": 2})], ids=str
+    ("quantization", "layout"),
+    [("fp8", {"tp": 2}), ("fp8", {"tp": 4}), ("int8", {"tp": 2}), ("fp8", {"tp": 1, "pp": 2})],
+    ids=str,
 )
 def test_quantised_ranks_say_what_one_says(quantization: str, layout: dict[str, int]) -> None:
     """Weights are slices of the undivided ones as they are rounded there, so tokens are the same."""

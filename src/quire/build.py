@@ -27,7 +27,6 @@ from quire.control.recovery import Restarts
 from quire.data.kernels.cpu import loading as kernels
 from quire.data.kernels.cpu.memory import memory
 from quire.data.models.quantization import BLOCKS, FP8, Few, scheme_of
-from quire.data.models.shares import check_plain
 from quire.errors import StartupError
 from quire.files import LIMITS, read_object
 from quire.link.collector import paused
@@ -94,7 +93,6 @@ def _divided(config: EngineConfig, source: Source, absent: bool = False) -> Sour
     """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
     many can't share; `absent`: of devices that need not be here."""
     part = Part(0, config.tp, 0, config.pp)
-    check_plain(part, source.config, config.quantization)
     source = source.divided(part)
     if config.pp == 1:
         return source

@@ -17,7 +17,6 @@ from thread_ranks import Meeting, ThreadExchange
 from quire.data.layers.prepare import join
 from quire.data.models import read_spec, resolve
 from quire.data.models.configs import named_config
-from quire.data.models.shares import check_plain
 from quire.data.weights.checkpoint import read_config
 from quire.data.weights.loader import load
 from quire.errors import StartupError
@@ -183,22 +182,6 @@ def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> Non
     assert "Use " in failure.value.remedy
     with pytest.raises(StartupError, match=words):
         resolve(named_config(name))(named_config(name), torch.float32, torch.device("meta"), Part(0, ranks))
-
-
-@pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_models_whose_groups_lie_across_ranks_are_not_divided(method: str) -> None:
-    config = named_config("llama3-8b")
-    stored = {"quant_method": method, "bits": 4, "group_size": 128, "zero_point": True, "sym": True, "desc_act": False}
-    quantised = {**config, "quantization_config": stored}
-    told = f"--tp is 4, and a model that was quantised by {method.upper()} can't be divided"
-    with pytest.raises(StartupError, match=told):
-        read_spec(quantised, Part(0, 4))
-    for part, model, asked in (
-        (WHOLE, quantised, None),
-        (Part(0, 1, 1, 2), quantised, None),
-        (Part(0, 4), config, "int8"),
-    ):
-        check_plain(part, model, asked)
 
 
 def test_what_key_heads_keep_of_a_prompt_needs_all_of_their_query_heads() -> None:

@@ -4,6 +4,7 @@ are refused with the right words."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,19 +74,25 @@ def publish(folder: Path, said: dict[str, Any]) -> transformers.PreTrainedModel:
     config = transformers.AutoConfig.for_model("llama", **LLAMA)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     model.save_pretrained(folder)
-    path, stored = folder / "model.safetensors", Tensors()
+    for name, meant in repack(folder, said, "_proj.weight").items():
+        model.get_parameter(name).data.copy_(meant)
+    return model
+
+
+def repack(folder: Path, said: dict[str, Any], called: str) -> Tensors:
+    """The checkpoint in `folder` with random weights in few bits where a name has `called` in it, and these in fp64."""
+    path, stored, whole = folder / "model.safetensors", Tensors(), Tensors()
     for name, weight in load_file(path).items():
         stored[name] = weight.float()
-        if "_proj.weight" in name:
+        if re.search(called, name):
             del stored[name]
-            tensors, meant = packed(said, *weight.shape)
+            tensors, whole[name] = packed(said, *weight.shape)
             stored |= {f"{name.removesuffix('weight')}{kind}": tensor for kind, tensor in tensors.items()}
-            model.get_parameter(name).data.copy_(meant)
     path.unlink()
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path, metadata={"format": "pt"})
     plain = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**plain, "dtype": "float16", "quantization_config": said}))
-    return model
+    return whole
 
 
 def logprobs(folder: Path, tokens: list[int], **more: Any) -> Tensor:

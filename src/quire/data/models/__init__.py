@@ -10,7 +10,6 @@ from quire.data.models.mamba_settings import JambaSettings, MambaSettings
 from quire.data.models.mllama_settings import MllamaSettings
 from quire.data.models.seeing_settings import SeeingSettings
 from quire.data.models.settings import GPT2Settings, LlamaSettings, OPTSettings
-from quire.data.models.shares import check_plain
 from quire.errors import StartupError, shown
 from quire.vocabulary.layout import WHOLE, Part
 from quire.vocabulary.specs import ModelSpec
@@ -79,5 +78,4 @@ def resolve(config: dict[str, Any]) -> type[Model]:
 def read_spec(config: dict[str, Any], part: Part = WHOLE) -> ModelSpec:
     """The same as resolve(config).spec(config), without torch; or what one rank's shard has, `vocab_size` and `hidden`
     aside, which are the model's. StartupError for a model that can't be divided so."""
-    check_plain(part, config)
     return ARCHITECTURES[architecture(config)][0].read(config).of(part).spec()

@@ -63,18 +63,19 @@ def forms_of(model: Model, scheme: Few, file: GGUF | None = None) -> Forms:
             forms = (INT8 if eight else four_bits(columns),) * len(tensors)
         units = [form.super or form.group for form in forms]
         if len(forms) == len(tensors) and all(columns % unit == 0 for unit in units):
-            _check_cut(layer, name, own, max(units))
+            _check_cut(layer, name, own, max(units), bool(scheme.stored))
             found[name] = forms
     return found
 
 
-def _check_cut(layer: Linear, name: str, own: int, unit: int) -> None:
+def _check_cut(layer: Linear, name: str, own: int, unit: int, stored: bool) -> None:
     """StartupError where a rank's columns aren't whole groups of those that share a scale: `unit` columns."""
     if own % unit or layer.columns.own.start % unit:
         raise StartupError(
             f"--tp is {layer.columns.part.ranks}, and a rank would have {own} of {layer.columns.whole} columns of "
             f"{name}, of which {unit} share a scale",
-            "Use a smaller --tp, or another --quantization",
+            f"--tp must divide its groups of columns, {layer.columns.whole // unit}"
+            + ("" if stored else "; or use another --quantization"),
         )
 
 

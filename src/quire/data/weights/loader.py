@@ -105,15 +105,16 @@ def load(
                         if not known and (_beside(name) in elsewhere or _ignorable(name, ignored)):
                             continue
                         _check_new(name, key, path, known, filled)
-                        tensor = _read(file, wanted.get(name), key, path)
+                        if name in words:
+                            tensor = grouped[words[name]].read(name.rpartition(".")[2], file, key, path)
+                        else:
+                            tensor = _read(file, wanted.get(name), key, path)
                         model.read_bytes += tensor.nbytes
                         if mapped is None and tensor.nbytes >= WORTH and (mapped := Mapped.of(tensor)) is not None:
                             model.mapped.append(mapped)
                         if name in wanted:
                             fill(wanted[name], tensor, key, path, fp8 is not None, mapped, most)
-                        elif name in words:
-                            grouped[words[name]].add(name.rpartition(".")[2], tensor, key, path)
-                        else:
+                        elif name in scales:
                             assert fp8 is not None, "only it has scales"
                             products += _scale(scales[name], tensor, key, path, fp8.blocks)
                         if mapped is not None:
@@ -154,7 +155,9 @@ def _grouped(model: Model, targets: dict[str, Target], scheme: FP8 | Few | None)
             for tensor in source.tensors:
                 module = tensor.removesuffix(".weight")
                 if scheme.covers(module, model.prefixes):
-                    found[module] = Stored(scheme, module, *targets[tensor].rows.shape)
+                    target = targets[tensor]
+                    shape = target.rows.shape if target.slice is None else target.slice.shape
+                    found[module] = Stored(scheme, module, *shape, target.slice)
     return found
 
 
