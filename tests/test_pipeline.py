@@ -106,6 +106,23 @@ def test_nobody_is_left_out_whatever_the_depth(folders: Any, depth: int) -> None
 
 
 @pytest.mark.usefixtures("threads")
+def test_chunks_of_a_prompt_go_beside_rows_that_draw(folders: Any) -> None:
+    """No more rows draw in a step than are one stage's share; a prompt's chunks fill the rest of each."""
+    engine = engine_of(folders("llama"), pp=2, max_num_batched_tokens=16)
+    for i in range(6):
+        engine.add(str(i), PROMPTS[1], PARAMS[0])
+    for _ in range(4):
+        engine.step()
+    engine.add("long", [j % 97 for j in range(100)], PARAMS[0])
+    steps, first = 0, None
+    while first is None:
+        steps += 1
+        first = next((output for output in engine.step() if output.request == "long" and output.tokens), None)
+    engine.close()
+    assert steps <= 13  # 100 tokens in chunks of 13 or more, and the steps in flight before
+
+
+@pytest.mark.usefixtures("threads")
 def test_stages_of_several_ranks_say_what_one_says(folders: Any) -> None:
     both(folders("mistral"), 2, 1, pp=2, max_num_batched_tokens=16)
 

@@ -287,16 +287,17 @@ def replay_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
 
 def exchange_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, device: str) -> int:
     """What a rank holds beside to add up a step's rows and to put logits together: on a CPU everybody's, and the sum in
-    float32; on GPUs one more of each. Of stages without that, what the one before gives."""
+    float32; on GPUs one more of each. Of stages, what the one before gives too."""
     if config.ranks == 1:
         return 0
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
+    given = 2 * config.max_num_batched_tokens * spec.hidden * itemsize if config.pp > 1 else 0
     if config.tp == 1:
-        return 2 * config.max_num_batched_tokens * spec.hidden * itemsize
+        return given
     tokens, vocabulary = config.max_num_batched_tokens, config.tp * Part(0, config.tp).padded(spec.vocab_size)
     logits = min(max(config.max_num_seqs, SCORED_AT_ONCE), tokens) * vocabulary * 2 * itemsize
-    return logits + tokens * spec.hidden * (config.tp * itemsize + 4 if device == "cpu" else itemsize)
+    return given + logits + tokens * spec.hidden * (config.tp * itemsize + 4 if device == "cpu" else itemsize)
 
 
 def usable_bytes(config: EngineConfig, device: str, total: int, free: int) -> int:

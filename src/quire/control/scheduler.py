@@ -114,7 +114,8 @@ class Scheduler:
     def _continue_running(self, rows: list[Row]) -> bool | None:
         """Give each running sequence its next tokens, oldest request first; preempt the youngest when memory is short.
         Returns whether anybody was hurt; None when memory is short but steps are in flight, so that victims may be."""
-        hurt, budget, most = False, self.budget, -(-len(self.by_slot) // self.stages)
+        hurt, budget, staged = False, self.budget, self.stages > 1
+        most, drawing = -(-len(self.by_slot) // self.stages), 0  # rows that draw: others are the next step's
         grow, wanted, sight = self.memory.grow, self._wanted, self.sight
         for request in list(self.running):
             if request.status is not Status.RUNNING:
@@ -122,7 +123,7 @@ class Scheduler:
             first = len(rows)
             for seq in request.live:
                 count = wanted(request, seq, budget)
-                if count <= 0 or len(rows) == most:  # the next step's, where there are stages
+                if count <= 0 or (drawing == most and staged and seq.planned + count >= len(seq.tokens)):
                     continue
                 while not grow(seq, seq.planned + count):
                     if self.flight:
@@ -135,6 +136,8 @@ class Scheduler:
                 if sight is not None and not (count := sight.clear(seq, count)):
                     continue
                 rows.append(self._row(request, seq, count))
+                if staged:
+                    drawing += rows[-1].sample > 0
                 budget -= count
         return hurt
 

@@ -31,7 +31,9 @@ class Pipes:
         """`descriptors` are a Meeting's."""
         seats = seats_of(part, descriptors)
         self.part = part
-        self._before, self._behind = (_socket(one, seconds + MARGIN) for one in (seats.before, seats.behind))
+        self._before, self._behind = (
+            _socket(one, seconds * part.stages + MARGIN) for one in (seats.before, seats.behind)
+        )
         weakref.finalize(self, _close, self._before, self._behind)
         self._counts = memoryview(mmap.mmap(seats.memory, COUNTS)).cast("Q")
         self.given = self.taken = 0

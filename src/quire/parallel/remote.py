@@ -221,7 +221,8 @@ class RemoteRunner:
         if not self._dead:
             with suppress(EngineDead, RingFull, ValueError):
                 self._ring.write(self._orders.write(CLOSE, b""), 0.0)
-            end = time.monotonic() + CLOSING
+            answering = self.layout.pp > 1 and self.submitted > self.collected  # nobody reads what stages say unasked
+            end = time.monotonic() + (0.0 if answering else CLOSING)
             for side in self.sides:
                 side.child.end(max(end - time.monotonic(), 0.0))
         self._dead = self._dead or "it was closed"
@@ -255,7 +256,10 @@ class RemoteRunner:
             raise RanksLost(self._dead)
         waited = 0.0
         boxes = [side.box(kind) for side in self.sides]
-        while not all(boxes):
+        missing = len(boxes)
+        while left := sum(not box for box in boxes):
+            if left < missing:  # stages answer one after another, and each has its time
+                waited, missing = 0.0, left
             if not self._listen(SLICE):
                 waited += SLICE
                 self._silent([side for side, box in zip(self.sides, boxes) if not box], waited, seconds, when)
