@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import transformers
 from echo_ranks import ThreadRank
 from test_equality import FAMILIES
-from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of
+from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver
 
 import quire.parallel.remote
 from quire import LLM
@@ -58,18 +58,7 @@ DEEP: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def saved(family: str) -> Path:
-        folder = tmp_path_factory.mktemp("deep")
-        torch.manual_seed(0)
-        config = DEEP[family]()
-        config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.3)
-        model.save_pretrained(folder)
-        return folder
-
-    return cache(saved)
+    return saver(tmp_path_factory, DEEP)
 
 
 @pytest.mark.usefixtures("threads")

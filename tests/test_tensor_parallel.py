@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saver(factory: pytest.TempPathFactory, families: Mapping[str, Callable[[], Any]]) -> Callable[[str], Path]:
+    """What saves a random model of a family, once, and says where."""
+
     def saved(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family)
+        folder = factory.mktemp("model")
         torch.manual_seed(0)
-        config = FAMILIES[family]()
+        config = families[family]()
         config.eos_token_id = config.bos_token_id = config.pad_token_id = None
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
@@ -72,6 +73,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folder
 
     return cache(saved)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return saver(tmp_path_factory, FAMILIES)
 
 
 def engine_of(folder: Path, **settings: Any) -> Engine:
