@@ -71,8 +71,8 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
     if device_gib is not None and not 0 < device_gib < 2**20:
         raise StartupError(f"--device-gib is {device_gib}", "It must be above 0")
     absent = device_gib is not None
-    source = _divided(config, read_source(config, weights=False), absent)
     device = ("cpu" if config.device == "cpu" else "cuda") if absent else device_of(config)
+    source = _divided(config, read_source(config, weights=False), device, absent)
     config = config.sized(device).of_rank()
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
@@ -89,16 +89,16 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
     return made.lines() + pages
 
 
-def _divided(config: EngineConfig, source: Source, absent: bool = False) -> Source:
+def _divided(config: EngineConfig, source: Source, device: str, absent: bool = False) -> Source:
     """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
-    many can't share; `absent`: of devices that need not be here."""
+    many can't share. `device` is "cuda" or "cpu"; `absent`: it need not be here."""
     part = Part(0, config.tp, 0, config.pp)
     source = source.divided(part)
     if config.pp == 1:
         return source
     import torch
 
-    if device_of(config) != "cpu" and not absent:
+    if device != "cpu" and not absent:
         raise StartupError(f"--pp is {config.pp}, and stages are for CPUs so far", "Use --tp alone, or --device cpu")
     if config.memory == "virtual" and uneven(source.spec, config.pp):
         raise StartupError(
@@ -106,7 +106,7 @@ def _divided(config: EngineConfig, source: Source, absent: bool = False) -> Sour
             "have as many of each kind",
             "Use --memory paged, or another --pp",
         )
-    spec = stage_of(source, getattr(torch, dtype_of(config, source.config, device_of(config))), config.tp, config.pp)
+    spec = stage_of(source, getattr(torch, dtype_of(config, source.config, device)), config.tp, config.pp)
     return source._replace(spec=spec)
 
 
@@ -147,8 +147,8 @@ def build_engine(
     from quire.parallel.remote import RemoteRunner
     from quire.parallel.starting import started_by
 
-    source = _divided(config, source)
     device = device_of(config)
+    source = _divided(config, source, device)
     if device != "cpu":
         check_gpus(config.ranks)
     start = started_by(config, device)
