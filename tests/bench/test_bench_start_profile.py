@@ -10,8 +10,8 @@ import torch
 
 from quire.bench import main
 from quire.bench.mixed import Timed, show
-from quire.bench.profile import kind, union
 from quire.errors import StartupError
+from quire.parallel.profiled import kind, union
 
 
 def test_a_start_is_measured_to_its_third_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

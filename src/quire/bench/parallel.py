@@ -1,5 +1,6 @@
 """All that more than one rank is for, measured within so many minutes, most valuable first: how GPUs are linked, the
-exchange, tokens, models, starts, a failure. The document is written after each part, and what was left out is named.
+exchange, tokens, models, a step by rank, starts, failures. The document is written after each measurement, and what was
+left out is named.
 
 Models run in quire's own commands, each a process with --tp. Without a GPU the same goes through on CPU ranks, with the
 bundled model and short requests: that shows that it works, not how fast ranks are.
@@ -32,6 +33,7 @@ SMALL_WORKLOADS = ("fixed:128:128@1", "fixed:1000:128@32", "fixed:1024:128@512")
 CPU_WORKLOADS = ("fixed:16:16@1", "fixed:64:16@8")
 WARMING = "fixed:64:8@4"  # the first workload of each command, which isn't reported
 LEAST = 20.0  # seconds that must be left for a command
+PROFILED = ("--rows", "1", "256", "--prompts", "8", "--context", "1024")
 PROMPT = "The old lighthouse keeper"
 
 
@@ -119,6 +121,23 @@ def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[
     return measure
 
 
+def _profile(place: Place) -> Found:
+    """Where the steps of the small model spend their time, by rank: how long no kernel runs."""
+    flags, _ = place.model("small")
+    if place.device == "cpu":
+        yield {"left_out": "it takes GPUs"}
+        return
+    for ranks in place.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "profile.json"
+            _ran(("bench", "profile", "--tp", str(ranks), *flags, *PROFILED, "--out", str(out)), place)
+            for result in json.loads(out.read_text())["results"]:
+                prompts = "prompts" if "prompt_tokens_per_s" in result else "rows"
+                idle = max(one["idle_share"] for one in result.get("ranks", [result]))
+                yield {"ranks": ranks, "what": f"idle in a step of {result['rows']} {prompts}", "value": 100 * idle,
+                       "unit": "%", "low": True, **place.beside(goals.IDLE), "run": result}  # fmt: skip
+
+
 def _start(place: Place) -> Found:
     """Seconds to the first token, with an empty folder of compiled kernels and with what that left."""
     flags, _ = place.model("large")
@@ -152,7 +171,7 @@ def _failure(place: Place) -> Found:
         for how in rank_failure.SIGNALS:
             given = (*flags, "--tp", str(ranks))
             found = rank_failure.measured(given, how, long, max(place.left, LEAST))
-            yield {"ranks": ranks, "what": f"a rank {how}: the last of {found['streaming']} streams ended",
+            yield {"ranks": ranks, "what": f"a rank {how}: the last of {found['clients']} streams ended",
                    "value": found["last_end_s"], "unit": "s", "run": found}  # fmt: skip
 
 
@@ -169,6 +188,7 @@ PARTS = {
     "tokens": Part("the bundled model's tokens are one rank's", _tokens),
     "large": Part("Llama-3-70B", _models("large", lambda place: place.several), 120.0),
     "small": Part("Llama-3-8B", _models("small", lambda place: place.ranks), 60.0),
+    "profile": Part("where a step's time goes, by rank", _profile, 60.0),
     "start": Part("Llama-3-70B, until its first token", _start, 60.0),
     "deterministic": Part("what --deterministic costs Llama-3-8B", _deterministic, 60.0),
     "failure": Part("a rank killed, and stopped, under 32 streams of Llama-3-8B", _failure, 45.0),
@@ -195,25 +215,25 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = [{"part": "links", **found, **place._replace(end=0.0)._asdict()}]
     _save(args, results)
     for name in args.part or PARTS:
-        results += _part(name, place)
-        _save(args, results)
-    return results
-
-
-def _part(name: str, place: Place) -> list[dict[str, Any]]:
-    part, results = PARTS[name], list[dict[str, Any]]()
-    if place.left < (part.least if place.device == "cuda" else LEAST):
-        return [{"part": name, "left_out": f"{max(place.left, 0.0):.0f} s were left"}]
-    if not place.several and name != "small":
-        return [{"part": name, "left_out": "it takes 2 GPUs"}]
-    try:
-        for one in part.run(place):
+        for one in _part(name, place):
             results.append({"part": name, **one})
             print(f"{name}: {_line(results[-1])}", file=sys.stderr)
-    except (QuireError, OSError, KeyError, ValueError) as error:
-        results.append({"part": name, "left_out": f"it failed: {type(error).__name__} {error}"[:500]})
-        print(f"{name}: {results[-1]['left_out']}", file=sys.stderr)
+            _save(args, results)
     return results
+
+
+def _part(name: str, place: Place) -> Found:
+    part = PARTS[name]
+    if place.left < (part.least if place.device == "cuda" else LEAST):
+        yield {"left_out": f"{max(place.left, 0.0):.0f} s were left"}
+        return
+    if not place.several and name != "small":
+        yield {"left_out": "it takes 2 GPUs"}
+        return
+    try:
+        yield from part.run(place)
+    except (QuireError, OSError, KeyError, ValueError) as error:
+        yield {"left_out": f"it failed: {type(error).__name__} {error}"[:500]}
 
 
 def _place(found: dict[str, Any], given: Sequence[int] | None, end: float) -> Place:
@@ -292,13 +312,10 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     left = [
         f"left out: {one['part']}, {one.get('what', 'all')}: {one['left_out']}" for one in rest if "left_out" in one
     ]
-    always = f"not measured here: {NOT_HERE}"
-    return "\n".join([*lines, table(head, rows), *left, always])
+    return "\n".join([*lines, table(head, rows), *left, f"not measured here: {NOT_HERE}"])
 
 
-NOT_HERE = (
-    "a step's time by rank (quire bench profile has one rank), sharded products and attention (quire bench kernels)"
-)
+NOT_HERE = "sharded products and attention (quire bench kernels)"
 
 
 def _reached(one: dict[str, Any]) -> str:

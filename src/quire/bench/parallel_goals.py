@@ -33,6 +33,7 @@ GAINS = {2: 1.8, 4: 3.05}  # times one GPU's tokens a second, of Llama-3-8B at f
 EXCHANGES = {"small": (65, 8192), "large": (161, ROW)}  # a step's, and bytes of a row
 START = {"nothing cached": 45.0, "warm": 20.0}  # seconds to the first token
 PEER_START = {2: 154.0, 4: 156.0}
+IDLE = 1.0  # % of a step in which a rank runs no kernel, at most
 DETERMINISTIC = 1.05  # times as long, at most
 
 

@@ -3,15 +3,14 @@ steps, and of the steps that compute prompts.
 
 The step is timed without the profiler; the kernels' times come from profiled steps of the same batch. Kernels that are
 launched early and wait for their predecessors overlap them, so what is summed up is the time in which any kernel runs.
+Of several ranks each is profiled; a kernel in which a rank waits for the others is one that runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from quire.bench.shapes import built
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
 from quire.errors import StartupError
+from quire.parallel.profiled import Profiler
 from quire.vocabulary.params import SamplingParams
 
 ROWS = (1, 32, 256)
@@ -57,8 +57,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
     """Decode steps of `rows` sequences: milliseconds a step, busy milliseconds, and kernels by kind."""
-    import torch
-
     params = SamplingParams(temperature=0, max_tokens=TIMED + PROFILED + WARM + 200, ignore_eos=True, detokenize=False)
     for i in range(rows):
         engine.add(str(i), [(7 * i + j) % 1000 + 10 for j in range(context)], params)
@@ -66,13 +64,11 @@ def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
         engine.step()
     for _ in range(WARM):
         engine.step()
-    torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(TIMED):
         engine.step()
-    torch.cuda.synchronize()
     step = (time.perf_counter() - began) / TIMED
-    found = _kernels(lambda: [engine.step() for _ in range(PROFILED)], PROFILED, step)
+    found = _kernels(engine, lambda: [engine.step() for _ in range(PROFILED)], PROFILED, step)
     for i in range(rows):
         engine.abort(str(i))
     while engine.unfinished:
@@ -82,8 +78,6 @@ def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
 
 def measure_prompts(engine: Engine, count: int, context: int) -> dict[str, Any]:
     """The steps that compute `count` new prompts of `context` tokens each and draw one token after each, together."""
-    import torch
-
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
     def compute(salt: str) -> None:
@@ -93,64 +87,53 @@ def measure_prompts(engine: Engine, count: int, context: int) -> dict[str, Any]:
             engine.step()
 
     compute("warm")
-    torch.cuda.synchronize()
     began = time.perf_counter()
     compute("timed")
-    torch.cuda.synchronize()
     step = time.perf_counter() - began
-    return {"prompt_tokens_per_s": count * context / step, **_kernels(lambda: compute("profiled"), 1, step)}
+    return {"prompt_tokens_per_s": count * context / step, **_kernels(engine, lambda: compute("profiled"), 1, step)}
 
 
-def _kernels(work: Callable[[], object], steps: int, step: float) -> dict[str, Any]:
-    """The kernels of `steps` steps that `work` runs and that take `step` seconds each when nobody looks."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+def _kernels(engine: Engine, work: Callable[[], object], steps: int, step: float) -> dict[str, Any]:
+    """The kernels of `steps` steps that `work` runs and that take `step` seconds each when nobody looks: of the rank
+    that is busy for the longest, and, where there are several, of each."""
+    ask = getattr(engine.runner, "ask", None)
+    if ask is None:
+        profiler = Profiler()
+        profiler.begin()
         work()
-        torch.cuda.synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profile.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    busy = union([(start, end) for start, end, _ in spans]) / 1e3
-    span = (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / 1e3
-    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for start, end, name in spans:
-        kinds[kind(name)][0] += 1
-        kinds[kind(name)][1] += (end - start) / 1e3
+        told = [profiler.end()]
+    else:
+        ask("profile")
+        work()
+        told = ask("profiled")
+    ranks = [_of_step(one, steps, step) for one in told]
+    longest = max(ranks, key=lambda one: float(one["busy_ms"]))
+    return {"step_ms": 1e3 * step, **longest, **({"ranks": ranks} if len(ranks) > 1 else {})}
+
+
+def _of_step(told: dict[str, Any], steps: int, step: float) -> dict[str, Any]:
+    """What a rank's profiler tells of so many steps, by the step."""
+    busy = told["busy_ms"] / steps
     return {
-        "step_ms": 1e3 * step,
-        "busy_ms": busy / steps,
-        "idle_share": max(0.0, 1 - busy / steps / (1e3 * step)),
-        "idle_share_while_profiled": 1 - busy / span,
+        "busy_ms": busy,
+        "idle_share": max(0.0, 1 - busy / (1e3 * step)),
+        "idle_share_while_profiled": 1 - told["busy_ms"] / told["span_ms"] if told["span_ms"] else 1.0,
         "kernels": {
-            name: {"a_step": count / steps, "ms_a_step": ms / steps}
-            for name, (count, ms) in sorted(kinds.items(), key=lambda item: -item[1][1])
+            name: {"a_step": one["count"] / steps, "ms_a_step": one["ms"] / steps}
+            for name, one in told["kernels"].items()
         },
     }
 
 
-def union(spans: list[tuple[float, float]]) -> float:
-    """The time that intervals (start, end) cover together."""
-    covered, reach = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return covered
-
-
-def kind(name: str) -> str:
-    """A kernel's name without what its template was made with."""
-    return re.split(r"[<(]", re.sub(r"^void ", "", name))[0][:60]
-
-
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a batch, then the kernels of each."""
-    head = ("step of", "context", "step ms", "busy ms", "idle", "prompt tokens/s")
+    """A line a batch, of several ranks one for each, then the kernels of each batch."""
+    head = ("step of", "context", "rank", "step ms", "busy ms", "idle", "idle while profiled", "prompt tokens/s")
     lines = [
-        table(head, [(_name(r), r["context"], short(r["step_ms"]), short(r["busy_ms"]), f"{r['idle_share']:.1%}",
-                      short(r.get("prompt_tokens_per_s"))) for r in results])
+        table(head, [
+            (_name(r), r["context"], rank, short(r["step_ms"]), short(one["busy_ms"]), f"{one['idle_share']:.1%}",
+             f"{one['idle_share_while_profiled']:.1%}", short(r.get("prompt_tokens_per_s")))
+            for r in results for rank, one in enumerate(r.get("ranks", [r]))
+        ])
     ]  # fmt: skip
     for result in results:
         kernels = list(result["kernels"].items())[:14]

@@ -44,7 +44,8 @@ def measured(flags: Sequence[str], how: str, max_tokens: int, seconds: float) ->
         ranks = [one for one in processes if "quire.parallel.rank" in one.cmdline()]
         if not ranks:
             raise QuireError("the server has no ranks")
-        under_way = sum(not client.ended for client in clients)
+        if ended := [client for client in clients if client.ended]:
+            raise QuireError(f"{len(ended)} clients ended before the fault: {ended[0].error or 'all tokens came'}")
         began = time.monotonic()
         ranks[-1].send_signal(SIGNALS[how])
         for client in clients:
@@ -57,7 +58,7 @@ def measured(flags: Sequence[str], how: str, max_tokens: int, seconds: float) ->
         ends = sorted(client.ended - began for client in clients if client.ended)
         cause = next((line for line in log.read_text().splitlines() if " rank " in line), "")
         return {
-            "how": how, "clients": CLIENTS, "streaming": under_way,
+            "how": how, "clients": CLIENTS,
             "ended": len(ends), "with_an_error": sum(bool(client.error) for client in clients),
             "first_end_s": ends[0] if ends else None, "last_end_s": ends[-1] if ends else None,
             "said": next((client.error for client in clients if client.error), ""), "health": health,
@@ -86,7 +87,7 @@ def serving(flags: Sequence[str], seconds: float) -> Iterator[tuple[subprocess.P
 
 
 class Stream:
-    """A client that reads one completion, on a thread of its own."""
+    """A client that reads one completion, on a thread of its own. It asks for token ids, as there may be no text."""
 
     def __init__(self, port: int, max_tokens: int) -> None:
         self.chunks, self.ended, self.error = 0, 0.0, ""
@@ -97,14 +98,15 @@ class Stream:
     def _read(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10 * GONE)
         asked = {"prompt": [10 + i for i in range(16)], "max_tokens": self._max_tokens, "ignore_eos": True,
-                 "stream": True}  # fmt: skip
+                 "stream": True, "return_token_ids": True}  # fmt: skip
         try:
             connection.request("POST", "/v1/completions", json.dumps(asked), _headers())
             answer = connection.getresponse()
             for line in answer:
                 if b'"error"' in line:
                     self.error = line.decode(errors="replace")[:300]
-                self.chunks += line.startswith(b"data:")
+                else:
+                    self.chunks += line.startswith(b"data:")
         except (OSError, http.client.HTTPException) as error:
             self.error = self.error or f"{type(error).__name__} {error}"[:300]
         finally:

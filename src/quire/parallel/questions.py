@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire.parallel.profiled import Profiler
+
 Question = Callable[[Any], Any]
 
 
@@ -21,6 +23,8 @@ def _used(runner: Any) -> list[float]:
     return [time.process_time(), pages * mmap.PAGESIZE]
 
 
+_profiler = Profiler()
+
 QUESTIONS: dict[str, Question] = {
     "depth": lambda runner: runner.depth,
     "attention": lambda runner: getattr(runner, "attention", ""),
@@ -28,5 +32,7 @@ QUESTIONS: dict[str, Question] = {
     "notices": lambda runner: list(getattr(runner, "notices", ())),
     "mapped": _mapped,  # where memory is virtual, the fields of vocabulary.plan.Mapped
     "read_bytes": lambda runner: getattr(getattr(runner, "model", None), "read_bytes", 0),  # of the checkpoint
+    "profile": lambda runner: _profiler.begin(),
+    "profiled": lambda runner: _profiler.end(),  # since it was last told to
     "used": _used,  # the fields of vocabulary.plan.RankUse
 }

@@ -1,0 +1,67 @@
+"""What this process's GPU computes between a beginning and an end: each kernel's time, by torch's profiler. For
+benches, of the engine's own process and of ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+MOST_KINDS = 60  # of kernels that are told, those that take most
+
+
+class Profiler:
+    """One at a time."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def begin(self) -> None:
+        """From here on kernels are counted; what was launched before is done."""
+        import torch
+
+        torch.cuda.synchronize()
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profile.__enter__()
+
+    def end(self) -> dict[str, Any]:
+        """Until here. Milliseconds: `busy_ms` in which any kernel ran, `span_ms` from the first to the last, and
+        `kernels` by kind, how many and how long. Kernels that are launched early and wait for their predecessors
+        overlap these."""
+        import torch
+
+        profile, self._profile = self._profile, None
+        assert profile is not None, "it has begun"
+        torch.cuda.synchronize()
+        profile.__exit__(None, None, None)
+        spans = [
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in profile.events() or ()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        for start, end, name in spans:
+            kinds[kind(name)][0] += 1
+            kinds[kind(name)][1] += (end - start) / 1e3
+        most = sorted(kinds.items(), key=lambda item: -item[1][1])[:MOST_KINDS]
+        reach = max((end for _, end, _ in spans), default=0.0) - min((start for start, _, _ in spans), default=0.0)
+        return {
+            "busy_ms": union([(start, end) for start, end, _ in spans]) / 1e3,
+            "span_ms": reach / 1e3,
+            "kernels": {name: {"count": int(count), "ms": ms} for name, (count, ms) in most},
+        }
+
+
+def union(spans: list[tuple[float, float]]) -> float:
+    """The time that intervals (start, end) cover together."""
+    covered, reach = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return covered
+
+
+def kind(name: str) -> str:
+    """A kernel's name without what its template was made with."""
+    return re.split(r"[<(]", re.sub(r"^void ", "", name))[0][:60]
