@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from quire.bench.exchange import WAYS
 from quire.data.kernels.cpu import loading as kernels
+from quire.data.layers.cut import columns
+from quire.data.layers.linear import Linear
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import join
 from quire.parallel import rank
@@ -56,6 +59,9 @@ class Timed:
     def warm_up(self, rows: int, way: int) -> None:
         """Measure. What can't be measured here says why, on all ranks alike."""
         name = WAYS[way]
+        if name == "beside a product":
+            self.found = self._beside(rows)
+            return
         torch.manual_seed(rows)
         first = torch.randn(rows, SIZE).to(self.device, DTYPE)
         torch.manual_seed(rows + 1 + self.part.rank)
@@ -71,7 +77,8 @@ class Timed:
         x = first.clone()
         out = call(x, given)
         self.found = {"bits": _bits(x, out), "exact": torch.equal(x.cpu(), self._expected(first, delta))}
-        self.found["us"] = self._spent(call, x, given.zero_())  # some ways add in place
+        given.zero_()  # some ways add in place
+        self.found["us"] = self._spent(lambda: call(x, given), captured=True)
         self.exchange.check()
 
     def _way(self, name: str, delta: Tensor) -> tuple[Call, Tensor]:
@@ -111,11 +118,44 @@ class Timed:
             total += other
         return first.cpu() + total.to(DTYPE)
 
-    def _spent(self, call: Call, x: Tensor, delta: Tensor) -> list[float]:
-        """Microseconds of a call, of each round: in a graph, or one after another where there are none."""
+    def _beside(self, rows: int) -> dict[str, Any]:
+        """A product whose rows ranks add up, with the norm behind, as prompts have it: with the sums taken by the way
+        (`us`), and what of that time is hidden which NCCL's sum takes behind the product."""
+        if self.device.type != "cuda" or self.group is None:
+            return {"missing": "it is hidden by GPUs, beside NCCL"}
+        ours, plain, group = *self.norms, self.group
+        product = Linear(columns(self.part, SIZE), SIZE, False, DTYPE, self.device)
+        torch.manual_seed(self.part.rank)
+        torch.nn.init.normal_(product.weight, std=SIZE**-0.5)
+        inputs = torch.randn(rows, SIZE // self.part.ranks, device=self.device, dtype=DTYPE)
+        product.prepare()
+        join(product, self.exchange)
+        if product.sending is None or not product.sending.pieces(rows, rows * SIZE * DTYPE.itemsize):
+            return {"missing": "nothing carries them"}
+        first = torch.ones(rows, SIZE, device=self.device, dtype=DTYPE)
+        x = first.clone()
+        out = ours(x, product(inputs))
+        found: dict[str, Any] = {"bits": _bits(x, out)}
+        found["exact"] = torch.equal(x.cpu(), self._expected(first, product._product(inputs)))
+
+        def alone() -> Tensor:
+            return product._product(inputs)
+
+        spent = {
+            "product, norm": self._spent(lambda: plain(x, alone())),
+            "NCCL between": self._spent(lambda: plain(x, group.add(alone()))),
+            "carried": self._spent(lambda: ours(x, product(inputs))),
+        }
+        self.exchange.check()
+        least, most, now = (median(one) for one in spent.values())
+        return {**found, "us": spent["carried"], "hidden": (most - now) / (most - least), "parts_us": spent}
+
+    def _spent(self, call: Callable[[], object], captured: bool = False) -> list[float]:
+        """Microseconds of a call, of each round: one after another, or `captured` in a graph, on GPUs."""
         cuda, spans = self.device.type == "cuda", []
-        once = _captured(lambda: call(x, delta)) if cuda else lambda: call(x, delta)
-        number = REPLAYS if cuda else ON_CPU
+        captured = captured and cuda
+        once = _captured(call) if captured else call
+        number = REPLAYS if captured else ON_CPU
         for _ in range(ROUNDS):
             self.host.meet()
             began = time.perf_counter()
@@ -127,7 +167,7 @@ class Timed:
             if cuda:
                 end.record()
                 end.synchronize()
-                spans.append(1e3 * start.elapsed_time(end) / (number * CALLS))
+                spans.append(1e3 * start.elapsed_time(end) / (number * (CALLS if captured else 1)))
             else:
                 spans.append(1e6 * (time.perf_counter() - began) / number)
         return spans

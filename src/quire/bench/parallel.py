@@ -77,6 +77,10 @@ def _exchange(place: Place) -> Found:
                 done = {"value": float(one["calls"]), "unit": "calls"} if "calls" in one else {}
                 yield {"ranks": ranks, "what": f"{one['way']}, {one['rows']} rows", **done, **one}
                 continue
+            if "hidden" in one:
+                yield {"ranks": ranks, "what": f"of a sum hidden {one['way']}, {one['rows']} rows",
+                       "value": 100 * one["hidden"], "unit": "%", **place.beside(goals.HIDDEN), **one}  # fmt: skip
+                continue
             index = exchange.ROWS.index(one["rows"])
             goal = goals.exchange_goal(ranks, index, one["rows"], place.link) if one["way"] == "quire" else None
             yield {"ranks": ranks, "what": f"{one['way']}, {one['rows']} rows", "value": one["us"], "unit": "us",
@@ -102,11 +106,7 @@ def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[
         held = goals.LARGE if which == "large" else goals.SMALL
         alone: dict[str, float] = {}
         for ranks in counts(place):
-            try:
-                results = _bench(flags, workloads, ranks, place)
-            except QuireError as error:
-                yield {"ranks": ranks, "what": which, "left_out": str(error)}
-                continue
+            results, why = _bench(flags, workloads, ranks, place)
             for result in results:
                 name, (value, unit) = result["workload"], _value(result)
                 goal = held.get(name, Goal({}))
@@ -117,6 +117,8 @@ def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[
                 asked = goals.rescaled(goal, ranks, which, place.link)
                 yield {"ranks": ranks, "what": f"{which}, {name}", "value": value, "unit": unit, "low": unit == "ms",
                        **place.beside(asked, goal.peer.get(ranks)), "run": result}  # fmt: skip
+            if why:
+                yield {"ranks": ranks, "what": which, "left_out": why}
 
     return measure
 
@@ -157,7 +159,9 @@ def _deterministic(place: Place) -> Found:
     flags, workloads = place.model("small")
     for ranks in place.several[:1]:
         runs = [_bench((*flags, *more), workloads[:2], ranks, place) for more in ((), ("--deterministic",))]
-        for plain, ordered in zip(*runs, strict=True):
+        if why := runs[0][1] or runs[1][1]:
+            yield {"ranks": ranks, "what": "--deterministic", "left_out": why}
+        for plain, ordered in zip(runs[0][0], runs[1][0]):
             ratio = ordered["median"]["seconds"] / plain["median"]["seconds"]
             yield {"ranks": ranks, "what": f"--deterministic, {plain['workload']}", "value": ratio, "unit": "times",
                    "low": True, **place.beside(goals.DETERMINISTIC),
@@ -253,15 +257,21 @@ def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
         write(Path(args.out), document("parallel", "quire bench", args.said, results))
 
 
-def _bench(flags: Sequence[str], workloads: Sequence[str], ranks: int, place: Place) -> list[dict[str, Any]]:
-    """`quire bench throughput` on so many ranks: each workload's result."""
+def _bench(
+    flags: Sequence[str], workloads: Sequence[str], ranks: int, place: Place
+) -> tuple[list[dict[str, Any]], str]:
+    """`quire bench throughput` on so many ranks: the results of the workloads, and why there aren't more, if so."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         named = [word for name in (WARMING, *workloads) for word in ("--workload", name)]
         args = ("bench", "throughput", "--tp", str(ranks), *flags, *named, "--repeat", "1", "--warmup", "0")
-        _ran((*args, "--out", str(out)), place)
-        results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
-        return results[1:]
+        why = ""
+        try:
+            _ran((*args, "--out", str(out)), place)
+        except QuireError as error:
+            why = str(error)
+        results: list[dict[str, Any]] = json.loads(out.read_text())["results"] if out.exists() else []
+        return results[1:], why
 
 
 def _ran(args: Sequence[str], place: Place, **more: str) -> subprocess.CompletedProcess[str]:

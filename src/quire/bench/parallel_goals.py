@@ -26,13 +26,14 @@ LARGE = {  # Llama-3-70B, by workload
     "fixed:1000:128@32": Goal({2: 5900, 4: 11_000}, {2: 5364, 4: 9272}),
     "fixed:1024:128@512": Goal({2: 8300, 4: 15_700}, {2: 7403, 4: 14_265}),
     "fixed:128:1024@256": Goal({2: 5900, 4: 10_400}, {2: 5141, 4: 8990}, steps=1152 / 1024),
-    "fixed:8192:1@8": Goal({2: 9000, 4: 17_000}),
+    "fixed:8191:1@8": Goal({2: 9000, 4: 17_000}),
 }
 SMALL = {"fixed:128:128@1": Goal({1: 3.93, 2: 2.5, 4: 1.65}, low=True)}  # Llama-3-8B
 GAINS = {2: 1.8, 4: 3.05}  # times one GPU's tokens a second, of Llama-3-8B at fixed:1024:128@512
 EXCHANGES = {"small": (65, 8192), "large": (161, ROW)}  # a step's, and bytes of a row
 START = {"nothing cached": 45.0, "warm": 20.0}  # seconds to the first token
 PEER_START = {2: 154.0, 4: 156.0}
+HIDDEN = 60.0  # % of a sum that computation hides, in prompts
 IDLE = 1.0  # % of a step in which a rank runs no kernel, at most
 DETERMINISTIC = 1.05  # times as long, at most
 

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench import served
 from quire.bench.client import Asking, Client, progress
-from quire.bench.document import short, table
+from quire.bench.document import document, short, table, write
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
@@ -73,7 +74,8 @@ def serve(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
-    """Every --workload, --repeat times after --warmup runs: the run of median duration, and all runs."""
+    """Every --workload, --repeat times after --warmup runs: the run of median duration, and all runs. With --out the
+    document is written after each workload."""
     if args.repeat < 1 or args.warmup < 0:
         raise StartupError(f"--repeat is {args.repeat} and --warmup {args.warmup}", "Repeat at least 1, warm up 0")
     config = config_from(args)
@@ -84,9 +86,10 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
         raise StartupError("--url is given with --n, --best-of or --beam-width", "Measure those in this process")
     results = []
     with _server(url, args, config, workloads) if url else _engine(config, decoding) as target:
-        for workload in workloads:
-            jobs = target.jobs(workload, config.seed)
+        asked = [(workload, target.jobs(workload, config.seed)) for workload in workloads]
+        for workload, jobs in asked:
             _check_lengths(workload, jobs, target.max_len)
+        for workload, jobs in asked:
             load = loads(workload, config.seed)
             for _ in range(args.warmup):
                 target.attempt(jobs, load)
@@ -94,6 +97,8 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
             median = sorted(runs, key=lambda run: float(run["seconds"]))[(len(runs) - 1) // 2]
             shown = {} if decoding.plain else {"decoding": decoding._asdict()}
             results.append({"workload": workload.name, **shown, **target.facts(), "median": median, "runs": runs})
+            if args.out:  # also if the next one fails
+                write(Path(args.out), document(args.entry, "quire bench", args.said, results))
     return results
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,12 @@ from quire.parallel.group import Group
 from quire.parallel.shared import AT_START, SharedExchange
 from quire.vocabulary.layout import Part
 
+if TYPE_CHECKING:
+    from quire.parallel.carrier import Carrier
+
 LARGE = 16 << 20
-"""Bytes from which on sums are NCCL's."""
+"""Bytes from which on sums are NCCL's, or carried, where two ranks have a product computed in pieces."""
+REHEARSED = 1 << 20  # bytes of `Peers.more`, for a row
 
 
 class DeviceExchange:
@@ -29,14 +33,23 @@ class DeviceExchange:
         self.part, self.device, self.host, self.group = part, device, host, group
         self.peers, self._error = peers, None if peers is None else peers.error
         self.alone, self.pdl = False, False
+        self.carrier: Carrier | None = None
         if peers is not None:
             from quire.data.kernels.triton import reduce
             from quire.data.kernels.triton.launch import early
 
             self.kernels, self.pdl = reduce, device.type == "cuda" and early(device)
+            if peers.more:
+                from quire.parallel.carrier import Carrier
+
+                self.carrier = Carrier(peers, device)
 
     def add(self, x: Tensor) -> Tensor:
         """See quire.data.layers.exchange."""
+        if self.carrier is not None and self.carrier.delta is not None:
+            if self.carrier.delta is x:
+                return self.carrier.finish(None, None, None, 0.0, None)
+            self.carrier.drop()
         if self._through_group(x):
             return x if self.alone or self.group is None else self.group.add(x)
         dense = x.contiguous()
@@ -51,9 +64,27 @@ class DeviceExchange:
     ) -> Tensor | None:
         """x [T, size] += the sum of all ranks' delta, in place, and the norm of that, in one launch: see
         kernels.triton.reduce.add_norm. None where that isn't done: `add` comes first then."""
+        if self.carrier is not None:
+            if self.carrier.delta is delta:
+                return self.carrier.finish(x, weight, bias, eps, behind)
+            self.carrier.drop()
+            if self.alone:
+                self.carrier.rehearse(self.peers, x, delta, weight, bias, eps, behind)
         if self._through_group(x) or not self.kernels.shape_of(self.part.ranks, x.shape[1], x.itemsize).parts:
             return None
         return self.kernels.add_norm(self.peers, x, delta, weight, bias, eps, behind=behind, pdl=self.pdl)
+
+    def pieces(self, rows: int, nbytes: int) -> tuple[slice, ...]:
+        """In what pieces a product is to be computed that is to be added up over ranks, of so many rows and bytes in
+        all, each of which `send` is then given; none: as a whole, and nothing is sent before `add` or `normed`."""
+        if self.carrier is None or self.alone or nbytes <= LARGE:
+            return ()
+        return self.carrier.pieces(rows, nbytes)
+
+    def send(self, delta: Tensor, rows: slice) -> None:
+        """Begin to exchange these rows of delta, the next of its `pieces`."""
+        assert self.carrier is not None, "there are no pieces without"
+        self.carrier.send(delta, rows)
 
     def gather(self, x: Tensor) -> Tensor:
         """See quire.data.layers.exchange."""
@@ -86,10 +117,10 @@ class DeviceExchange:
             self.host.meet(AT_START)
         peers = self.peers
         if peers is not None:
-            scratch = torch.zeros(self.kernels.BYTES, dtype=torch.uint8, device=self.device)
+            scratch = torch.zeros(self.kernels.BYTES + REHEARSED, dtype=torch.uint8, device=self.device)
             table = torch.full_like(peers.table, scratch.data_ptr())
             counters, error = torch.zeros_like(peers.counters), torch.zeros_like(peers.counters)
-            self.peers = peers._replace(table=table, counters=counters, error=error, polls=0)
+            self.peers = peers._replace(table=table, counters=counters, error=error, polls=0, more=REHEARSED)
         self.alone = True
         try:
             yield

@@ -81,6 +81,17 @@ def free(address: int) -> None:
         _call("cuMemFree_v2", ctypes.c_uint64(address))
 
 
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy from one device's memory to its own or another's, on a stream, by a copy engine."""
+    _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes),
+          ctypes.c_void_p(stream))  # fmt: skip
+
+
+def write(address: int, value: int, stream: int) -> None:
+    """Write 8 bytes, on a stream: whoever sees them sees what came before on the stream, too."""
+    _call("cuStreamWriteValue64_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint64(value), 0)
+
+
 def atomics(here: int, there: int) -> bool:
     """Whether device `here` changes device `there`'s memory atomically, as it does over NVLink."""
     value = ctypes.c_int()

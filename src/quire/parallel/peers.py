@@ -12,18 +12,21 @@ from quire.parallel.peer_memory import HANDLE, PeerError
 from quire.parallel.shared import SharedExchange
 from quire.vocabulary.layout import Part
 
+MORE = 256 << 20  # bytes, of two ranks: each half holds 8,192 rows of 8,192 numbers
+
 
 def open_peers(
     part: Part, device: torch.device, indices: Sequence[int], host: SharedExchange, seconds: float
 ) -> tuple[Any, str]:
     """A kernels.triton.reduce.Peers, or None and why there is none, alike on all ranks. `indices`: the ranks' GPUs."""
-    from quire.data.kernels.triton import reduce
+    from quire.data.kernels.triton import carried, reduce
 
     why = _unreachable(part, indices)
     mine = b""
+    more = MORE if part.ranks == carried.RANKS else 0
     if not why:
         try:
-            address, mine = peer_memory.export(reduce.BYTES)
+            address, mine = peer_memory.export(reduce.BYTES + more)
         except PeerError as error:
             why = str(error)
     handles = host.gather(torch.tensor(list(mine.ljust(HANDLE, b"\0")), dtype=torch.uint8))
@@ -36,6 +39,8 @@ def open_peers(
         for rank in range(part.ranks):
             theirs = bytes(handles[rank].tolist())
             addresses.append(address if rank == part.rank else peer_memory.opened(theirs))
+            if more:  # where it is refused, it is so now
+                peer_memory.write(addresses[-1] + carried.flag_at(0, 0), 0, 0)
     except PeerError as error:
         why = str(error)
     if not _all_well(why, host):
@@ -51,7 +56,7 @@ def open_peers(
         1, dtype=torch.int64, pin_memory=device.type == "cuda"
     )  # the host reads it without asking the device
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return reduce.Peers(table, counters, word, part.rank, part.ranks, polls), ""
+    return reduce.Peers(table, counters, word, part.rank, part.ranks, polls, tuple(addresses), more), ""
 
 
 def _unreachable(part: Part, indices: Sequence[int]) -> str:

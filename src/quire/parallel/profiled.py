@@ -38,7 +38,7 @@ class Profiler:
         spans = [
             (event.time_range.start, event.time_range.end, event.name)
             for event in profile.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA
+            if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         ]
         kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         for start, end, name in spans:

@@ -37,6 +37,18 @@ class Exchange(Protocol):
         ...
 
 
+class Sending(Protocol):
+    """An Exchange's, where what ranks add up can be sent while it is computed. All ranks send the same."""
+
+    def pieces(self, rows: int, nbytes: int) -> tuple[slice, ...]:
+        """In what pieces of so many rows, which have nbytes, a product is to be computed; none: as a whole."""
+        ...
+
+    def send(self, delta: Tensor, rows: slice) -> None:
+        """Send a piece of delta, which is to be the next to be added up."""
+        ...
+
+
 def gathered(logits: Tensor, vocabulary: Cut, exchange: Exchange | None) -> Tensor:
     """The logits [R, vocab_size] of which these are one rank's [R, its rows of the vocabulary], without padding; the
     same tensor where nobody has others."""

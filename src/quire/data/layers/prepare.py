@@ -50,5 +50,7 @@ def join(model: nn.Module, exchange: Exchange) -> None:
             module.exchange = exchange
         if isinstance(module, RMSNorm | LayerNorm):
             module.normed = getattr(exchange, "normed", None)
+        if isinstance(module, Linear) and module.columns.divided and hasattr(exchange, "send"):
+            module.sending = exchange
     for holder in (model, getattr(model, "text", model)):
         holder.__dict__["exchange"] = exchange

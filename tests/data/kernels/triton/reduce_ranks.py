@@ -5,6 +5,7 @@ processes are forked, so they have the memory at one address. Each prints nothin
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from quire.data.kernels.triton import norm, reduce
+from quire.data.kernels.triton import carried, norm, reduce
 
 EPS = 1e-5
-MOST = 8 << 20  # bytes of a tensor
+MORE = 1 << 16  # bytes for rows that are carried
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -40,18 +41,23 @@ class Rank:
         self.counters = torch.zeros(reduce.PROGRAMS, dtype=torch.int64)
         self.error = torch.zeros(1, dtype=torch.int64)
         table = torch.tensor(addresses, dtype=torch.int64)
-        self.peers = reduce.Peers(table, self.counters, self.error, rank, ranks, polls)
+        self.peers = reduce.Peers(table, self.counters, self.error, rank, ranks, polls, tuple(addresses), MORE)
         self.case = 0
 
     def every(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """What each rank has."""
+        """What each rank has; zeros of both signs are among it, also at one place of all ranks."""
         self.case += 1
-        return [random(*shape, seed=100 * self.case + rank, dtype=dtype) for rank in range(self.peers.ranks)]
+        every = [random(*shape, seed=100 * self.case + rank, dtype=dtype) for rank in range(self.peers.ranks)]
+        for rank, one in enumerate(every):
+            flat = one.view(-1)
+            flat[rank::5], flat[4::7], flat[5::7] = 0, -0.0, 0.0
+        return every
 
     def add(self, rows: int, size: int, shots: int, dtype: torch.dtype = torch.float32) -> None:
         every = self.every(rows, size, dtype=dtype)
-        got = reduce.add(self.peers, every[self.peers.rank].clone(), shots=shots)
-        assert torch.equal(got, summed(every)), f"{rows} rows of {size}, {shots} shots: sums differ"
+        got, want = reduce.add(self.peers, every[self.peers.rank].clone(), shots=shots), summed(every)
+        assert torch.equal(got, want), f"{rows} rows of {size}, {shots} shots: sums differ"
+        assert not (got[want == 0]).signbit().any(), f"{rows} rows of {size}, {shots} shots: a zero has a sign"
 
     def norm(self, rows: int, size: int, shots: int, kind: str) -> None:
         every, x, weight = self.every(rows, size), random(rows, size, seed=1), random(size, seed=2)
@@ -108,6 +114,42 @@ def early(rank: Rank) -> None:
         rank.gather(4, dtype=torch.int32)
 
 
+def by_carriers(rank: Rank) -> None:
+    """Rows that come piece by piece, some late, with flags; regions are used in turn."""
+    if rank.peers.ranks != carried.RANKS:
+        return
+    size, piece = 48, 2
+    for call, kind in enumerate(("rms", "layer", "behind", "sum", "rms"), 1):
+        rows = 2 * piece + call % 3
+        every, x, weight = rank.every(rows, size), random(rows, size, seed=1), random(size, seed=2)
+        bias = random(size, seed=3) if kind == "layer" else None
+        behind = random(size, seed=4) if kind == "behind" else None
+        mine, there = every[rank.peers.rank], rank.peers.addresses[1 - rank.peers.rank]
+        for at in range(0, rows, piece):
+            time.sleep(0.02 * ((call + rank.peers.rank) % 2))
+            some = mine[at : at + piece].contiguous()
+            target = there + carried.rows_at(rank.peers, call % 2) + at * size * 4
+            ctypes.memmove(target, some.data_ptr(), some.nbytes)
+            ctypes.c_int64.from_address(there + carried.flag_at(call % 2, at // piece)).value = call
+        want_x, total = x.clone(), summed(every)
+        if kind == "sum":
+            carried.add_norm(rank.peers, call, piece, None, mine, None, None, 0.0, None, None)
+            assert torch.equal(mine, total), "the sum differs"
+            continue
+        got = torch.empty_like(x)
+        carried.add_norm(rank.peers, call, piece, x, mine, weight, bias, EPS, behind, got)
+        if bias is not None:
+            want = norm.layer_norm(want_x, weight, bias, EPS, delta=total)
+        else:
+            want = norm.rms_norm(want_x, weight, EPS, delta=total, behind=behind)
+        assert torch.equal(x, want_x), f"{kind}, call {call}: x differs"
+        assert torch.equal(got, want), f"{kind}, call {call}: norms differ"
+    assert rank.error.item() == 0, "somebody was waited for in vain"
+    missed = rank.peers._replace(polls=20)
+    carried.add_norm(missed, 6, 1, None, torch.ones(1, size), None, None, 0.0, None, None)
+    assert rank.error.item() == 2 - rank.peers.rank, f"the other is missed, and the word is {rank.error.item()}"
+
+
 def silent(rank: Rank) -> None:
     """One that never comes is told of, and nobody waits for ever."""
     if rank.peers.rank:
@@ -117,7 +159,7 @@ def silent(rank: Rank) -> None:
 
 def forked(ranks: int, work: Callable[[Rank], None]) -> int:
     """How many ranks failed."""
-    shared = [mmap.mmap(-1, reduce.BYTES) for _ in range(ranks)]
+    shared = [mmap.mmap(-1, reduce.BYTES + MORE) for _ in range(ranks)]
     addresses = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in shared]
     children = []
     for rank in range(ranks):
@@ -136,5 +178,5 @@ def forked(ranks: int, work: Callable[[Rank], None]) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     reduce.PROGRAMS = 8  # the interpreter runs one after another
-    failed = [work.__name__ for work in (cases, early, silent) if forked(int(sys.argv[1]), work)]
+    failed = [work.__name__ for work in (cases, early, by_carriers, silent) if forked(int(sys.argv[1]), work)]
     sys.exit(", ".join(failed) or 0)

@@ -1,12 +1,17 @@
 """Sums and gathers over GPUs that reach each other's memory: each writes what it has into the others' exchange memory,
-signals, waits for their signals, and goes on alone. The sum is followed by the residual sum and the norm of
-`kernels.triton.norm` in the same launch.
+and goes on alone once theirs has come. The sum is followed by the residual sum and the norm of `kernels.triton.norm` in
+the same launch.
 
 Exchange memory, one piece a rank, which all ranks can write: FLAGS for each program, then for each program two regions
-that are used in turn. Who writes into a region for the second time has heard of the others' call in between, which they
-begin when they have read it. So the same program of all ranks must meet in the same calls: ranks launch the same, in
-the same order, on one stream for one exchange memory. How many calls a program had, which says the turn too, is counted
-on the device; nothing that a graph captures depends on it.
+that are used in turn, and two more for sums that are sent whole. Who writes into a region for the second time has heard
+of the others' call in between, which they begin when they have read it. So the same program of all ranks must meet in
+the same calls: ranks launch the same, in the same order, on one stream for one exchange memory. How many calls a
+program had, which says the turn too, is counted on the device; nothing that a graph captures depends on it.
+
+What is sent whole needs no signal, whose way there takes as long as the numbers': its region holds zeros while nothing
+has come, and a zero among the numbers is sent as -0. Who has read it puts the zeros back.
+
+A kernel lets the next one begin as soon as all its programs have: then none of them waits for room.
 
 Sums are taken in fp32 and in rank order, by every rank (one-shot) or for all ranks by the one that has these columns
 (two-shot), and rounded once: the same bits everywhere, either way, and those of quire.parallel.shared.
@@ -29,7 +34,8 @@ PROGRAMS = 128  # at most; all of a launch run at a time on every GPU that has p
 MOST = 8  # ranks
 REGION = 128 * 1024  # bytes of a program's exchange memory, of each of two turns
 FLAGS = PROGRAMS * 2 * MOST * 8  # bytes; by program, phase and rank
-BYTES = FLAGS + PROGRAMS * 2 * REGION
+WHOLE = FLAGS + PROGRAMS * 2 * REGION  # where the regions of what is sent whole begin
+BYTES = WHOLE + PROGRAMS * 2 * REGION
 POLLS = 1 << 20  # of a flag in a second, about
 ONE_SHOT = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}  # bytes that are at most sent whole, by ranks
 FEW = 1 << 17  # the same of more ranks
@@ -39,7 +45,8 @@ WORDS = 1024  # that a program gathers at once
 class Peers(NamedTuple):
     """One rank's end: `table` [ranks] int64 are the addresses of all ranks' exchange memories, as this rank reaches
     them, `counters` [PROGRAMS] int64 its own, zeros at first, and `error` [1] int64 tells who was waited for in vain,
-    from 1 on. `polls` is how often a flag is looked at."""
+    from 1 on. `polls` is how often a flag is looked at. `addresses` are those of the table, for the host, and behind
+    BYTES there are `more` bytes for kernels.triton.carried."""
 
     table: Tensor
     counters: Tensor
@@ -47,6 +54,8 @@ class Peers(NamedTuple):
     rank: int
     ranks: int
     polls: int
+    addresses: tuple[int, ...] = ()
+    more: int = 0
 
 
 @triton.jit
@@ -76,14 +85,28 @@ def _meet(table, error, me, program, phase: tl.constexpr, epoch, polls, RANKS: t
 
 
 @triton.jit
-def _at(table, rank, offset, like):
+def at(table, rank, offset, like):
     """The address `offset` bytes behind the exchange memory's begin, for numbers as `like` points to."""
     return tl.multiple_of((tl.load(table + rank) + offset).to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
 @triton.jit
-def _finish(
-    total, row, x, behind, weight, bias, out, delta, x_stride, delta_stride, out_stride, eps,
+def scales(weight, bias, behind, columns, inside, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr):
+    """A norm's weight, its bias, and the weight of the norm before it, as far as there are such."""
+    scale = tl.zeros(columns.shape, tl.float32)
+    shift, added_scale = scale, scale
+    if NORM:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        if LAYER:
+            shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if BEHIND:
+            added_scale = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
+    return scale, shift, added_scale
+
+
+@triton.jit
+def finish(
+    total, row, x, out, delta, scale, shift, added_scale, x_stride, delta_stride, out_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
     """What is done with a row's sum, which has delta's dtype: it takes delta's place; NORM: x is increased, and its
@@ -91,12 +114,6 @@ def _finish(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     if NORM:
-        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-        shift, added_scale = scale, scale
-        if LAYER:
-            shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-        if BEHIND:
-            added_scale = tl.load(behind + columns, mask=inside, other=0.0).to(tl.float32)
         values = residual(x + row * x_stride + columns, total, added_scale, eps, inside, SIZE, BEHIND)
         result = normed(values, scale, shift, eps, inside, SIZE, LAYER)
         tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
@@ -105,19 +122,41 @@ def _finish(
 
 
 @triton.jit
+def rounded(total, like):
+    """A sum as it is told: of zeros, whatever their signs, it is 0."""
+    return tl.where(total == 0, 0.0, total).to(like.dtype.element_ty)
+
+
+@triton.jit
 def _sum(own, theirs, table, me, region, stride, inside, RANKS: tl.constexpr):
     """In fp32 and in rank order: this rank's numbers at `own`, the others' `stride` bytes apart in a region, at
     `theirs`; rounded."""
     for r in tl.static_range(RANKS):
         mine = tl.load(own, mask=inside & (me == r), other=0.0)
-        other = tl.load(_at(table, me, region + r * stride, own) + theirs, mask=inside & (me != r), other=0.0,
+        other = tl.load(at(table, me, region + r * stride, own) + theirs, mask=inside & (me != r), other=0.0,
                         cache_modifier=".cg")  # fmt: skip
         part = tl.where(me == r, mine, other).to(tl.float32)
         if r == 0:
             total = part
         else:
             total += part
-    return total.to(own.dtype.element_ty)
+    return rounded(total, own)
+
+
+@triton.jit
+def _come(place, inside, error, rank, polls):
+    """The words that `rank` sends to `place`, once none of them is 0; there are zeros again then."""
+    words = tl.load(place, mask=inside, other=1, volatile=True)
+    missing, left = tl.max((words == 0).to(tl.int32), axis=0), polls
+    while (missing > 0) & (left > 0):
+        words = tl.load(place, mask=inside, other=1, volatile=True)
+        missing = tl.max((words == 0).to(tl.int32), axis=0)
+        left -= 1
+    if missing > 0:  # noqa: SIM102
+        if tl.load(error) == 0:  # the first cause is kept
+            tl.store(error, rank + 1)
+    tl.store(place, tl.zeros_like(words), mask=inside)
+    return words
 
 
 @quick
@@ -126,30 +165,42 @@ def _one_shot(
     x, delta, behind, weight, bias, out, table, counters, error, me, polls, rows,
     x_stride, delta_stride, out_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
-    RANKS: tl.constexpr, PLACE: tl.constexpr, HOLD: tl.constexpr,
-    MOST: tl.constexpr, FLAGS: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, PLACE: tl.constexpr, HOLD: tl.constexpr, WORD: tl.constexpr,
+    WHOLE: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows program, program + programs, ...; each lies in PLACE bytes, a rank's in HOLD."""
+    """Rows program, program + programs, ...; each lies in PLACE bytes, a rank's in HOLD. WORD: an integer as long as a
+    number."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
+    scale, shift, added_scale = scales(weight, bias, behind, columns, inside, NORM, BEHIND, LAYER)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    own = delta.to(tl.pointer_type(WORD))
+    zero = tl.full(columns.shape, -(1 << (WORD.primitive_bitwidth - 1)), WORD)  # -0
     epoch = tl.load(counters + program) + 1
-    region = FLAGS + (program * 2 + epoch % 2) * REGION
+    region = WHOLE + (program * 2 + epoch % 2) * REGION
     place = region + me * HOLD
     for row in range(program, rows, programs):
-        values = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
+        words = tl.load(own + row * delta_stride + columns, mask=inside, other=0)
+        words = tl.where(words == 0, zero, words)
         for r in tl.static_range(RANKS):
             if r != me:
-                tl.store(_at(table, r, place, delta) + columns, values, mask=inside)
+                tl.store(at(table, r, place, own) + columns, words, mask=inside)
         place += PLACE
-    _meet(table, error, me, program, 0, epoch, polls, RANKS, MOST)
     place = region
     for row in range(program, rows, programs):
-        total = _sum(delta + row * delta_stride + columns, columns, table, me, place, HOLD, inside, RANKS)
-        _finish(total, row, x, behind, weight, bias, out, delta, x_stride, delta_stride, out_stride, eps,
-                SIZE, BLOCK, NORM, BEHIND, LAYER)  # fmt: skip
+        mine = tl.load(own + row * delta_stride + columns, mask=inside, other=0)
+        total = tl.zeros(columns.shape, tl.float32)
+        for r in tl.static_range(RANKS):
+            words = mine
+            if r != me:
+                words = _come(at(table, me, place + r * HOLD, own) + columns, inside, error, r, polls)
+            total += words.to(delta.dtype.element_ty, bitcast=True).to(tl.float32)
+        finish(rounded(total, delta), row, x, out, delta, scale, shift, added_scale,
+                x_stride, delta_stride, out_stride, eps, SIZE, BLOCK, NORM, BEHIND, LAYER)  # fmt: skip
         place += PLACE
     tl.store(counters + program, epoch)
 
@@ -166,10 +217,13 @@ def _two_shot(
     """The same in two phases: rank r sums columns r * WIDTH and so on, PART a power of two, and sends the sums. What is
     to be summed lies in PLACE / RANKS bytes a row and HOLD a rank; behind it whole rows of sums."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     columns, few = tl.arange(0, BLOCK), tl.arange(0, PART)
     inside = columns < SIZE
+    scale, shift, added_scale = scales(weight, bias, behind, columns, inside, NORM, BEHIND, LAYER)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     epoch = tl.load(counters + program) + 1
     region = FLAGS + (program * 2 + epoch % 2) * REGION
     place = region + me * HOLD
@@ -178,7 +232,7 @@ def _two_shot(
             if r != me:
                 real = (few < WIDTH) & (r * WIDTH + few < SIZE)
                 values = tl.load(delta + row * delta_stride + r * WIDTH + few, mask=real, other=0.0)
-                tl.store(_at(table, r, place, delta) + few, values, mask=real)
+                tl.store(at(table, r, place, delta) + few, values, mask=real)
         place += PLACE // RANKS
     _meet(table, error, me, program, 0, epoch, polls, RANKS, MOST)
     place, sums = region, region + RANKS * HOLD
@@ -187,14 +241,14 @@ def _two_shot(
         own = delta + row * delta_stride + me * WIDTH + few
         total = _sum(own, few, table, me, place, HOLD, real, RANKS)
         for r in tl.static_range(RANKS):
-            tl.store(_at(table, r, sums, delta) + me * WIDTH + few, total, mask=real)
+            tl.store(at(table, r, sums, delta) + me * WIDTH + few, total, mask=real)
         place += PLACE // RANKS
         sums += PLACE
     _meet(table, error, me, program, 1, epoch, polls, RANKS, MOST)
     sums = region + RANKS * HOLD
     for row in range(program, rows, programs):
-        total = tl.load(_at(table, me, sums, delta) + columns, mask=inside, other=0.0, cache_modifier=".cg")
-        _finish(total, row, x, behind, weight, bias, out, delta, x_stride, delta_stride, out_stride, eps,
+        total = tl.load(at(table, me, sums, delta) + columns, mask=inside, other=0.0, cache_modifier=".cg")
+        finish(total, row, x, out, delta, scale, shift, added_scale, x_stride, delta_stride, out_stride, eps,
                 SIZE, BLOCK, NORM, BEHIND, LAYER)  # fmt: skip
         sums += PLACE
     tl.store(counters + program, epoch)
@@ -209,6 +263,7 @@ def _gather(
 ):  # fmt: skip
     """BLOCK numbers at once, of `count`; a rank's lie in HOLD bytes."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     epoch = tl.load(counters + program) + 1
@@ -221,7 +276,7 @@ def _gather(
         tl.store(out + me * count + columns, values, mask=inside)
         for r in tl.static_range(RANKS):
             if r != me:
-                tl.store(_at(table, r, place, x) + tl.arange(0, BLOCK), values, mask=inside)
+                tl.store(at(table, r, place, x) + tl.arange(0, BLOCK), values, mask=inside)
         place += BLOCK * 4
     _meet(table, error, me, program, 0, epoch, polls, RANKS, MOST)
     place = region
@@ -230,7 +285,7 @@ def _gather(
         inside = columns < count
         for r in tl.static_range(RANKS):
             if r != me:
-                theirs = _at(table, me, place + r * HOLD, x) + tl.arange(0, BLOCK)
+                theirs = at(table, me, place + r * HOLD, x) + tl.arange(0, BLOCK)
                 found = tl.load(theirs, mask=inside, other=0, cache_modifier=".cg")
                 tl.store(out + r * count + columns, found, mask=inside)
         place += BLOCK * 4
@@ -295,13 +350,22 @@ def _reduce(
             0 if a is None else a.stride(0), d.stride(0), 0 if o is None else o.stride(0), eps,
             size, block, x is not None, behind is not None, bias is not None, ranks, shape.place,
         )  # fmt: skip
-        fixed = (MOST, FLAGS, REGION, pdl)
         if shots == 1:
-            _one_shot[grid](*given, fit * shape.place, *fixed, num_warps=warps_of(block), **more)
+            word = tl.int16 if itemsize == 2 else tl.int32
+            _one_shot[grid](*given, fit * shape.place, word, WHOLE, REGION, pdl, num_warps=warps_of(block), **more)
         else:
             hold = fit * shape.place // ranks
             _two_shot[grid](
-                *given, hold, shape.width, power_of_2(shape.width), *fixed, num_warps=warps_of(block), **more
+                *given,
+                hold,
+                shape.width,
+                power_of_2(shape.width),
+                MOST,
+                FLAGS,
+                REGION,
+                pdl,
+                num_warps=warps_of(block),
+                **more,
             )
 
 

@@ -1,0 +1,86 @@
+"""Sums of many rows over two ranks, whose numbers a GPU's copy engines carry: no program is kept from computing what
+comes next. A rank's rows are written into the other's memory piece by piece, each as soon as it is computed, and behind
+each a flag. Here they are added to one's own, in fp32 and in rank order, as `kernels.triton.reduce` adds them, with the
+residual sum and the norm behind; each row waits for its piece's flag alone.
+
+The memory lies behind reduce.BYTES: flags, of PIECES of two turns, then two regions that are used in turn. Calls are
+counted by the host, and the turn by that number; a flag is the number of the call. So none of this is captured.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.data.kernels.triton.launch import power_of_2
+from quire.data.kernels.triton.norm import warps_of
+from quire.data.kernels.triton.quick import quick
+from quire.data.kernels.triton.reduce import BYTES, Peers, at, finish, rounded, scales
+
+RANKS = 2
+PIECES = 4  # at most
+HEAD = 4096  # bytes before the regions, for flags
+
+
+def flag_at(turn: int, piece: int) -> int:
+    """Bytes from the begin of a rank's memory to a piece's flag."""
+    return BYTES + (turn * PIECES + piece) * 8
+
+
+def rows_at(peers: Peers, turn: int) -> int:
+    """The same, to the region of a turn."""
+    return BYTES + HEAD + turn * room(peers)
+
+
+def room(peers: Peers) -> int:
+    """Bytes of rows that a region holds."""
+    return max(peers.more - HEAD, 0) // 2 // 16 * 16
+
+
+@quick
+@triton.jit(do_not_specialize=["me", "polls", "flags", "theirs", "call", "piece"])
+def _carried(
+    x, delta, behind, weight, bias, out, table, error, me, polls, flags, theirs, call, piece,
+    x_stride, delta_stride, out_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BEHIND: tl.constexpr, LAYER: tl.constexpr,
+):  # fmt: skip
+    """A row a program; `piece` rows have a flag in common."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    scale, shift, added_scale = scales(weight, bias, behind, columns, inside, NORM, BEHIND, LAYER)
+    mine = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
+    flag, left = (tl.load(table + me) + flags + row // piece * 8).to(tl.pointer_type(tl.int64)), polls
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while (seen != call) & (left > 0):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        left -= 1
+    if seen != call:  # noqa: SIM102
+        if tl.load(error) == 0:
+            tl.store(error, 2 - me)
+    tl.debug_barrier()
+    other = tl.load(at(table, me, theirs, delta) + row * SIZE + columns, mask=inside, other=0.0, cache_modifier=".cg")
+    first = tl.where(me == 0, mine, other).to(tl.float32)
+    second = tl.where(me == 0, other, mine).to(tl.float32)
+    finish(rounded(first + second, delta), row, x, out, delta, scale, shift, added_scale,
+           x_stride, delta_stride, out_stride, eps, SIZE, BLOCK, NORM, BEHIND, LAYER)  # fmt: skip
+
+
+def add_norm(
+    peers: Peers, call: int, piece: int, x: Tensor | None, delta: Tensor, weight: Tensor | None, bias: Tensor | None,
+    eps: float, behind: Tensor | None, out: Tensor | None,
+) -> None:  # fmt: skip
+    """delta [T, size], dense: this rank's rows of the call-th exchange, of which the other's come in pieces of so many
+    rows. x [T, size] += the sum, in place, and `out` the norm of that, as reduce.add_norm; or, without x, delta is the
+    sum afterwards."""
+    rows, size = delta.shape
+    assert delta.is_contiguous(), "rows are dense, as they were sent"
+    assert rows <= PIECES * piece, f"{rows} rows are more than {PIECES} pieces of {piece}"
+    block = power_of_2(size)
+    _carried[(rows,)](
+        x, delta, behind, weight, bias, out, peers.table, peers.error, peers.rank, peers.polls, flag_at(call % 2, 0),
+        rows_at(peers, call % 2), call, piece,
+        0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
+        size, block, x is not None, behind is not None, bias is not None, num_warps=warps_of(block),
+    )  # fmt: skip
