@@ -141,13 +141,29 @@ class Timed:
         def alone() -> Tensor:
             return product._product(inputs)
 
+        pieces = product.sending.pieces(rows, rows * SIZE * DTYPE.itemsize)
+        delta = alone()
+
+        def carried() -> Tensor:
+            for piece in pieces:
+                self.exchange.send(delta, piece)
+            return ours(x, delta)
+
+        def cut() -> Tensor:
+            for piece in pieces:
+                torch.mm(inputs[piece], product.weight.t(), out=delta[piece])
+            return plain(x, delta)
+
         spent = {
             "product, norm": self._spent(lambda: plain(x, alone())),
+            "norm": self._spent(lambda: plain(x, delta)),
             "NCCL between": self._spent(lambda: plain(x, group.add(alone()))),
+            "product in pieces, norm": self._spent(cut),
+            "carried, norm": self._spent(carried),
             "carried": self._spent(lambda: ours(x, product(inputs))),
         }
         self.exchange.check()
-        least, most, now = (median(one) for one in spent.values())
+        least, most, now = (median(spent[name]) for name in ("product, norm", "NCCL between", "carried"))
         return {**found, "us": spent["carried"], "hidden": (most - now) / (most - least), "parts_us": spent}
 
     def _spent(self, call: Callable[[], object], captured: bool = False) -> list[float]:

@@ -13,7 +13,11 @@ from quire.data.kernels.triton import carried
 from quire.data.kernels.triton.reduce import Peers
 from quire.parallel import peer_memory
 
-LEAST = 1024  # rows of a piece: products of fewer take longer
+LEAST, LEAST_BYTES = 1024, 16 << 20  # rows and bytes of a piece: smaller products and copies take longer in all
+
+
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class Carrier:
@@ -23,27 +27,30 @@ class Carrier:
         self.peers, self.call, self.piece = peers, 0, 0
         self.delta: Tensor | None = None
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        *self._computed, self._sent = (_event() for _ in range(carried.PIECES + 1))
 
     def pieces(self, rows: int, nbytes: int) -> tuple[slice, ...]:
         """The rows that are to be computed at a time, for `send`, of so many with `nbytes` in all; none where they are
         too few for it to be worth it, or too many."""
+        size = max(-(-rows // carried.PIECES), LEAST, LEAST_BYTES * rows // nbytes)
         if rows < 2 * LEAST or nbytes > carried.room(self.peers) or torch.cuda.is_current_stream_capturing():
             return ()
-        size = max(-(-rows // carried.PIECES), LEAST)
         return tuple(slice(at, min(at + size, rows)) for at in range(0, rows, size))
 
     def send(self, delta: Tensor, rows: slice) -> None:
         """Send these rows of delta [T, size], dense, which the current stream has computed; from the first on, in
         order, in the pieces that were said."""
-        if rows.start == 0:
+        begin, end = rows.start, rows.stop
+        if begin == 0:
             self.drop()
-            self.call, self.piece, self.delta = self.call + 1, rows.stop, delta
-        turn, other = self.call % 2, self.peers.addresses[1 - self.peers.rank]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        stream, begin = self._stream.cuda_stream, rows.start * delta.stride(0) * delta.itemsize
-        target = other + carried.rows_at(self.peers, turn) + begin
-        peer_memory.copy(target, delta.data_ptr() + begin, delta[rows].nbytes, stream)
-        peer_memory.write(other + carried.flag_at(turn, rows.start // self.piece), self.call, stream)
+            self.call, self.piece, self.delta = self.call + 1, end, delta
+        number, row, turn = begin // self.piece, delta.stride(0) * delta.itemsize, self.call % 2
+        self._computed[number].record()
+        self._stream.wait_event(self._computed[number])
+        other, stream = self.peers.addresses[1 - self.peers.rank], self._stream.cuda_stream
+        target = other + carried.rows_at(self.peers, turn) + begin * row
+        peer_memory.copy(target, delta.data_ptr() + begin * row, (end - begin) * row, stream)
+        peer_memory.write(other + carried.flag_at(turn, number), self.call, stream)
 
     def finish(
         self, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, behind: Tensor | None
@@ -51,7 +58,8 @@ class Carrier:
         """As carried.add_norm, of what was sent: the norm, or without x the sum, in delta's place."""
         delta, self.delta = self.delta, None
         assert delta is not None, "it was sent"
-        torch.cuda.current_stream().wait_stream(self._stream)  # then delta's memory may be used for something else
+        self._sent.record(self._stream)
+        torch.cuda.current_stream().wait_event(self._sent)  # then delta's memory may be used for something else
         out = None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         carried.add_norm(self.peers, self.call, self.piece, x, delta, weight, bias, eps, behind, out)
         return delta if out is None else out

@@ -26,9 +26,13 @@ class Handle(ctypes.Structure):
 @lru_cache
 def _library() -> Any:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise PeerError(str(error)) from error
+    address, stream = ctypes.c_uint64, ctypes.c_void_p
+    library.cuMemcpyDtoDAsync_v2.argtypes = address, address, ctypes.c_size_t, stream
+    library.cuStreamWriteValue64_v2.argtypes = stream, address, ctypes.c_uint64, ctypes.c_uint
+    return library
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -83,13 +87,12 @@ def free(address: int) -> None:
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """Copy from one device's memory to its own or another's, on a stream, by a copy engine."""
-    _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes),
-          ctypes.c_void_p(stream))  # fmt: skip
+    _call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
 
 def write(address: int, value: int, stream: int) -> None:
     """Write 8 bytes, on a stream: whoever sees them sees what came before on the stream, too."""
-    _call("cuStreamWriteValue64_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint64(value), 0)
+    _call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
 
 def atomics(here: int, there: int) -> bool:

@@ -66,8 +66,8 @@ def _unreachable(part: Part, indices: Sequence[int]) -> str:
     here = indices[part.rank]
     if part.ranks > reduce.MOST:
         return f"more than {reduce.MOST} ranks"
-    if torch.cuda.get_device_properties(here).multi_processor_count < reduce.PROGRAMS:
-        return f"GPU {here} has fewer than {reduce.PROGRAMS} multiprocessors"
+    if 2 * torch.cuda.get_device_properties(here).multi_processor_count < reduce.PROGRAMS:
+        return f"GPU {here} has fewer than {reduce.PROGRAMS // 2} multiprocessors"
     for there in set(indices) - {here}:
         if not torch.cuda.can_device_access_peer(here, there):
             return f"GPU {here} has no access to the memory of GPU {there}"

@@ -19,7 +19,7 @@ from quire.data.kernels.triton.quick import quick
 from quire.data.kernels.triton.reduce import BYTES, Peers, at, finish, rounded, scales
 
 RANKS = 2
-PIECES = 4  # at most
+PIECES = 8  # at most
 HEAD = 4096  # bytes before the regions, for flags
 
 
@@ -52,10 +52,11 @@ def _carried(
     scale, shift, added_scale = scales(weight, bias, behind, columns, inside, NORM, BEHIND, LAYER)
     mine = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
     flag, left = (tl.load(table + me) + flags + row // piece * 8).to(tl.pointer_type(tl.int64)), polls
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    seen = tl.load(flag, volatile=True)
     while (seen != call) & (left > 0):
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        seen = tl.load(flag, volatile=True)
         left -= 1
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # what came before the flag is seen, too
     if seen != call:  # noqa: SIM102
         if tl.load(error) == 0:
             tl.store(error, 2 - me)

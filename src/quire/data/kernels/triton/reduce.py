@@ -30,7 +30,8 @@ from quire.data.kernels.triton.launch import cdiv, power_of_2
 from quire.data.kernels.triton.norm import normed, residual, warps_of
 from quire.data.kernels.triton.quick import quick
 
-PROGRAMS = 128  # at most; all of a launch run at a time on every GPU that has peers
+PROGRAMS = 256  # at most, two of them a multiprocessor; all of a launch run at a time on every GPU that has peers
+REGISTERS = 128  # of a thread, at most, so that two programs of up to 8 warps have room
 MOST = 8  # ranks
 REGION = 128 * 1024  # bytes of a program's exchange memory, of each of two turns
 FLAGS = PROGRAMS * 2 * MOST * 8  # bytes; by program, phase and rank
@@ -340,11 +341,17 @@ def _reduce(
     if not shots:
         shots = 1 if shape.whole and rows * size * itemsize <= ONE_SHOT.get(ranks, FEW) else 2
     fit = shape.whole if shots == 1 else shape.parts
-    block, more = power_of_2(size), {"launch_pdl": True} if pdl else {}
-    for at in range(0, rows, PROGRAMS * fit):
-        some = slice(at, at + PROGRAMS * fit)
+    block = power_of_2(size)
+    options: dict[str, int] = {"num_warps": warps_of(block)} | ({"launch_pdl": True} if pdl else {})
+    programs = PROGRAMS
+    if options["num_warps"] <= 8:
+        options["maxnreg"] = REGISTERS
+    else:
+        programs = max(programs // 2, 1)
+    for at in range(0, rows, programs * fit):
+        some = slice(at, at + programs * fit)
         d, a, o = delta[some], None if x is None else x[some], None if out is None else out[some]
-        grid = (min(len(d), PROGRAMS),)
+        grid = (min(len(d), programs),)
         given = (
             a, d, behind, weight, bias, o, peers.table, peers.counters, peers.error, peers.rank, peers.polls, len(d),
             0 if a is None else a.stride(0), d.stride(0), 0 if o is None else o.stride(0), eps,
@@ -352,7 +359,7 @@ def _reduce(
         )  # fmt: skip
         if shots == 1:
             word = tl.int16 if itemsize == 2 else tl.int32
-            _one_shot[grid](*given, fit * shape.place, word, WHOLE, REGION, pdl, num_warps=warps_of(block), **more)
+            _one_shot[grid](*given, fit * shape.place, word, WHOLE, REGION, pdl, **options)
         else:
             hold = fit * shape.place // ranks
             _two_shot[grid](
@@ -364,8 +371,7 @@ def _reduce(
                 FLAGS,
                 REGION,
                 pdl,
-                num_warps=warps_of(block),
-                **more,
+                **options,
             )
 
 
