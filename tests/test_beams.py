@@ -47,7 +47,9 @@ class Reference:
         torch.manual_seed(3)
         config = FAMILIES[family]()
         config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         for parameter in self.model.parameters():
             parameter.data.normal_(0, SCALE)
         self.eos_ids: list[int] = []

@@ -46,7 +46,9 @@ class Reference:
         torch.manual_seed(0)
         config = FAMILIES[family]()
         config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.3)
         self.folder = folder

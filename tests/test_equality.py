@@ -83,7 +83,9 @@ class Oracle:
         torch.manual_seed(0)
         config = (FAMILIES | MORE)[family]()
         config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         for parameter in self.model.parameters():
             parameter.data.normal_(0, 0.3)  # larger than the default, so that tokens differ and depend on context
         if family in ("gemma2", "gemma3"):  # so that they depend less on the scaled embedding of the last token

@@ -50,7 +50,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3)
     folder = tmp_path_factory.mktemp("named")

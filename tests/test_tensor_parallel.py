@@ -66,7 +66,7 @@ def saver(factory: pytest.TempPathFactory, families: Mapping[str, Callable[[], A
         torch.manual_seed(0)
         config = families[family]()
         config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.3)
         model.save_pretrained(folder)

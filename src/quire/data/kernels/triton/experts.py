@@ -52,14 +52,18 @@ def _route(
     logits, weights, chosen, stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token a program. What isn't a number stays so, and is some expert's."""
+    """A token a program. Where a likelihood isn't a number no weight is one, and the first experts are chosen: what a
+    comparison makes of such depends on the device."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     x = tl.load(logits + row * stride + expert, mask=expert < EXPERTS, other=-float("inf")).to(tl.float32)
     x = tl.exp(x - tl.max(x, axis=0))
-    x = tl.where(expert < EXPERTS, x / tl.sum(x, axis=0), -1.0)
+    whole = tl.sum(x, axis=0)
+    wrong = whole != whole
+    x = tl.where(wrong, 1.0 / (1 + expert), x / whole)
+    x = tl.where(expert < EXPERTS, x, -1.0)
     best, total = (), 0.0
     for j in tl.static_range(TOP):
         at = tl.minimum(tl.argmax(x, axis=0), EXPERTS - 1)
@@ -68,7 +72,8 @@ def _route(
         total += best[j]
         x = tl.where(expert == at, -1.0, x)
     for j in tl.static_range(TOP):
-        tl.store(weights + row * TOP + j, best[j] / total if NORMALISED else best[j])
+        weight = best[j] / total if NORMALISED else best[j]
+        tl.store(weights + row * TOP + j, tl.where(wrong, float("nan"), weight))
 
 
 def route(logits: Tensor, top: int, normalised: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
