@@ -64,8 +64,8 @@ class FusedSampling:
         """What may follow the logits of up to `largest` rows of one draw each: "greedy", "random" (rows of any
         temperature and min_p, greedy ones too) and "cut" (any top_k and top_p too). `fill` before a replay of the
         latter two. Their scratch memory is allocated where they are captured, so graphs of one pool share it."""
-        self._inputs = inputs = torch.zeros((5, largest), dtype=torch.float64, device=self.device)
-        shapes, chances = inputs[:4].view(largest, 4), inputs[4]
+        self._inputs = torch.zeros((5, largest), dtype=torch.float64, device=self.device)
+        shapes, chances = self.inputs(largest)
         owners = torch.arange(largest, device=self.device)
         kernels, vocab, device = self.kernels, self.vocab_size, self.device
 
@@ -88,6 +88,11 @@ class FusedSampling:
             return tail
 
         return {"greedy": greedy, "random": drawing(False), "cut": drawing(True)}
+
+    def inputs(self, largest: int) -> tuple[Tensor, Tensor]:
+        """The shapes [largest, 4] and chances [largest] that tails read, which `fill` fills."""
+        assert self._inputs is not None, "there are no tails"
+        return self._inputs[:4].view(largest, 4), self._inputs[4]
 
     def rehearse(self, rows: int, dtype: torch.dtype) -> None:
         """Sample `rows` rows of zeros in every way, so that the kernels are compiled and loaded. From any thread."""

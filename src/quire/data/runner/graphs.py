@@ -58,12 +58,13 @@ def split_scratch(
 
 
 class DecodeGraphs:
-    """Graphs for up to `largest` rows. `tails` say what follows the logits, by name: a function of the logits [B, V]
+    """Graphs for up to `largest` rows. `tails` say what follows `logits`, by name: a function of the logits [B, V]
     and the slots [B], captured for each size; what it returns is valid until the next replay."""
 
     def __init__(
         self,
         model: Any,
+        logits: Callable[[Tensor], Tensor],
         store: Store,
         backend: TritonBackend,
         last: Tensor,
@@ -73,7 +74,8 @@ class DecodeGraphs:
         recorder: Recorder,
         pictures: Any = None,
     ) -> None:
-        self.model, self.store, self.last, self.staging, self.tails = model, store, last, staging, tails
+        self.model, self.logits, self.store, self.last, self.staging = model, logits, store, last, staging
+        self.tails = tails
         self.backend, self.sizes, self.recorder = backend, sizes(largest), recorder
         self.largest = largest
         # Where layers attend to pictures, a size has two graphs: for text alone, and for rows of which some see any.
@@ -137,4 +139,4 @@ class DecodeGraphs:
         if sees:
             assert self.pictures is not None, "nobody sees what no layer attends to"
             step.crossing = self.pictures.single(slots, self.backend, self.scratch)
-        return self.model.logits(self.model(tokens, step))
+        return self.logits(self.model(tokens, step))

@@ -11,7 +11,7 @@ them, lie at fixed places.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -62,10 +62,10 @@ class MixedGraphs:
     return are as for DecodeGraphs, whose memory they share by the same `recorder`."""
 
     def __init__(
-        self, model: Any, store: Store, backend: TritonBackend, last: Tensor, hidden: int, rows: list[int],
-        tails: dict[str, AnyTail], recorder: Recorder,
+        self, model: Any, logits: Callable[[Tensor], Tensor], store: Store, backend: TritonBackend, last: Tensor,
+        hidden: int, rows: list[int], tails: dict[str, AnyTail], recorder: Recorder,
     ) -> None:  # fmt: skip
-        self.model, self.store, self.backend, self.last = model, store, backend, last
+        self.model, self.logits, self.store, self.backend, self.last = model, logits, store, backend, last
         self.tails, self.recorder = tails, recorder
         self.prompts = None if store.prompts is None else store.prompts.device
         self.firsts: dict[tuple[int, int], Graph] = {}  # by tokens and rows of one token
@@ -186,4 +186,4 @@ class MixedGraphs:
             singles = self.backend.singles(slots, positions, self.prompts)
             plan = self.backend.plan_singles(singles, tables, cache, self.scratch, splits)
             attended = self.backend.read(attended, cache, plan)
-        return self.model.logits(self.model.end(self.x.index_select(0, ends), attended.flatten(1)))
+        return self.logits(self.model.end(self.x.index_select(0, ends), attended.flatten(1)))

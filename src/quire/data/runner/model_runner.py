@@ -153,9 +153,15 @@ class ModelRunner(Lifetime):
             self._prepare_graphs(min(geometry.slots - 1, MOST_GRAPH_ROWS))
 
     def _sampler(self, slots: int) -> Sampler:
-        if self.exchange is not None and self.exchange.part.ranks > 1 and self.device.type == "cpu":
-            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, self.exchange)
-        return Sampler(slots, self.spec.vocab_size, self.device, self.eos_ids)
+        exchange = self.exchange if self.divided else None
+        if exchange is not None and self.device.type == "cpu":
+            return SplitSampler(slots, self.spec.vocab_size, self.eos_ids, exchange)
+        return Sampler(slots, self.spec.vocab_size, self.device, self.eos_ids, exchange)
+
+    @property
+    def divided(self) -> bool:
+        """Ranks share out the vocabulary."""
+        return self.exchange is not None and self.exchange.part.ranks > 1
 
     def _store(self, geometry: Geometry) -> Store:
         if geometry.layout is not Layout.CONTIGUOUS:
@@ -190,15 +196,20 @@ class ModelRunner(Lifetime):
 
         tails, recorder = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}, Recorder(self.device)
         model, store, backend, last = self.model, self.store, self.backend, self.last
-        self.graphs = DecodeGraphs(model, store, backend, last, store.staging, largest, tails, recorder, self.pictures)
-        self.mixed = MixedGraphs(model, store, backend, last, self.spec.hidden, self.graphs.sizes, tails, recorder)
+        logits = partial(self.model.logits, own=True) if self.divided else self.model.logits
+        self.graphs = DecodeGraphs(
+            model, logits, store, backend, last, store.staging, largest, tails, recorder, self.pictures
+        )
+        self.mixed = MixedGraphs(
+            model, logits, store, backend, last, self.spec.hidden, self.graphs.sizes, tails, recorder
+        )
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
         """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs."""
         kept = torch.empty((largest, self.spec.vocab_size), dtype=self.dtype, device=self.device)
 
         def tail(logits: Tensor, slots: Tensor) -> Tensor:
-            return kept[: len(logits)].copy_(logits)
+            return kept[: len(logits)].copy_(self.sampler.whole(logits))
 
         return tail
 

@@ -152,6 +152,7 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     tails = {"": lambda logits, slots: kept[: len(logits)].copy_(logits)}
     runner.mixed = MixedGraphs(
         runner.model,
+        runner.model.logits,
         runner.store,
         runner.backend,
         runner.last,

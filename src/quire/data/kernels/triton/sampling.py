@@ -60,7 +60,7 @@ def way(rows: int) -> tuple[int, int, bool, bool]:
 
 
 @triton.jit
-def _start(PDL: tl.constexpr):
+def begin(PDL: tl.constexpr):
     """Everything here depends on the kernel before: logits, or scratch."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -71,7 +71,7 @@ def _start(PDL: tl.constexpr):
 def _peaks(logits, stride, vocab, peaks, places, totals, held, chunks, CHUNK: tl.constexpr, CUT: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
     """The greatest logit of a chunk and its lowest id; infinity for a NaN. Clears the row's counters, if CUT."""
-    _start(PDL)
+    begin(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
@@ -87,7 +87,7 @@ def _peaks(logits, stride, vocab, peaks, places, totals, held, chunks, CHUNK: tl
 
 
 @triton.jit
-def _top(peaks, places, row, chunks, LANES: tl.constexpr):
+def top_of(peaks, places, row, chunks, LANES: tl.constexpr):
     """A row's greatest logit, the lowest of its ids, and whether it is finite."""
     lanes = tl.arange(0, LANES)
     some = lanes < chunks
@@ -101,9 +101,9 @@ def _top(peaks, places, row, chunks, LANES: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
 def _choose(peaks, places, chunks, slots, last, tokens, faults, LANES: tl.constexpr, PDL: tl.constexpr):
     """The greedy token of a row, to `tokens` and to the row's slot in `last`; 0 and a fault if a logit isn't finite."""
-    _start(PDL)
+    begin(PDL)
     row = tl.program_id(0)
-    _best, token, finite = _top(peaks, places, row, chunks, LANES)
+    _best, token, finite = top_of(peaks, places, row, chunks, LANES)
     token = tl.where(finite, token, 0)
     tl.store(tokens + row, token)
     tl.store(faults + row, 1 - finite.to(tl.int32))
@@ -111,7 +111,7 @@ def _choose(peaks, places, chunks, slots, last, tokens, faults, LANES: tl.conste
 
 
 @triton.jit
-def _shape(shapes, row):
+def shape_of(shapes, row):
     """A row's temperature (0: greedy), min_p, top_k (0: off), top_p, and whether the latter two may cut."""
     at = shapes + row * 4
     top_k, top_p = tl.load(at + 2).to(tl.int32), tl.load(at + 3)
@@ -124,7 +124,7 @@ def _likelihood(x, best, temperature):
 
 
 @triton.jit
-def _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK: tl.constexpr):
+def keys_of(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK: tl.constexpr):
     """The keys of a block's tokens; 0 for those that min_p cuts and those that weigh nothing."""
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
@@ -134,7 +134,7 @@ def _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK: tl
 
 
 @triton.jit
-def _weights(keys):
+def weights_of(keys):
     """floor(likelihood * 2**32)."""
     return (keys.to(tl.float32, bitcast=True) * 4294967296.0).to(tl.int64)
 
@@ -150,7 +150,7 @@ def _marked(keys, BLOCK: tl.constexpr):
     """Of each mark, the keys from it up: their number << 48, plus what they weigh (a block weighs less than 2**48)."""
     marks = tl.arange(0, MARKS)
     sums = tl.zeros([MARKS], tl.int64)
-    packed = tl.where(keys > 0, _weights(keys) + 281474976710656, 0)
+    packed = tl.where(keys > 0, weights_of(keys) + 281474976710656, 0)
     most = tl.max(keys, 0)
     for j in range(tl.sum((_mark(marks) > most).to(tl.int32), 0), MARKS):
         sums = tl.where(marks == j, tl.sum(tl.where(keys >= _mark(j), packed, 0), 0), sums)
@@ -158,25 +158,25 @@ def _marked(keys, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _spread(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses, LANES: tl.constexpr,
+def spread(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses, LANES: tl.constexpr,
             BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The weight of each of `each` blocks; or, if their row may be cut, their share of the row's totals."""
-    _start(PDL)
+    begin(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
-    temperature, min_p, _k, _p, cut = _shape(shapes, row)
-    best, _token, finite = _top(peaks, places, row, chunks, LANES)
+    temperature, min_p, _k, _p, cut = shape_of(shapes, row)
+    best, _token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0):
         marks = tl.arange(0, MARKS)
         counts = tl.zeros([MARKS], tl.int64)
         sums = tl.zeros([MARKS], tl.int64)
         for block in range(first, tl.minimum(first + each, blocks)):
-            keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            keys = keys_of(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
             if cut:
                 packed = _marked(keys, BLOCK)
                 counts += packed >> 48
                 sums += packed & 281474976710655
             else:
-                tl.store(masses + row * blocks + block, tl.sum(_weights(keys), 0))
+                tl.store(masses + row * blocks + block, tl.sum(weights_of(keys), 0))
         if cut:
             tl.atomic_add(totals + row * 2 * MARKS + marks, counts, mask=counts > 0, sem="relaxed")
             tl.atomic_add(totals + row * 2 * MARKS + MARKS + marks, sums, mask=counts > 0, sem="relaxed")
@@ -205,14 +205,14 @@ def _bracket(totals, row, top_k, top_p):
 def _collect(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, held, lists,
              LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """List the keys of `each` blocks that are inside the row's bracket."""
-    _start(PDL)
+    begin(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
-    temperature, min_p, top_k, top_p, cut = _shape(shapes, row)
-    best, _token, finite = _top(peaks, places, row, chunks, LANES)
+    temperature, min_p, top_k, top_p, cut = shape_of(shapes, row)
+    best, _token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
         low, high, _count, _mass, _total, _bound = _bracket(totals, row, top_k, top_p)
         for block in range(first, tl.minimum(first + each, blocks)):
-            keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            keys = keys_of(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
             inside = ((keys >= low) & (keys < high)).to(tl.int32)
             size = tl.sum(inside, 0)
             if size > 0:
@@ -236,7 +236,7 @@ def _descend(keys, held, low, high, need, WEIGH: tl.constexpr, LISTED: tl.conste
             key = tl.load(keys + ids, mask=ids < held, other=0)
             value = tl.full([LISTED], 1, tl.int64)
             if WEIGH:
-                value = _weights(key)
+                value = weights_of(key)
             first += tl.where(key >= low + step, value, 0)
             second += tl.where(key >= low + 2 * step, value, 0)
             third += tl.where(key >= low + 3 * step, value, 0)
@@ -259,8 +259,8 @@ def _first_k(keys, held, border, top_k, count, mass, LISTED: tl.constexpr):
         ids = start + tl.arange(0, LISTED)
         key = tl.load(keys + ids, mask=ids < held, other=0)
         counts += (key > border).to(tl.int64)
-        sums += tl.where(key > border, _weights(key), 0)
-    return mass + tl.sum(sums, 0) + (top_k - count - tl.sum(counts, 0)) * _weights(border)
+        sums += tl.where(key > border, weights_of(key), 0)
+    return mass + tl.sum(sums, 0) + (top_k - count - tl.sum(counts, 0)) * weights_of(border)
 
 
 @triton.jit
@@ -268,10 +268,10 @@ def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, 
             LISTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A row's border: the key of the first token, in falling order and among the first k, with which the sum reaches
     top_p of the sum of the first k."""
-    _start(PDL)
+    begin(PDL)
     row = tl.program_id(0)
-    temperature, _min_p, top_k, top_p, cut = _shape(shapes, row)
-    _best, _token, finite = _top(peaks, places, row, chunks, LANES)
+    temperature, _min_p, top_k, top_p, cut = shape_of(shapes, row)
+    _best, _token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
         low, high, count, mass, total, bound = _bracket(totals, row, top_k, top_p)
         keys, size = lists + row.to(tl.int64) * vocab, tl.load(held + row)
@@ -288,15 +288,15 @@ def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, 
 def _weigh(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, borders, masses, LANES: tl.constexpr,
            BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The weight of the tokens from the row's border up, of `each` blocks."""
-    _start(PDL)
+    begin(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
-    temperature, min_p, _k, _p, cut = _shape(shapes, row)
-    best, _token, finite = _top(peaks, places, row, chunks, LANES)
+    temperature, min_p, _k, _p, cut = shape_of(shapes, row)
+    best, _token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
         border = tl.load(borders + row)
         for block in range(first, tl.minimum(first + each, blocks)):
-            keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-            tl.store(masses + row * blocks + block, tl.sum(_weights(tl.where(keys >= border, keys, 0)), 0))
+            keys = keys_of(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+            tl.store(masses + row * blocks + block, tl.sum(weights_of(tl.where(keys >= border, keys, 0)), 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["owners", "chances", "slots", "last", "tokens", "faults"])
@@ -305,11 +305,11 @@ def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses,
           PDL: tl.constexpr):  # fmt: skip
     """The token of one draw of the row owners[draw]: the first by id at which the sum of weights exceeds chance times
     the total. The row's first draw goes to its slot in `last` too."""
-    _start(PDL)
+    begin(PDL)
     draw = tl.program_id(0)
     row = tl.load(owners + draw).to(tl.int32)
-    temperature, min_p, _k, _p, cut = _shape(shapes, row)
-    best, token, finite = _top(peaks, places, row, chunks, LANES)
+    temperature, min_p, _k, _p, cut = shape_of(shapes, row)
+    best, token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0):
         border = tl.load(borders + row, mask=cut, other=LEAST)
         lanes = tl.arange(0, BLOCKS)
@@ -317,8 +317,8 @@ def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses,
         goal = (tl.sum(parts, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
         block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
         goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
-        keys = _keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-        sums = tl.cumsum(tl.where(keys >= border, _weights(keys), 0), 0)
+        keys = keys_of(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
+        sums = tl.cumsum(tl.where(keys >= border, weights_of(keys), 0), 0)
         token = block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
     token = tl.where(finite, token, 0)
     tl.store(tokens + draw, token)
@@ -327,7 +327,7 @@ def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses,
     tl.store(last + tl.load(slots + row), token, mask=former != row)
 
 
-def _find_peaks(logits: Tensor, scratch: Scratch, cut: bool, pdl: dict[str, bool]) -> tuple[int, int]:
+def find_peaks(logits: Tensor, scratch: Scratch, cut: bool, pdl: dict[str, bool]) -> tuple[int, int]:
     """Fill `scratch.peaks` and `places`; the chunks of a row, and the lanes that hold them."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "a row's logits must be contiguous"
@@ -340,7 +340,7 @@ def _find_peaks(logits: Tensor, scratch: Scratch, cut: bool, pdl: dict[str, bool
     return chunks, triton.next_power_of_2(chunks)
 
 
-def _launch(pdl: bool) -> dict[str, bool]:
+def launch_options(pdl: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
@@ -352,8 +352,8 @@ def greedy(
     In a row with a logit that is NaN or +infinite, or with none above -infinity, token 0 and fault 1. `slots`, `last`,
     `tokens` and `faults` are of any integer type. Two launches, to be captured in a CUDA graph if wanted.
     """
-    options = _launch(pdl)
-    chunks, lanes = _find_peaks(logits, scratch, False, options)
+    options = launch_options(pdl)
+    chunks, lanes = find_peaks(logits, scratch, False, options)
     _choose[(len(logits),)](
         scratch.peaks, scratch.places, chunks, slots, last, tokens, faults, LANES=lanes, num_warps=1, **options
     )
@@ -381,11 +381,11 @@ def sample(
     """
     (rows, vocab), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
     _, each, early, many = way(rows)
-    options = _launch(pdl and early)
-    chunks, lanes = _find_peaks(logits, scratch, cut, options)
+    options = launch_options(pdl and early)
+    chunks, lanes = find_peaks(logits, scratch, cut, options)
     row = (logits, logits.stride(0), vocab, shapes, scratch.peaks, scratch.places, chunks)
     grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
-    _spread[grid](*row, blocks, each, scratch.totals, scratch.masses, **tile)
+    spread[grid](*row, blocks, each, scratch.totals, scratch.masses, **tile)
     if cut:
         _collect[grid](*row, blocks, each, scratch.totals, scratch.held, scratch.lists, **tile)
         _search[(rows,)](

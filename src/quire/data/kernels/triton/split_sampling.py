@@ -1,0 +1,195 @@
+"""Greedy tokens and draws without top_k and top_p, from logits that ranks have shared out: each has some of the
+vocabulary, and is told of a row by the others its greatest logit, what its tokens weigh, and a token: 20 bytes. The
+tokens are those of `kernels.triton.sampling` over all logits: weights are integers, so that sums of sums are exact.
+
+Between these launches what a rank found is gathered from all, in rank order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.data.kernels.triton.sampling import (
+    BLOCK,
+    Scratch,
+    begin,
+    find_peaks,
+    keys_of,
+    launch_options,
+    shape_of,
+    spread,
+    top_of,
+    way,
+    weights_of,
+)
+
+
+class Own(NamedTuple):
+    """A rank's part of the vocabulary: tokens `first`, first + 1 and so on, `count` of them; its logits may have more
+    columns, which are padding."""
+
+    rank: int
+    first: int
+    count: int
+
+
+class Best(NamedTuple):
+    """Of each row the greatest logit of all ranks, fp32 [R], and its lowest id, int32 [R]."""
+
+    peaks: Tensor
+    places: Tensor
+
+
+@triton.jit
+def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.constexpr):
+    """A row's greatest logit of this rank, as bits, and its lowest id."""
+    begin(PDL)
+    row = tl.program_id(0)
+    best, token, _finite = top_of(peaks, places, row, chunks, LANES)
+    tl.store(told + 2 * row, best.to(tl.int32, bitcast=True))
+    tl.store(told + 2 * row + 1, token + first)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
+def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults,
+           RANKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The greatest of all ranks, and as `sampling._choose` what follows from it: the row's greedy token. Whatever ranks
+    tell, it is one of `vocab`."""
+    begin(PDL)
+    row, rank = tl.program_id(0), tl.arange(0, RANKS)
+    at = every + (rank * rows + row) * 2
+    best = tl.load(at, mask=rank < ranks, other=-8388608).to(tl.float32, bitcast=True)  # -infinity
+    ids = tl.load(at + 1, mask=rank < ranks, other=2147483647)
+    peak = tl.max(best, 0)
+    token = tl.minimum(tl.maximum(tl.min(tl.where(best == peak, ids, 2147483647), 0), 0), vocab - 1)
+    finite = tl.abs(peak) < float("inf")
+    tl.store(peaks + row, peak)
+    tl.store(places + row, token)
+    token = tl.where(finite, token, 0)
+    tl.store(tokens + row, token)
+    tl.store(faults + row, 1 - finite.to(tl.int32))
+    tl.store(last + tl.load(slots + row), token)
+
+
+@triton.jit
+def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """What a row's tokens weigh on this rank; 0 of a row that isn't drawn."""
+    begin(PDL)
+    row, lanes = tl.program_id(0), tl.arange(0, BLOCKS)
+    temperature, _min_p, _k, _p, _cut = shape_of(shapes, row)
+    drawn = (temperature > 0) & (tl.abs(tl.load(peaks + row)) < float("inf"))
+    parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
+    tl.store(totals + row, tl.where(drawn, tl.sum(parts, 0), 0))
+
+
+@triton.jit
+def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, every, chances, told,
+          RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """As `sampling._draw`, if the token is this rank's; else -1."""
+    begin(PDL)
+    row, others = tl.program_id(0), tl.arange(0, RANKS)
+    totals = tl.load(every + others * rows + row, mask=others < ranks, other=0)
+    goal = (tl.sum(totals, 0).to(tl.float64) * tl.load(chances + row)).to(tl.int64)
+    goal -= tl.sum(tl.where(others < rank, totals, 0), 0)
+    token = -1
+    if (goal >= 0) & (goal < tl.sum(tl.where(others == rank, totals, 0), 0)):
+        temperature, min_p, _k, _p, _cut = shape_of(shapes, row)
+        lanes = tl.arange(0, BLOCKS)
+        parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
+        block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
+        goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
+        keys = keys_of(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
+        sums = tl.cumsum(weights_of(keys), 0)
+        token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
+    tl.store(told + row, token)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens"])
+def _tell(every, ranks, rows, vocab, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
+    """The token that some rank has drawn takes the place of the greedy one."""
+    begin(PDL)
+    row, rank = tl.program_id(0), tl.arange(0, RANKS)
+    token = tl.max(tl.load(every + rank * rows + row, mask=rank < ranks, other=-1), 0)
+    token = tl.minimum(token, vocab - 1)
+    tl.store(tokens + row, token, mask=token >= 0)
+    tl.store(last + tl.load(slots + row), token, mask=token >= 0)
+
+
+def best(logits: Tensor, own: Own, pdl: bool = False) -> Tensor:
+    """int32 [R, 2] from this rank's logits [R, at least own.count]: what `merge` is given of all ranks."""
+    logits = logits[:, : max(own.count, 1)]
+    if not own.count:  # a token that no other is below
+        logits = torch.full_like(logits, -torch.inf)
+    rows = len(logits)
+    scratch = Scratch.of(rows, logits.shape[1], logits.device, random=False)
+    told = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
+    options = launch_options(pdl)
+    chunks, lanes = find_peaks(logits, scratch, False, options)
+    _best[(rows,)](
+        scratch.peaks, scratch.places, chunks, own.first, told, LANES=lanes, num_warps=1, **options
+    )  # fmt: skip
+    return told
+
+
+def merge(
+    every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, faults: Tensor, pdl: bool = False
+) -> Best:
+    """From what `best` told of each rank, [ranks, R, 2]: the greedy tokens, as sampling.greedy leaves them."""
+    ranks, rows, _ = every.shape
+    found = Best(
+        torch.empty(rows, dtype=torch.float32, device=every.device),
+        torch.empty(rows, dtype=torch.int32, device=every.device),
+    )
+    _merge[(rows,)](
+        every, ranks, rows, vocab, *found, slots, last, tokens, faults,
+        RANKS=triton.next_power_of_2(ranks), num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return found
+
+
+def weigh(logits: Tensor, own: Own, shapes: Tensor, found: Best, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """Weights of this rank's blocks, [R, blocks], and what they sum up to, [R], int64, beside the greatest logits of
+    all. shapes [R, 4] float64: see sampling.sample; none has top_k or top_p."""
+    rows, blocks = len(logits), max(triton.cdiv(own.count, BLOCK), 1)
+    _, each, early, _ = way(rows)
+    options = launch_options(pdl and early)
+    masses = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
+    totals = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    spread[(triton.cdiv(blocks, each), rows)](
+        logits, logits.stride(0), own.count, shapes, found.peaks, found.places, 1, blocks, each, totals, masses,
+        LANES=1, BLOCK=BLOCK, num_warps=4, **options,
+    )  # fmt: skip
+    _sum[(rows,)](
+        found.peaks, shapes, masses, blocks, totals, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **options
+    )
+    return masses, totals
+
+
+def draw(
+    logits: Tensor, own: Own, shapes: Tensor, chances: Tensor, found: Best, masses: Tensor, every: Tensor,
+    pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """int32 [R]: the tokens that are this rank's, -1 for others and for rows that aren't drawn. `every` [ranks, R] is
+    what the tokens of each rank weigh; chances [R] float64 in [0, 1)."""
+    (ranks, rows), blocks = every.shape, masses.shape[1]
+    told = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    _draw[(rows,)](
+        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks, masses, blocks,
+        every, chances, told, RANKS=triton.next_power_of_2(ranks), BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK,
+        num_warps=4, **launch_options(pdl and way(rows)[2]),
+    )  # fmt: skip
+    return told
+
+
+def tell(every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False) -> None:
+    """From what `draw` told of each rank, [ranks, R]: drawn tokens to `tokens` and to last[slots]."""
+    ranks, rows = every.shape
+    _tell[(rows,)](
+        every, ranks, rows, vocab, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
+        **launch_options(pdl and way(rows)[2]),
+    )  # fmt: skip
