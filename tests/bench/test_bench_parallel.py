@@ -32,13 +32,13 @@ def test_the_exchange_is_measured_and_its_bits_are_looked_at(
     assert main(["parallel", "--minutes", "1", "--part", "exchange", "--out", str(out)]) == 0
     links, *found = read(out)
     assert (links["device"], links["ranks"]) == ("cpu", [1, 2])
-    assert [one["way"] for one in found] == ["quire", "gloo", "replays"]
+    assert [one["way"] for one in found] == ["quire", "replays", "gloo"]
     for one in found:
         assert one["same_bits"], one
         assert one["exact"], one
         assert one["value"] > 0, one
         assert "goal" not in one or one["goal"] is None
-    for one in found[:2]:
+    for one in found[::2]:
         assert one["us"] == max(one["by_rank_us"])
     shown = capsys.readouterr().out
     assert "no GPU: ranks on a CPU" in shown
