@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -70,7 +71,7 @@ def _smi(asked: str) -> str:
         done = subprocess.run(("nvidia-smi", *asked.split()), capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout[:MOST_TEXT]
+    return re.sub(r" \(UUID: [^)]*\)", "", done.stdout)[:MOST_TEXT]
 
 
 if __name__ == "__main__":
