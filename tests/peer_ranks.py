@@ -64,6 +64,6 @@ class Seat(devices.Seat):
 
 
 def main() -> None:
-    reduce.PROGRAMS = 4
+    reduce.PROGRAMS, peers.MORE = 4, 0  # what is carried takes a GPU's streams
     peer_memory.export, peer_memory.opened, peers._unreachable = export, opened, lambda *_: ""
     rank_main(seat=Seat)

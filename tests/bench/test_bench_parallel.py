@@ -105,10 +105,16 @@ def test_all_parts_on_cpu_ranks(tmp_path: Path) -> None:
     out = tmp_path / "parallel.json"
     main(["parallel", "--minutes", "10", "--out", str(out)])
     results = read(out)[1:]
-    assert not [one for one in results if "left_out" in one]
+    assert [one["part"] for one in results if "left_out" in one] == ["profile"]
     assert {one["part"] for one in results} == set(parallel.PARTS)
     [tokens] = [one for one in results if one["part"] == "tokens"]
     assert tokens["value"] == 1.0
+    [served] = [one["run"] for one in results if one["part"] == "served"]
+    assert served["running"] > 0
+    assert served["served"]["median"]["requests"] == served["served"]["median"]["attempted"] == 40
+    assert "503" in served["health"]
+    assert any(line.startswith("quire_rank_restarts_total") and line.endswith(" 1.0") for line in served["metrics"])
+    assert sum(line.startswith("quire_rank_memory_bytes") for line in served["metrics"]) == 2
     killed, stopped = (one["run"] for one in results if one["part"] == "failure")
     for run in (killed, stopped):
         assert run["ended"] == run["with_an_error"] == run["clients"] == 32

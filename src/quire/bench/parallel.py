@@ -179,6 +179,19 @@ def _failure(place: Place) -> Found:
                    "value": found["last_end_s"], "unit": "s", "run": found}  # fmt: skip
 
 
+def _served(place: Place) -> Found:
+    """The large model under a load, of which a rank is killed and started anew."""
+    flags, _ = place.model("large")
+    workload, rate, after = ("sharegpt@1000", 20.0, 15.0) if place.device == "cuda" else ("fixed:32:96@40", 4.0, 3.0)
+    for ranks in place.several[:1]:
+        given = (*flags, "--tp", str(ranks))
+        found = rank_failure.restarted(given, workload, rate, after, max(place.left, LEAST))
+        ended = found["served"]["median"]
+        yield {"ranks": ranks, "what": f"{workload} at {rate:g} a second, a rank killed: requests that ended well",
+               "value": float(ended["requests"]), "unit": f"of {ended['attempted']}",
+               **place.beside(float(ended["attempted"])), "run": found}  # fmt: skip
+
+
 class Part(NamedTuple):
     """`least` seconds are to be left for it to begin; on a CPU, LEAST."""
 
@@ -195,6 +208,7 @@ PARTS = {
     "profile": Part("where a step's time goes, by rank", _profile, 60.0),
     "start": Part("Llama-3-70B, until its first token", _start, 60.0),
     "deterministic": Part("what --deterministic costs Llama-3-8B", _deterministic, 60.0),
+    "served": Part("Llama-3-70B under a load, a rank killed and started anew", _served, 150.0),
     "failure": Part("a rank killed, and stopped, under 32 streams of Llama-3-8B", _failure, 45.0),
 }
 

@@ -1,5 +1,5 @@
 """A rank of a server is killed, or stopped, while clients read their streams: when each of them ended and how, what
-`/health` said, and what was left.
+`/health` said, and what was left. Or it is killed under a load, and started anew: what became of all requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,7 @@ def measured(flags: Sequence[str], how: str, max_tokens: int, seconds: float) ->
                 raise QuireError(f"not all clients were served: {log.read_text()[-500:]}")
             time.sleep(0.05)
         time.sleep(STREAMING)
-        processes = psutil.Process(server.pid).children(recursive=True)
-        ranks = [one for one in processes if "quire.parallel.rank" in one.cmdline()]
-        if not ranks:
-            raise QuireError("the server has no ranks")
+        processes, ranks = psutil.Process(server.pid).children(recursive=True), ranks_of(server)
         if ended := [client for client in clients if client.ended]:
             raise QuireError(f"{len(ended)} clients ended before the fault: {ended[0].error or 'all tokens came'}")
         began = time.monotonic()
@@ -64,6 +61,65 @@ def measured(flags: Sequence[str], how: str, max_tokens: int, seconds: float) ->
             "said": next((client.error for client in clients if client.error), ""), "health": health,
             "processes_left": len(left), "all_gone_s": gone, "status": server.poll(), "log": cause[:300],
         }  # fmt: skip
+
+
+def restarted(flags: Sequence[str], workload: str, rate: float, after: float, seconds: float) -> dict[str, Any]:
+    """`quire serve` with `flags` and --on-rank-failure restart is sent a workload, so many requests a second; one of
+    its ranks is killed `after` so many seconds. What `quire bench serve` says of all requests, how long /health was
+    not 200, and what /metrics says of ranks. QuireError if that takes longer than `seconds`."""
+    end = time.monotonic() + seconds
+    given = (*flags, "--on-rank-failure", "restart")
+    with serving(given, seconds) as (server, port, log), tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "served.json"
+        asked = ("--url", f"http://127.0.0.1:{port}", "--workload", workload, "--rate", f"{rate:g}", "--repeat", "1",
+                 "--warmup", "0", "--out", str(out))  # fmt: skip
+        load = subprocess.Popen(
+            [sys.executable, "-m", "quire", "bench", "serve", *asked], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        try:
+            _until(lambda: _metric(port, "num_requests_running") > 0, end, "no request ran")
+            time.sleep(after)
+            running = _metric(port, "num_requests_running")
+            ranks_of(server)[-1].send_signal(signal.SIGKILL)
+            began = time.monotonic()
+            _until(lambda: not _health(port).startswith("200"), began + GONE, "/health doesn't know")
+            said = _health(port)
+            _until(lambda: _health(port).startswith("200"), end, "ranks were not started anew")
+            back = time.monotonic() - began
+            _, error = load.communicate(timeout=max(end - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired as late:
+            raise QuireError(f"not all requests ended in {seconds:.0f} s") from late
+        finally:
+            load.kill()
+        if load.returncode:
+            raise QuireError(f"the load failed: {error.decode(errors='replace')[-300:]}")
+        [result] = json.loads(out.read_text())["results"]
+        lines = [line for line in _page(port, "/metrics")[1].splitlines() if "rank" in line and line[0] != "#"]
+        cause = next((line for line in log.read_text().splitlines() if "started anew" in line), "")
+        return {"running": running, "killed_after_s": after, "rate": rate, "back_s": back, "health": said,
+                "metrics": lines, "log": cause[:300], "served": result}  # fmt: skip
+
+
+def _until(true: Callable[[], bool], end: float, else_: str) -> None:
+    while not true():
+        if time.monotonic() > end:
+            raise QuireError(else_)
+        time.sleep(0.05)
+
+
+def _metric(port: int, name: str) -> float:
+    """The sum of a gauge's samples."""
+    found = re.findall(rf"^\w*:?{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", _page(port, "/metrics")[1], re.M)
+    return sum(map(float, found))
+
+
+def ranks_of(server: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """A server's ranks. QuireError if it has none."""
+    every = psutil.Process(server.pid).children(recursive=True)
+    ranks = [one for one in every if "quire.parallel.rank" in one.cmdline()]
+    if not ranks:
+        raise QuireError("the server has no ranks")
+    return ranks
 
 
 @contextmanager
@@ -121,12 +177,19 @@ def _headers() -> dict[str, str]:
 
 def _health(port: int) -> str:
     """What /health says now: its status, or that nobody is there."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        return f"{answer.status} {answer.read(300).decode(errors='replace')}".strip()
+        status, text = _page(port, "/health")
     except (OSError, http.client.HTTPException) as error:
         return f"nobody answers ({type(error).__name__})"
+    return f"{status} {text[:300]}".strip()
+
+
+def _page(port: int, path: str) -> tuple[int, str]:
+    """The status and text of a page of the server's."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path, headers=_headers())
+        answer = connection.getresponse()
+        return answer.status, answer.read(1 << 20).decode(errors="replace")
     finally:
         connection.close()

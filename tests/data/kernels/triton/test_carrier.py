@@ -1,0 +1,177 @@
+"""What two ranks' carriers send and add up, with memory of this process in place of GPUs': copies and flags are written
+at once."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import memory_checker
+import pytest
+import torch
+from torch import Tensor
+
+from quire.data.kernels.triton import carried, norm, reduce
+from quire.data.layers.cut import columns
+from quire.data.layers.linear import Linear
+from quire.data.layers.norm import RMSNorm
+from quire.data.layers.prepare import join
+from quire.parallel import carrier as module
+from quire.parallel.carrier import Carrier
+from quire.parallel.device_exchange import LARGE, DeviceExchange
+from quire.vocabulary.layout import Part
+
+if torch.cuda.is_available():
+    pytest.skip("kernels are interpreted here", allow_module_level=True)
+
+SIZE, EPS, ROOM = 48, 1e-5, 1 << 16
+
+
+class Nothing:
+    """A stream, and an event."""
+
+    cuda_stream = 0
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+@pytest.fixture
+def carriers(monkeypatch: pytest.MonkeyPatch) -> tuple[Carrier, Carrier]:
+    monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)  # they write what isn't given to them
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **options: Nothing())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(module, "LEAST", 2)
+    monkeypatch.setattr(module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(
+        module.peer_memory, "copy", lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
+    )
+
+    def write(address: int, value: int, stream: int) -> None:
+        ctypes.c_int64.from_address(address).value = value
+
+    monkeypatch.setattr(module.peer_memory, "write", write)
+    memories = [torch.zeros(reduce.BYTES + ROOM, dtype=torch.uint8) for _ in range(2)]
+    addresses = tuple(memory.data_ptr() for memory in memories)
+
+    def made(rank: int) -> Carrier:
+        table, counters = torch.tensor(addresses), torch.zeros(reduce.PROGRAMS, dtype=torch.int64)
+        error = torch.zeros(1, dtype=torch.int64)
+        one = Carrier(reduce.Peers(table, counters, error, rank, 2, 20, addresses, ROOM), torch.device("cpu"))
+        one.memories = memories  # type: ignore[attr-defined]
+        return one
+
+    return made(0), made(1)
+
+
+def test_rows_are_cut_into_no_more_pieces_than_there_are_flags(carriers: tuple[Carrier, Carrier]) -> None:
+    one, _ = carriers
+    assert one.pieces(3, 3 * SIZE * 4) == ()
+    assert one.pieces(5, 5 * SIZE * 4) == (slice(0, 2), slice(2, 4), slice(4, 5))
+    for rows in range(4, 100):
+        found = one.pieces(rows, rows * SIZE * 4)
+        assert 2 <= len(found) <= carried.PIECES
+        assert [row for piece in found for row in range(piece.start, piece.stop)] == list(range(rows))
+    room = carried.room(one.peers)
+    assert room == (ROOM - carried.HEAD) // 2
+    assert one.pieces(64, room)
+    assert not one.pieces(64, room + 1)
+
+
+def test_what_is_sent_is_added_up_in_turn(carriers: tuple[Carrier, Carrier]) -> None:
+    weight = torch.rand(SIZE)
+    for call in range(4):
+        rows = 5 + call
+        deltas = [torch.randn(rows, SIZE) for _ in carriers]
+        for carrier, delta in zip(carriers, deltas):
+            for piece in carrier.pieces(rows, delta.nbytes):
+                carrier.send(delta, piece)
+        total = deltas[0] + deltas[1]
+        for carrier, delta in zip(carriers, deltas):
+            assert carrier.delta is delta
+            if call == 2:
+                assert carrier.finish(None, None, None, 0.0, None) is delta
+                assert torch.equal(delta, total)
+                continue
+            x = torch.ones(rows, SIZE)
+            want_x = x.clone()
+            want = norm.rms_norm(want_x, weight, EPS, delta=total)
+            assert torch.equal(carrier.finish(x, weight, None, EPS, None), want)
+            assert torch.equal(x, want_x)
+            assert carrier.delta is None
+    assert not any(carrier.peers.error.item() for carrier in carriers)
+
+
+def test_what_never_comes_is_told(carriers: tuple[Carrier, Carrier]) -> None:
+    one, _ = carriers
+    delta = torch.ones(4, SIZE)
+    for piece in one.pieces(4, delta.nbytes):
+        one.send(delta, piece)
+    one.finish(None, None, None, 0.0, None)
+    assert one.peers.error.item() == 2  # rank 1
+
+
+class Alone(DeviceExchange):
+    """A rank's exchange without other ways than a carrier; `met` are other sums that were asked for."""
+
+    def __init__(self, rank: int, carrier: Carrier) -> None:
+        self.part, self.device, self.carrier, self.alone = Part(rank, 2), torch.device("cpu"), carrier, False
+        self.met: list[Tensor] = []
+        self.peers, self.group = carrier.peers, None
+
+    def _through_group(self, x: Tensor) -> bool:
+        self.met.append(x)
+        return True
+
+
+def test_a_product_sends_its_rows_to_the_norm_behind(
+    carriers: tuple[Carrier, Carrier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.parallel.device_exchange.LARGE", 0)
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    exchanges = [Alone(rank, carrier) for rank, carrier in enumerate(carriers)]
+    inputs, products, norms = [], [], []
+    for rank, exchange in enumerate(exchanges):
+        torch.manual_seed(rank)
+        part = Part(rank, 2)
+        product = Linear(columns(part, 32), SIZE, rank == 0, torch.float32, torch.device("cpu"))
+        for parameter in product.parameters():
+            parameter.data.normal_()
+        after = RMSNorm(SIZE, EPS, torch.float32, torch.device("cpu"))
+        after.weight.data.normal_()
+        for layer in (product, after):
+            join(layer, exchange)  # type: ignore[arg-type]
+        assert product.sending is exchange
+        inputs.append(torch.randn(7, 16))
+        products.append(product)
+        norms.append(after)
+    deltas = [product(x) for product, x in zip(products, inputs)]
+    for product, x, delta in zip(products, inputs, deltas):
+        torch.testing.assert_close(delta, product._product(x))
+    total = deltas[0] + deltas[1]
+    for after, delta, exchange in zip(norms, deltas, exchanges):
+        x = torch.ones(7, SIZE)
+        got = after(x, delta)
+        torch.testing.assert_close(got, torch.nn.functional.rms_norm(1 + total, (SIZE,), after.weight, EPS))
+        assert not exchange.met, "no other way was taken"
+    # What was sent, but isn't what is to be added up, is waited for and forgotten.
+    for product, x in zip(products, inputs):
+        product(x)
+    for exchange in exchanges:
+        other = torch.ones(7, SIZE)
+        assert exchange.add(other) is other
+        assert exchange.met[0] is other
+        assert exchange.carrier is not None
+        assert exchange.carrier.delta is None
+
+
+def test_what_is_replicated_or_small_is_not_sent(carriers: tuple[Carrier, Carrier]) -> None:
+    exchange = Alone(0, carriers[0])
+    whole = Linear(32, SIZE, False, torch.float32, torch.device("cpu"))
+    join(whole, exchange)  # type: ignore[arg-type]
+    assert whole.sending is None
+    assert exchange.pieces(64, LARGE) == ()
+    exchange.alone = True
+    assert exchange.pieces(1 << 20, LARGE + 1) == ()
