@@ -1,0 +1,80 @@
+"""Two ranks on GPUs, or as they take turns on one, say what one rank says: tokens drawn from shared-out logits in
+graphs, prompts whose sums are carried while they are computed, and both beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.data.models.configs import named_config
+from quire.parallel.device_exchange import LARGE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+HIDDEN, LONG = 2048, 5000
+SHAPE = {
+    "hidden_size": HIDDEN, "intermediate_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "vocab_size": 4100, "max_position_embeddings": 8192,
+}  # fmt: skip
+SEEDS = range(24)
+DRAWN: dict[str, list[SamplingParams]] = {
+    "greedy": [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True) for _ in SEEDS],
+    "drawn": [SamplingParams(temperature=0.9, seed=i, max_tokens=24, ignore_eos=True) for i in SEEDS],
+    "mixed": [
+        SamplingParams(temperature=0.6 * (i % 3), min_p=0.02 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
+        for i in SEEDS
+    ],
+    "few": [SamplingParams(temperature=1.1, seed=i, max_tokens=24, ignore_eos=True) for i in range(3)],
+    "cut": [
+        SamplingParams(temperature=0.9, top_p=0.8, top_k=50, seed=i, max_tokens=24, ignore_eos=True) for i in SEEDS
+    ],
+}
+PROMPTS = [[(11 * i + j * j) % 4000 + 50 for j in range(5 + 3 * i)] for i in SEEDS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("ranks")
+    (found / "config.json").write_text(json.dumps({**named_config("llama3-8b"), **SHAPE}))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.device_count() < 2:
+        monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
+
+
+def said(folder: Path, tp: int, **settings: Any) -> dict[str, list[list[int]]]:
+    options = {"dtype": "float32", "dummy_weights": True, "skip_tokenizer_init": True, "kv_gib": 1.0,
+               "max_num_seqs": 32, "max_num_batched_tokens": 8192, "enable_prefix_caching": False}  # fmt: skip
+    llm = LLM(str(folder), tp=tp, **{**options, **settings})
+    try:
+        found = {}
+        for name, params in DRAWN.items():
+            answers = llm.generate([{"prompt_token_ids": one} for one in PROMPTS[: len(params)]], params)
+            found[name] = [list(answer.outputs[0].token_ids) for answer in answers]
+        long = [[(i + 7 * j + j * j // 3) % 4000 + 50 for j in range(LONG - 900 * i)] for i in range(3)]
+        params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True) for _ in long]
+        answers = llm.generate([{"prompt_token_ids": one} for one in long], params)
+        found["long"] = [list(answer.outputs[0].token_ids) for answer in answers]
+        return found
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"cuda_graphs": False}], ids=str)
+def test_two_ranks_say_what_one_says(folder: Path, settings: dict[str, Any]) -> None:
+    assert LONG * HIDDEN * 4 > LARGE, "prompts' sums are large"
+    one, two = said(folder, 1, **settings), said(folder, 2, **settings)
+    assert len({tuple(answer) for answer in one["drawn"]}) == len(SEEDS)
+    for name, answers in one.items():
+        same = sum(a == b for a, b in zip(answers, two[name]))
+        # Logits differ in their last bits, so that a draw may fall on the other side of a token's edge.
+        spared = 0 if name in ("greedy", "long") else 2
+        assert same >= len(answers) - spared, f"{name}: {same} of {len(answers)} answers are the same"
