@@ -264,6 +264,8 @@ def test_one_thread_uses_a_pool(folders: Folders) -> None:
         ({"association": "none"}, "association bulk, none"),
         ({"dtype": "bfloat16"}, "the formats float32, bfloat16"),
         ({"prefix_tokens": 512}, "prefix-tokens is 512"),
+        ({"pp": 2}, "--pp 2 and --executor auto"),
+        ({"executor": "process"}, "--executor process"),
         ({"max_model_len": 512, "page_size": 512}, "large page"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -141,8 +141,7 @@ def build_engine(
             cause = "--on-rank-failure is restart, and the model is where the engine is"
             raise StartupError(cause, "Use --tp, or --executor process")
         return _assembled(config, source, named, progress, member, None)
-    if member is not None:
-        raise StartupError("--tp and --executor process or ray aren't for models that share a pool", "Leave them out")
+    assert member is None, "models of a pool are in its process"
     from quire.parallel.devices import check_gpus
     from quire.parallel.remote import RemoteRunner
     from quire.parallel.starting import started_by

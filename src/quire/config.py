@@ -193,8 +193,11 @@ class EngineConfig:
             kind = "__index__" if isinstance(low, int) else "__float__"
             if value is None:
                 continue
-            if isinstance(value, bool) or not hasattr(value, kind) or not low <= value <= high:
-                raise StartupError(f"{_flag(name)} is {str(value)[:80]}", f"It must be between {low} and {high}")
+            number = not isinstance(value, bool) and hasattr(value, kind)
+            if not number or not low <= value <= high:
+                whole = "a whole number " if isinstance(low, int) and not number else ""
+                said = str(value) if number else repr(value)
+                raise StartupError(f"{_flag(name)} is {said[:80]}", f"It must be {whole}between {low} and {high}")
         self._check_the_rest()
         self._check_ranks()
 

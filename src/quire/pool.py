@@ -144,6 +144,11 @@ class Pool:
 def _check(configs: Sequence[EngineConfig], dtypes: Sequence[str]) -> None:
     """StartupError for models whose pages can't lie in one memory."""
     for config in configs:
+        if config.remote:
+            raise StartupError(
+                f"a pool has a model of --tp {config.tp}, --pp {config.pp} and --executor {config.executor}",
+                "Models that share a memory have one rank each, in the engine's process",
+            )
         if config.memory != "paged" or config.page_sizes not in ("lcm", "max"):
             raise StartupError(
                 f"a pool has a model of --memory {config.memory} and --page-sizes {config.page_sizes}",
