@@ -3,6 +3,7 @@ between a MEET and the tokens but the calls of CUDA's driver. `main` is a progra
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -15,6 +16,7 @@ import torch
 from quire.data.kernels.triton import reduce
 from quire.parallel import devices, peer_memory, peers
 from quire.parallel.device_exchange import DeviceExchange
+from quire.parallel.device_pipes import DevicePipes
 from quire.parallel.frames import Hello
 from quire.parallel.rank import main as rank_main
 from quire.parallel.shared import SharedExchange
@@ -24,14 +26,28 @@ kept: list[mmap.mmap] = []
 
 
 def _mapped(descriptor: int) -> int:
-    kept.append(mmap.mmap(descriptor, reduce.BYTES))
+    kept.append(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
     return torch.frombuffer(kept[-1], dtype=torch.uint8).data_ptr()
 
 
 def export(nbytes: int) -> peer_memory.Exported:
     descriptor = os.memfd_create("peer")
     os.ftruncate(descriptor, nbytes)
-    return peer_memory.Exported(_mapped(descriptor), WHERE.pack(os.getpid(), descriptor))
+    where = WHERE.pack(os.getpid(), descriptor).ljust(peer_memory.HANDLE, b"\0")
+    return peer_memory.Exported(_mapped(descriptor), where)
+
+
+def tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def write(address: int, value: int, stream: int) -> None:
+    ctypes.c_int64.from_address(address).value = value
+
+
+def wait(address: int, value: int, stream: int) -> None:
+    """What comes has been sent when it's said: nobody waits here."""
+    assert ctypes.c_int64.from_address(address).value == value, "a step's rows were written over, or aren't there"
 
 
 def opened(handle: bytes) -> int:
@@ -66,4 +82,7 @@ class Seat(devices.Seat):
 def main() -> None:
     reduce.PROGRAMS, peers.MORE = 4, 0  # what is carried takes a GPU's streams
     peer_memory.export, peer_memory.opened, peers._unreachable = export, opened, lambda *_: ""
+    peer_memory.tensor, peer_memory.write, peer_memory.wait = tensor, write, wait
+    peer_memory.copy = lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
+    DevicePipes._stream = lambda pipes: 0
     rank_main(seat=Seat)

@@ -54,6 +54,23 @@ def test_ranks_with_peers_memory_say_what_one_says(peers: list[Any]) -> None:
     assert peers == [(4 * GIB, 3 * GIB, "GPU 0, of which 3.00 of 4.00 GiB are free")]
 
 
+@pytest.mark.parametrize("layout", [{"pp": 3}, {"tp": 2, "pp": 2}], ids=str)
+def test_stages_copy_into_each_others_memory(peers: list[Any], layout: dict[str, int]) -> None:
+    """And say what one rank says, in steps of more than a chunk, several of them in flight."""
+    settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 6, "max_num_batched_tokens": 16, "attention": "sdpa"}
+    several, alone = (LLM("tiny", **layout, **settings), LLM("tiny", **settings))
+    params = replace(PARAMS[0], max_tokens=6)
+    said = [[list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, params)] for llm in (several, alone)]
+    assert said[0] == said[1]
+    several.close()
+
+
+def test_stages_that_reach_nobody_say_so(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNREACHABLE", "1")
+    with pytest.raises(StartupError, match="a stage's GPU doesn't reach another one's memory: no such memory"):
+        LLM("tiny", pp=2, **SETTINGS)
+
+
 def test_ranks_that_reach_nobody_say_so(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNREACHABLE", "1")
     with pytest.raises(StartupError, match=r"rank [01] has no peers: no such memory"):

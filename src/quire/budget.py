@@ -17,6 +17,7 @@ from quire.data.kernels.limits import MAX_SCORES, MOST_GRAPH_ROWS, MOST_GRAPH_TO
 from quire.errors import StartupError
 from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import ModelSpec, parts_a_step
+from quire.vocabulary.stages import INBOX
 
 GIB = 2**30
 CPU_KV_SHARE = 0.4  # of the memory that is free, when no size is given
@@ -293,6 +294,7 @@ def exchange_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, device:
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     given = 2 * config.max_num_batched_tokens * spec.hidden * itemsize if config.pp > 1 else 0
+    given *= 1 if device == "cpu" else INBOX
     if config.tp == 1:
         return given
     tokens, vocabulary = config.max_num_batched_tokens, config.tp * Part(0, config.tp).padded(spec.vocab_size)

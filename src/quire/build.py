@@ -98,7 +98,9 @@ def _divided(config: EngineConfig, source: Source, device: str, absent: bool = F
         return source
     import torch
 
-    if device != "cpu" and not absent:
+    from quire.parallel.devices import staging
+
+    if device != "cpu" and not absent and not staging():
         raise StartupError(f"--pp is {config.pp}, and stages are for CPUs so far", "Use --tp alone, or --device cpu")
     if config.memory == "virtual" and uneven(source.spec, config.pp):
         raise StartupError(
@@ -149,7 +151,7 @@ def build_engine(
     device = device_of(config)
     source = _divided(config, source, device)
     if device != "cpu":
-        check_gpus(config.ranks)
+        check_gpus(config.tp, config.pp)
     start = started_by(config, device)
     # They load libraries while the model is looked at.
     ranks = RemoteRunner(Layout(config.tp, config.pp), config.rank_timeout, **start)

@@ -36,6 +36,7 @@ def build_rank(hello: Hello, seat: Seat | None = None) -> Any:
     import torch
 
     from quire.data.weights.mapped import trim
+    from quire.parallel.device_pipes import DevicePipes
     from quire.parallel.pipes import Pipes
     from quire.parallel.shared import SharedExchange
 
@@ -49,8 +50,14 @@ def build_rank(hello: Hello, seat: Seat | None = None) -> Any:
     exchange: Exchange | None = None if seat is None else seat.exchange
     if seat is None and part.ranks > 1:
         exchange = SharedExchange(part, hello.meeting, hello.seconds)
-    pipes = Pipes(part, hello.meeting, hello.seconds) if part.stages > 1 else None
     device = torch.device(config.device) if seat is None else seat.device
+    pipes: Pipes | None = None
+    if part.stages > 1 and seat is None:
+        pipes = Pipes(part, hello.meeting, hello.seconds)
+    elif part.stages > 1:
+        assert config.max_num_batched_tokens is not None, "a sized config"
+        room = config.max_num_batched_tokens * source.spec.hidden * dtype.itemsize
+        pipes = DevicePipes(part, hello.meeting, hello.seconds, device, room)
     runner = shard_runner(
         config, source, dtype, device, hello.eos_ids, hello.max_len, hello.progress,
         part=part, exchange=exchange, pipes=pipes,

@@ -1,7 +1,8 @@
 """Ranks on GPUs, before they build anything: which GPU each has, how they will meet, and what room that leaves.
 
 QUIRE_SHARE_GPU=1 lets more ranks start than there are GPUs, to try the code without them: they take turns on one, so
-each exchange takes as long as some time slices, and NCCL, which refuses that, isn't used.
+each exchange takes as long as some time slices, and NCCL, which refuses that, isn't used. QUIRE_STAGES_ON_GPUS=1 lets
+--pp through on GPUs, which wasn't run on any yet.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ if TYPE_CHECKING:
     from quire.parallel.shared import SharedExchange
 
 SHARE = "QUIRE_SHARE_GPU"
+STAGES = "QUIRE_STAGES_ON_GPUS"
 GIB = 2**30
 log = logging.getLogger("quire.parallel")
 
 
-def check_gpus(ranks: int) -> None:
+def check_gpus(tp: int, pp: int = 1) -> None:
     """StartupError for more ranks than GPUs that this process may use."""
     import torch
 
-    count = torch.cuda.device_count()
+    count, ranks = torch.cuda.device_count(), tp * pp
     if ranks > count and not (count and sharing()):
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         named = "" if seen is None else f" (CUDA_VISIBLE_DEVICES is {seen[:80]!r})"
         raise StartupError(
-            f"--tp is {ranks}, and torch finds {count} GPU{'s' * (count != 1)}{named}",
+            f"--tp is {tp}{f' and --pp {pp}' * (pp > 1)}, and torch finds {count} GPU{'s' * (count != 1)}{named}",
             f"Use --tp {count} or less, or --device cpu",
         )
 
@@ -41,6 +43,11 @@ def check_gpus(ranks: int) -> None:
 def sharing() -> bool:
     """Ranks may share GPUs."""
     return os.environ.get(SHARE, "") not in ("", "0")
+
+
+def staging() -> bool:
+    """--pp is let through on GPUs."""
+    return os.environ.get(STAGES, "") not in ("", "0")
 
 
 def gpus_each(ranks: int) -> float:
@@ -79,7 +86,7 @@ class Seat:
 
         from quire.parallel.shared import SharedExchange
 
-        self.index = hello.part.rank % max(torch.cuda.device_count(), 1)
+        self.index = hello.part.number % max(torch.cuda.device_count(), 1)
         self.device = torch.device("cuda", self.index)
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)  # makes the context

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from quire.vocabulary.layout import Part
 
@@ -31,7 +31,7 @@ class Group:
         self.part, self.ordered = part, ordered
         dist.init_process_group(
             backend,
-            store=FileStore(f"/proc/self/fd/{store}", part.ranks),
+            store=PrefixStore(f"stage {part.stage}", FileStore(f"/proc/self/fd/{store}", part.ranks * part.stages)),
             rank=part.rank,
             world_size=part.ranks,
             timeout=timedelta(seconds=seconds),

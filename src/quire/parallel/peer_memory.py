@@ -31,7 +31,8 @@ def _library() -> Any:
         raise PeerError(str(error)) from error
     address, stream = ctypes.c_uint64, ctypes.c_void_p
     library.cuMemcpyDtoDAsync_v2.argtypes = address, address, ctypes.c_size_t, stream
-    library.cuStreamWriteValue64_v2.argtypes = stream, address, ctypes.c_uint64, ctypes.c_uint
+    for told in (library.cuStreamWriteValue64_v2, library.cuStreamWaitValue64_v2):
+        told.argtypes = stream, address, ctypes.c_uint64, ctypes.c_uint
     return library
 
 
@@ -93,6 +94,26 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
 def write(address: int, value: int, stream: int) -> None:
     """Write 8 bytes, on a stream: whoever sees them sees what came before on the stream, too."""
     _call("cuStreamWriteValue64_v2", stream, address, value, 0)
+
+
+def wait(address: int, value: int, stream: int) -> None:
+    """On a stream, wait until the 8 bytes there are at least `value`, whoever writes them."""
+    _call("cuStreamWaitValue64_v2", stream, address, value, 0)
+
+
+def tensor(address: int, nbytes: int, device: Any) -> Any:
+    """Memory of this process's on a GPU, as bytes of torch's, which doesn't own it."""
+    import torch
+
+    return torch.as_tensor(_Array(address, nbytes), device=device)
+
+
+class _Array:
+    """What torch asks of another library's array on a GPU."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        said = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = said
 
 
 def atomics(here: int, there: int) -> bool:

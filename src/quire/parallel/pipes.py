@@ -41,32 +41,42 @@ class Pipes:
     def send(self, x: Tensor, delta: Tensor | None) -> None:
         """x and delta, if any, [T, columns] each, to the stage behind."""
         assert self._behind is not None, "the last stage has none behind it"
-        self.given += 1
         both = [x] if delta is None else [x, delta]
-        self._wait(self._behind.sendall, HEAD.pack(self.given, *x.shape, x.itemsize, len(both) - 1))
+        self._say(x, len(both))
         for tensor in both:
             self._wait(self._behind.sendall, _bytes(tensor.contiguous()))
 
+    def _say(self, x: Tensor, count: int) -> None:
+        """What comes: so many tensors like x."""
+        assert self._behind is not None, "the last stage has none behind it"
+        self.given += 1
+        self._wait(self._behind.sendall, HEAD.pack(self.given, *x.shape, x.itemsize, count - 1))
+
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """What the stage before sent of its next step, which has so many rows."""
+        more = self._hear(rows, columns, dtype)
+        assert self._before is not None, "the first stage has none before it"
+        both = [torch.empty(rows, columns, dtype=dtype) for _ in range(1 + more)]
+        for tensor in both:
+            self._fill(self._before, _bytes(tensor))
+        return both[0], both[1] if more else None
+
+    def _hear(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Wait for the head of what comes, which must be of such rows; whether there are two tensors."""
         assert self._before is not None, "the first stage has none before it"
         self.taken += 1
         head = bytearray(HEAD.size)
-        self._fill(memoryview(head))
+        self._fill(self._before, memoryview(head))
         *found, more = HEAD.unpack(head)
         due = [self.taken, rows, columns, dtype.itemsize]
         assert found == due, f"the stage before gave (pass, rows, columns, bytes) {found}, and {due} are due"
-        both = [torch.empty(rows, columns, dtype=dtype) for _ in range(1 + more)]
-        for tensor in both:
-            self._fill(_bytes(tensor))
-        return both[0], both[1] if more else None
+        return bool(more)
 
-    def _fill(self, room: memoryview) -> None:
-        assert self._before is not None, "the first stage has none before it"
+    def _fill(self, end: socket.socket, room: memoryview) -> None:
         while len(room):
-            count = self._wait(self._before.recv_into, room)
+            count = self._wait(end.recv_into, room)
             if not count:
-                raise PeerLost("the stage before has left")
+                raise PeerLost("another stage has left")
             room = room[count:]
 
     def _wait(self, work: Callable[[memoryview | bytes], int | None], data: memoryview | bytes) -> int:

@@ -13,6 +13,7 @@ from quire.vocabulary.layout import Part
 from quire.vocabulary.specs import Geometry, LayerSpec, ModelSpec
 
 Kept = tuple[Any, ...]  # see LayerSpec.kept
+INBOX = 2  # steps' rows that a stage on a GPU holds of the stage before
 
 
 def owners_of(spec: ModelSpec, part: Part) -> dict[Kept, list[int]]:

@@ -30,6 +30,7 @@ from quire.data.kernels.states import StateCache, StatePlan
 from quire.data.kernels.triton import (
     activation,
     attention,
+    carried,
     conv,
     copy,
     experts,
@@ -43,6 +44,7 @@ from quire.data.kernels.triton import (
     sampling,
     scaled,
     scan,
+    split_sampling,
 )
 
 CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:])
@@ -219,6 +221,15 @@ def samples() -> None:
         sampling.greedy(logits, slots, last, tokens, faults, scratch, PDL)
         shapes, owners = shapes.view(rows, 4), ints(rows)
         sampling.sample(logits, shapes, owners, chances[0], slots, last, tokens, faults, scratch, cut=True, pdl=PDL)
+        own = split_sampling.Own(1, 64_128, 64_128)
+        part = logits[:, :64_128]
+        told = split_sampling.best(part, own, PDL)
+        found = split_sampling.merge(told.expand(2, -1, -1).contiguous(), vocab, slots, last, tokens, faults, PDL)
+        masses, totals = split_sampling.weigh(part, own, shapes, found, PDL)
+        drawn = split_sampling.draw(
+            part, own, shapes, chances[0], found, masses, totals.expand(2, -1).contiguous(), PDL
+        )
+        split_sampling.tell(drawn.expand(2, -1).contiguous(), vocab, slots, last, tokens, PDL)
     copy.copy_pages(zeros(8, 4096), ints(2), ints(2))
     copy.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
 
@@ -236,6 +247,13 @@ def sums() -> None:
                     reduce.add_norm(peers, x, delta, weight, weight, 1e-5, shots=shots, pdl=PDL)
                     reduce.add_norm(peers, x, delta, wide, None, 1e-5, behind=wide, shots=shots, pdl=PDL)
         reduce.gather(peers, zeros(4, 64128), pdl=PDL)
+    for rank in range(2):
+        peers = reduce.Peers(ints(2), ints(reduce.PROGRAMS), ints(1), rank, 2, 1 << 20, (0, 0), 256 << 20)
+        for size in (8192, 5120):
+            x, delta, weight, wide = zeros(4, size), zeros(4, size), zeros(size), torch.zeros(size)
+            for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
+                carried.add_norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
+            carried.add_norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
 
 
 if __name__ == "__main__":

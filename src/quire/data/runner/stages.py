@@ -7,7 +7,7 @@ the scheduler plans no sequence whose sample it waits for, so a row's tokens are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +48,10 @@ class Undrawn:
 
     def take(self, masks: Sequence[Mask]) -> None:
         """And under which masks."""
+
+    def rehearsals(self, dtypes: Iterable[torch.dtype], most: int) -> Iterable[Callable[[], None]]:
+        """No kernels are needed for it."""
+        return ()
 
 
 class StageRunner(ModelRunner):
@@ -105,6 +109,8 @@ class StageRunner(ModelRunner):
         """See ModelRunner; but for the last stage nothing was drawn."""
         if self.part.ends:
             return super().collect(ticket)
+        if ticket.span is not None:  # of a GPU: the stage before may write over what this step has read
+            ticket.span.end.synchronize()
         if self.exchange is not None:
             self.exchange.check()
         nothing = (Sampled(()),) * len(ticket.plan.rows)
