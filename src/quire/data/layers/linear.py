@@ -73,6 +73,7 @@ class Linear(nn.Module):
         self.many: Callable[..., Tensor] | None = None  # for any number; None: the library's product
         self.pdl = False
         self.sending: Sending | None = None
+        self.changed = False  # what it gives is changed before ranks add it up: it isn't sent as it is computed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:

@@ -41,6 +41,8 @@ def join(model: nn.Module, exchange: Exchange) -> None:
     """Let a shard meet those of the other ranks in every step: at the norms before which something is added, within its
     Mamba mixers, at its embedding, and at its logits, which `exchange` of the model, or of its `text`, is for. Its
     `eyes` are whole on each rank. Before or after `prepare`."""
+    # A stage's last product is added up by the next one.
+    sends = hasattr(exchange, "send") and exchange.part.stages == 1
     eyes = set(model.eyes.modules()) if getattr(model, "eyes", None) is not None else set[nn.Module]()
     for module in model.modules():
         if module in eyes:
@@ -50,7 +52,7 @@ def join(model: nn.Module, exchange: Exchange) -> None:
             module.exchange = exchange
         if isinstance(module, RMSNorm | LayerNorm):
             module.normed = getattr(exchange, "normed", None)
-        if isinstance(module, Linear) and module.columns.divided and hasattr(exchange, "send"):
-            module.sending = exchange
+        if isinstance(module, Linear) and module.columns.divided and not module.changed and sends:
+            module.sending = exchange  # type: ignore[assignment]
     for holder in (model, getattr(model, "text", model)):
         holder.__dict__["exchange"] = exchange

@@ -80,6 +80,7 @@ class CrossBlock(nn.Module):
         self.cross = CrossAttention(s, layer, dtype, device, part)
         self.mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device)
         self.mlp = GatedMLP(s.hidden, columns(part, s.intermediate), s.activation, s.mlp_bias, dtype, device)
+        self.cross.out.changed = self.mlp.down.changed = True  # by gates, in place
         self.attention_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
         self.mlp_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
 

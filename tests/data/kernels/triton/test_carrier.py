@@ -24,6 +24,7 @@ from quire.vocabulary.layout import Part
 if torch.cuda.is_available():
     pytest.skip("kernels are interpreted here", allow_module_level=True)
 
+CPU = torch.device("cpu")
 SIZE, EPS, ROOM = 48, 1e-5, 1 << 16
 
 
@@ -170,8 +171,25 @@ def test_a_product_sends_its_rows_to_the_norm_behind(
 def test_what_is_replicated_or_small_is_not_sent(carriers: tuple[Carrier, Carrier]) -> None:
     exchange = Alone(0, carriers[0])
     whole = Linear(32, SIZE, False, torch.float32, torch.device("cpu"))
-    join(whole, exchange)  # type: ignore[arg-type]
-    assert whole.sending is None
+    gated = Linear(columns(Part(0, 2), 32), SIZE, False, torch.float32, torch.device("cpu"))
+    gated.changed = True
+    for layer in (whole, gated):
+        join(layer, exchange)  # type: ignore[arg-type]
+        assert layer.sending is None
+    exchange.part, staged = Part(0, 2, 0, 2), Linear(columns(Part(0, 2), 32), SIZE, False, torch.float32, CPU)
+    join(staged, exchange)  # type: ignore[arg-type]
+    assert staged.sending is None, "the stage behind adds it up"
     assert exchange.pieces(64, LARGE) == ()
     exchange.alone = True
     assert exchange.pieces(1 << 20, LARGE + 1) == ()
+
+
+def test_what_gates_change_is_not_sent() -> None:
+    """Llama 3.2 Vision's layers over pictures change in place what their products give: the same tensor."""
+    from quire.data.models.configs import named_config
+    from quire.data.models.mllama import CrossBlock, Mllama
+
+    model = Mllama(named_config("llama3.2-vision-11b"), torch.float32, torch.device("meta"), Part(0, 2))
+    blocks = [one for one in model.modules() if isinstance(one, CrossBlock)]
+    assert blocks
+    assert all(block.cross.out.changed and block.mlp.down.changed for block in blocks)

@@ -105,6 +105,24 @@ def test_tokens_are_those_of_all_logits(tail: str, ranks: int, vocab: int, dtype
     assert sent == rows * (8 if tail == "greedy" else 20)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_are_cut_hurt_no_tail_without_room_for_that(ranks: int) -> None:
+    """A size is captured while another tail's inputs are there: what it draws then is of no use, and stays inside."""
+    rows, vocab = 20, 300
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    slots, last = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+
+    def work(rank: Rank) -> Tensor:
+        fused = SplitFused(vocab, DEVICE, rank) if ranks > 1 else FusedSampling(vocab, DEVICE)
+        tails = fused.tails(last, rows)
+        fused.fill(np.tile((0.8, 0.0, 5.0, 0.5), (rows, 1)), np.full(rows, 0.5))
+        given = own_of(logits, vocabulary(rank.part, vocab)) if ranks > 1 else logits
+        return tails["random"](given, slots)[0]
+
+    for tokens in Together(ranks).run(work):
+        assert ((tokens >= 0) & (tokens < vocab)).all()
+
+
 def test_a_rank_whose_part_is_empty_tells_nothing() -> None:
     cut = vocabulary(Part(3, 4), 150)
     assert not len(cut.own)

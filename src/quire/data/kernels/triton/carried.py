@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.data.kernels.triton.launch import power_of_2
 from quire.data.kernels.triton.norm import warps_of
 from quire.data.kernels.triton.quick import quick
-from quire.data.kernels.triton.reduce import BYTES, Peers, at, finish, rounded, scales
+from quire.data.kernels.triton.reduce import BYTES, PATIENCE, Peers, at, finish, rounded, scales
 
 RANKS = 2
 PIECES = 8  # at most
@@ -56,6 +56,9 @@ def _carried(
     while (seen != call) & (left > 0):
         seen = tl.load(flag, volatile=True)
         left -= 1
+        if left % PATIENCE == 0:  # noqa: SIM102
+            if tl.load(error) != 0:
+                left = left * 0
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # what came before the flag is seen, too
     if seen != call:  # noqa: SIM102
         if tl.load(error) == 0:

@@ -38,6 +38,7 @@ FLAGS = PROGRAMS * 2 * MOST * 8  # bytes; by program, phase and rank
 WHOLE = FLAGS + PROGRAMS * 2 * REGION  # where the regions of what is sent whole begin
 BYTES = WHOLE + PROGRAMS * 2 * REGION
 POLLS = 1 << 20  # of a flag in a second, about
+PATIENCE = tl.constexpr(4096)  # polls between two looks at whether others have given up
 ONE_SHOT = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}  # bytes that are at most sent whole, by ranks
 FEW = 1 << 17  # the same of more ranks
 WORDS = 1024  # that a program gathers at once
@@ -153,6 +154,9 @@ def _come(place, inside, error, rank, polls):
         words = tl.load(place, mask=inside, other=1, volatile=True)
         missing = tl.max((words == 0).to(tl.int32), axis=0)
         left -= 1
+        if left % PATIENCE == 0:  # noqa: SIM102
+            if tl.load(error) != 0:  # nobody waits for long once somebody was waited for in vain
+                left = left * 0
     if missing > 0:  # noqa: SIM102
         if tl.load(error) == 0:  # the first cause is kept
             tl.store(error, rank + 1)

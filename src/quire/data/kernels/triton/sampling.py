@@ -159,11 +159,13 @@ def _marked(keys, BLOCK: tl.constexpr):
 
 @triton.jit
 def spread(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses, LANES: tl.constexpr,
-            BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The weight of each of `each` blocks; or, if their row may be cut, their share of the row's totals."""
+            BLOCK: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The weight of each of `each` blocks; or, if their row may be cut, their share of the row's totals. Without CUT
+    there is no room for these, and no row is, whatever its shape says."""
     begin(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, _k, _p, cut = shape_of(shapes, row)
+    cut = cut & CUT
     best, _token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0):
         marks = tl.arange(0, MARKS)
@@ -385,7 +387,7 @@ def sample(
     chunks, lanes = find_peaks(logits, scratch, cut, options)
     row = (logits, logits.stride(0), vocab, shapes, scratch.peaks, scratch.places, chunks)
     grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
-    spread[grid](*row, blocks, each, scratch.totals, scratch.masses, **tile)
+    spread[grid](*row, blocks, each, scratch.totals, scratch.masses, CUT=cut, **tile)
     if cut:
         _collect[grid](*row, blocks, each, scratch.totals, scratch.held, scratch.lists, **tile)
         _search[(rows,)](

@@ -162,7 +162,7 @@ def weigh(logits: Tensor, own: Own, shapes: Tensor, found: Best, pdl: bool = Fal
     totals = torch.empty(rows, dtype=torch.int64, device=logits.device)
     spread[(triton.cdiv(blocks, each), rows)](
         logits, logits.stride(0), own.count, shapes, found.peaks, found.places, 1, blocks, each, totals, masses,
-        LANES=1, BLOCK=BLOCK, num_warps=4, **options,
+        LANES=1, BLOCK=BLOCK, CUT=False, num_warps=4, **options,
     )  # fmt: skip
     _sum[(rows,)](
         found.peaks, shapes, masses, blocks, totals, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **options
