@@ -72,7 +72,7 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
         raise StartupError(f"--device-gib is {device_gib}", "It must be above 0")
     absent = device_gib is not None
     device = ("cpu" if config.device == "cpu" else "cuda") if absent else device_of(config)
-    source = _divided(config, read_source(config, weights=False), device, absent)
+    source = _divided(config, read_source(config, weights=False), device)
     config = config.sized(device).of_rank()
     dtype = dtype_of(config, source.config, device)
     source = source.stored(config, ITEMSIZE[dtype])
@@ -89,19 +89,15 @@ def plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
     return made.lines() + pages
 
 
-def _divided(config: EngineConfig, source: Source, device: str, absent: bool = False) -> Source:
+def _divided(config: EngineConfig, source: Source, device: str) -> Source:
     """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
-    many can't share. `device` is "cuda" or "cpu"; `absent`: it need not be here."""
+    many can't share. `device` is "cuda" or "cpu", and need not be here."""
     part = Part(0, config.tp, 0, config.pp)
     source = source.divided(part)
     if config.pp == 1:
         return source
     import torch
 
-    from quire.parallel.devices import staging
-
-    if device != "cpu" and not absent and not staging():
-        raise StartupError(f"--pp is {config.pp}, and stages are for CPUs so far", "Use --tp alone, or --device cpu")
     if config.memory == "virtual" and uneven(source.spec, config.pp):
         raise StartupError(
             f"--memory is virtual, and of {len(source.spec.layers)} layers --pp {config.pp} makes stages that don't "

@@ -1,8 +1,7 @@
 """Ranks on GPUs, before they build anything: which GPU each has, how they will meet, and what room that leaves.
 
 QUIRE_SHARE_GPU=1 lets more ranks start than there are GPUs, to try the code without them: they take turns on one, so
-each exchange takes as long as some time slices, and NCCL, which refuses that, isn't used. QUIRE_STAGES_ON_GPUS=1 lets
---pp through on GPUs, which wasn't run on any yet.
+each exchange takes as long as some time slices, and NCCL, which refuses that, isn't used.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from quire.parallel.shared import SharedExchange
 
 SHARE = "QUIRE_SHARE_GPU"
-STAGES = "QUIRE_STAGES_ON_GPUS"
 GIB = 2**30
 log = logging.getLogger("quire.parallel")
 
@@ -43,11 +41,6 @@ def check_gpus(tp: int, pp: int = 1) -> None:
 def sharing() -> bool:
     """Ranks may share GPUs."""
     return os.environ.get(SHARE, "") not in ("", "0")
-
-
-def staging() -> bool:
-    """--pp is let through on GPUs."""
-    return os.environ.get(STAGES, "") not in ("", "0")
 
 
 def gpus_each(ranks: int) -> float:
