@@ -303,17 +303,17 @@ def _weigh(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, b
 
 @triton.jit(do_not_specialize_on_alignment=["owners", "chances", "slots", "last", "tokens", "faults"])
 def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses, blocks, owners, chances, slots, last,
-          tokens, faults, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+          tokens, faults, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip
     """The token of one draw of the row owners[draw]: the first by id at which the sum of weights exceeds chance times
-    the total. The row's first draw goes to its slot in `last` too."""
+    the total. The row's first draw goes to its slot in `last` too. Without CUT nobody looked for borders."""
     begin(PDL)
     draw = tl.program_id(0)
     row = tl.load(owners + draw).to(tl.int32)
     temperature, min_p, _k, _p, cut = shape_of(shapes, row)
     best, token, finite = top_of(peaks, places, row, chunks, LANES)
     if finite & (temperature > 0):
-        border = tl.load(borders + row, mask=cut, other=LEAST)
+        border = tl.load(borders + row, mask=cut & CUT, other=LEAST)
         lanes = tl.arange(0, BLOCKS)
         parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
         goal = (tl.sum(parts, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
@@ -397,5 +397,5 @@ def sample(
         _weigh[grid](*row, blocks, each, scratch.borders, scratch.masses, **tile)
     _draw[(len(owners),)](
         *row, scratch.borders, scratch.masses, blocks, owners, chances, slots, last, tokens, faults,
-        BLOCKS=triton.next_power_of_2(blocks), **tile,
+        BLOCKS=triton.next_power_of_2(blocks), CUT=cut, **tile,
     )  # fmt: skip
