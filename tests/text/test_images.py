@@ -72,6 +72,8 @@ def test_profiles_and_texts_are_left_out() -> None:
     for data in (
         written(drawn(), "PNG", icc_profile=profile, pnginfo=texts),
         written(drawn(), "JPEG", icc_profile=profile, comment=b"x" * 1000, quality=100),
+        written(drawn(), "WEBP", icc_profile=profile, xmp=b"x" * 1000, lossless=True),
+        written(drawn(), "GIF", comment=b"x" * 1000),
     ):
         assert len(read_header(data).data) < len(data) - 300
         assert decode(data, LIMITS).info == {}
@@ -91,6 +93,18 @@ def test_what_is_transparent_is_white(mode: str) -> None:
     found = pixels(data)
     assert (found[:, 2:] == 255).all()
     assert (found[:, :2] < 10).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_a_transparent_level_of_few_bits_is_white(bits: int) -> None:
+    levels = np.arange(1 << bits)
+    grey = (levels * 255 // levels[-1]).astype(int)
+    spelled = "".join(f"{level:0{bits}b}" for level in levels).ljust(8, "0")
+    row = b"\0" + int(spelled, 2).to_bytes(len(spelled) // 8, "big")
+    for clear in range(0, len(levels), max(len(levels) // 16, 1)):
+        plain = png_of(len(levels), 1, bits, color=0, data=row)
+        data = plain[:33] + chunk(b"tRNS", struct.pack(">H", clear)) + plain[33:]
+        assert (pixels(data)[0, :, 0] == np.where(levels == clear, 255, grey)).all()
 
 
 def test_half_transparent_pixels_are_mixed_with_white() -> None:

@@ -14,6 +14,8 @@ MAX_BLOCKS = 1 << 16  # chunks of a PNG or WebP, segments of a JPEG's head
 MAX_GIF_BLOCKS = 1 << 17  # of up to 255 bytes each
 MAX_SCANS = 32  # of a progressive JPEG: each may touch every pixel, and encoders write some ten
 PNG_KEPT = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+WEBP_KEPT, WEBP_ALPHA = (b"ALPH", b"VP8 ", b"VP8L"), 0x10
+GIF_CONTROL = 0xF9  # the extension that says which colour is transparent
 ADOBE, JFIF, COMMENT, SCAN = 0xEE, 0xE0, 0xFE, 0xDA
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 ALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
@@ -111,7 +113,7 @@ def _webp(data: bytes) -> Header:
         raise BadImage("it is no PNG, JPEG, WebP or GIF")
     if size + 8 > len(data):
         raise BadImage(CUT)
-    at, turned, animated, sizes = 12, 1, False, set[tuple[int, int]]()
+    at, turned, animated, sizes, kept = 12, 1, False, set[tuple[int, int]](), list[bytes]()
     for _ in range(MAX_BLOCKS):
         if at + 8 > size + 8:
             break
@@ -129,21 +131,32 @@ def _webp(data: bytes) -> Header:
         elif kind == b"EXIF":
             turned = orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
         animated |= kind in (b"ANIM", b"ANMF")
-        at += 8 + length + length % 2
+        start, at = at, at + 8 + length + length % 2
+        if kind == b"VP8X":  # without the flags of what isn't kept
+            kept += data[start : start + 8], bytes([body[0] & WEBP_ALPHA]), data[start + 9 : at]
+        elif kind in WEBP_KEPT:
+            kept.append(data[start:at])
+    else:
+        raise BadImage(f"it has more than {MAX_BLOCKS} chunks")
     if not animated and len(sizes) != 1:
         raise BadImage("it does not say its size" if not sizes else "it says two sizes")
-    return Header("WebP", *max(sizes, default=(1, 1)), data, turned, animated)
+    body = b"WEBP" + b"".join(kept)
+    return Header("WebP", *max(sizes, default=(1, 1)), b"RIFF" + struct.pack("<I", len(body)) + body, turned, animated)
 
 
 def _gif(data: bytes) -> Header:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    frames, inside = 0, False
+    frames, inside, start, kept = 0, False, at, [data[:at]]
     for _ in range(MAX_GIF_BLOCKS):
         block, at = data[at], at + 1
         if inside:  # blocks of data, each after its length, up to one of none
             at += block
             inside = block > 0
+            if not inside:
+                if data[start] == 0x2C or data[start + 1] == GIF_CONTROL:
+                    kept.append(data[start:at])
+                start = at
         elif block == 0x21:  # an extension
             at, inside = at + 1, True
         elif block == 0x2C:  # a picture
@@ -156,7 +169,7 @@ def _gif(data: bytes) -> Header:
         elif block == 0x3B:  # the end
             if not frames:
                 raise BadImage("there is no picture in it")
-            return Header("GIF", width, height, data, animated=frames > 1)
+            return Header("GIF", width, height, b"".join([*kept, data[start:at]]), animated=frames > 1)
         else:
             raise BadImage("a block of it is broken")
     raise BadImage(f"it has more than {MAX_GIF_BLOCKS} blocks")

@@ -106,6 +106,7 @@ def decoded(header: Header, at: str) -> Image:
         image = _opened(header)
         if image.size != (header.width, header.height):
             raise BadImage("it says two sizes")
+        _spread_clear_level(image)
         image.load()
         return turned(rgb(image), header.turned)
 
@@ -126,6 +127,13 @@ def _opened(header: Header) -> Image:
         "PNG": PngImageFile, "JPEG": JpegImageFile, "WebP": WebPImageFile, "GIF": GifImageFile,
     }  # fmt: skip
     return kinds[header.format](BytesIO(header.data))
+
+
+def _spread_clear_level(image: Image) -> None:
+    """Of a PNG of 2 or 4 bits of grey the level that is transparent: Pillow spreads the others over 8 bits, and not it."""
+    scale = {"L;2": 85, "L;4": 17}.get(str(image.tile[0][3])) if image.format == "PNG" and image.tile else None
+    if scale and isinstance(clear := image.info.get("transparency"), int):
+        image.info["transparency"] = clear * scale
 
 
 def rgb(image: Image) -> Image:

@@ -125,6 +125,7 @@ class MixedGraphs:
             self.inputs.buffer.zero_()
             self._first(tokens, singles)  # in this thread: libraries keep handles for each
             self.firsts[tokens, singles] = self.recorder.record(partial(self._first, tokens, singles))
+            self.store.clear_scratch()  # nothing attended for these tokens: what layers wrote there may not be finite
 
     def capture_second(self, count: int) -> None:
         """Capture a second half with its tails, unless that is done."""
