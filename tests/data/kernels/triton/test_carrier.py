@@ -17,6 +17,7 @@ from quire.data.layers.linear import Linear
 from quire.data.layers.norm import RMSNorm
 from quire.data.layers.prepare import join
 from quire.parallel import carrier as module
+from quire.parallel import peers
 from quire.parallel.carrier import Carrier
 from quire.parallel.device_exchange import LARGE, DeviceExchange
 from quire.vocabulary.layout import Part
@@ -79,6 +80,14 @@ def test_rows_are_cut_into_no_more_pieces_than_there_are_flags(carriers: tuple[C
     assert room == (ROOM - carried.HEAD) // 2
     assert one.pieces(64, room)
     assert not one.pieces(64, room + 1)
+
+
+def test_a_whole_step_of_a_wide_model_is_carried(carriers: tuple[Carrier, Carrier]) -> None:
+    """8,192 rows of 8,192 numbers of 16 bits: what a 70B's prompts bring in a step of the usual size."""
+    one, _ = carriers
+    one.peers = one.peers._replace(more=carried.memory(peers.MORE))
+    assert len(one.pieces(8192, 8192 * 8192 * 2)) == carried.PIECES
+    assert one.pieces(8193, 8193 * 8192 * 2) == ()
 
 
 def test_what_is_sent_is_added_up_in_turn(carriers: tuple[Carrier, Carrier]) -> None:

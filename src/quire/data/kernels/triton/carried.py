@@ -38,6 +38,11 @@ def room(peers: Peers) -> int:
     return max(peers.more - HEAD, 0) // 2 // 16 * 16
 
 
+def memory(rows: int) -> int:
+    """Bytes behind reduce.BYTES whose regions hold together so many bytes of rows."""
+    return rows + HEAD if rows else 0
+
+
 @quick
 @triton.jit(do_not_specialize=["me", "polls", "flags", "theirs", "call", "piece"])
 def _carried(
