@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from traces import MAX_LEN, Trace
 from unlike import UNLIKE
 from wired import drain, open_engine
 
-from quire.errors import EngineDead
+from quire.errors import EngineDead, StartupError
 from quire.parallel.remote import RemoteRunner
 from quire.sim.cells import Pages
 from quire.sim.echo import EchoRunner
@@ -86,6 +87,24 @@ def test_a_rank_that_differs_is_named_with_the_step(fault: dict[str, Any], step:
         drain(engine)
     with pytest.raises(EngineDead, match="rank 1 applied or drew"):
         engine.step()
+    runner.close()
+
+
+def test_a_rank_that_would_capture_another_size_is_named() -> None:
+    """Before any does: in a graph of more rows it would wait for what the others never send."""
+
+    class Capturing(EchoRunner):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(1, vocab_size=VOCAB)
+            self.graphs = SimpleNamespace(sizes=list(sizes))
+
+        def warm_up(self, tokens: int, max_len: int) -> None:
+            raise AssertionError("no rank may begin")
+
+    runner = threaded(3, lambda rank: Capturing(*(1, 2, 8) if rank == 2 else (1, 2, 4, 8)))
+    said = r"rank 2 captures graphs of decode steps of \[1, 2, 8\] rows, rank 0 of \[1, 2, 4, 8\]"
+    with pytest.raises(StartupError, match=said):
+        runner.warm_up(64, 48)
     runner.close()
 
 

@@ -23,6 +23,12 @@ def _used(runner: Any) -> list[float]:
     return [time.process_time(), pages * mmap.PAGESIZE]
 
 
+def _graphs(runner: Any) -> dict[str, list[Any]]:
+    graphs, mixed = getattr(runner, "graphs", None), getattr(runner, "mixed", None)
+    found = {} if graphs is None else {"decode steps": list(graphs.sizes)}
+    return found if mixed is None else {**found, "steps with prompts": [*map(list, mixed.halves()[0])]}
+
+
 _profiler = Profiler()
 
 QUESTIONS: dict[str, Question] = {
@@ -30,6 +36,7 @@ QUESTIONS: dict[str, Question] = {
     "attention": lambda runner: getattr(runner, "attention", ""),
     "device": lambda runner: str(getattr(runner, "device", "")),
     "notices": lambda runner: list(getattr(runner, "notices", ())),
+    "graphs": _graphs,  # the sizes that it captures, by the kind of step
     "mapped": _mapped,  # where memory is virtual, the fields of vocabulary.plan.Mapped
     "read_bytes": lambda runner: getattr(getattr(runner, "model", None), "read_bytes", 0),  # of the checkpoint
     "profile": lambda runner: _profiler.begin(),

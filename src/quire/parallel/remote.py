@@ -133,7 +133,13 @@ class RemoteRunner:
         self._all(DONE, STARTS * self.seconds, "at start")
 
     def warm_up(self, tokens: int, max_len: int) -> None:
-        """See ModelRunner."""
+        """See ModelRunner. StartupError if ranks have graphs of different sizes: they would wait for each other's rows
+        in vain."""
+        for rank, graphs in enumerate(told := self.ask("graphs")):
+            for kind in graphs.keys() | told[0].keys():
+                if (mine := graphs.get(kind)) != (first := told[0].get(kind)):
+                    said = f"rank {rank} captures graphs of {kind} of {mine} rows, rank 0 of {first}"
+                    self._die(said[:400], "at start")
         self._order(WARM, WARMED.pack(tokens, max_len))
         self._all(DONE, STARTS * self.seconds, "at start")
 

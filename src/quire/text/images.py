@@ -130,7 +130,7 @@ def _opened(header: Header) -> Image:
 
 
 def _spread_clear_level(image: Image) -> None:
-    """Of a PNG of 2 or 4 bits of grey the level that is transparent: Pillow spreads the others over 8 bits, and not it."""
+    """Of a PNG of 2 or 4 bits of grey, the level that is transparent: Pillow spreads all others over 8 bits."""
     scale = {"L;2": 85, "L;4": 17}.get(str(image.tile[0][3])) if image.format == "PNG" and image.tile else None
     if scale and isinstance(clear := image.info.get("transparency"), int):
         image.info["transparency"] = clear * scale

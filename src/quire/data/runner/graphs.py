@@ -102,6 +102,7 @@ class DecodeGraphs:
         filled = np.zeros((3, size), dtype=np.int64)
         filled[:, : len(rows)] = rows.singles
         self.staging.upload(filled, self._rows(size))
+        self.store.replayed(size, sees)
         self.models[size, sees].replay()
         end = self.ends[size, sees, tail]
         end.graph.replay()

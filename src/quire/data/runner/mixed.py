@@ -109,6 +109,7 @@ class MixedGraphs:
         self.capture_first(*first)
         self.capture_second(sizes.sampled)
         self.store.staging.upload(self.inputs.filled(flat, sizes), self.inputs.region(sizes))
+        self.store.replayed(*first, sizes.sampled)
         self.firsts[first].graph.replay()
         self.seconds[sizes.sampled].graph.replay()
         end = self.ends[sizes.sampled, tail]

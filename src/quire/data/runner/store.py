@@ -41,7 +41,7 @@ class Store:
     ) -> None:  # fmt: skip
         check_geometry(geometry, spec)
         self.geometry, self.device, self.common = geometry, device, common
-        self.applied: int | None = None  # of a rank: a checksum over all that journals changed, in order
+        self.applied: int | None = None  # of a rank: a checksum over all that journals changed, and graphs, in order
         self.staging = Staging(device)
         self.buffer = self._pages(dtype)
         self.sizes = tuple(group.page_bytes for group in geometry.groups)
@@ -126,6 +126,11 @@ class Store:
         if self.applied is not None:
             said = np.array([(CHANGES.index(kind), size), *moves.items()])
             self.applied = crc32(said.tobytes(), self.applied)
+
+    def replayed(self, *sizes: int) -> None:
+        """A graph of these sizes is replayed for a step, which adds up with others' the rows of a graph alike."""
+        if self.applied is not None:
+            self.applied = crc32(np.array(sizes).tobytes(), self.applied)
 
     def _copy(self, moves: Moves, size: int) -> None:
         pages = self.sized[size]
