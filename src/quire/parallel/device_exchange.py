@@ -111,10 +111,8 @@ class DeviceExchange:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Within, steps may run in any threads and in any order: nobody is met, and sums are of no use. Rank 0 has it
-        first, the others when it is done: then they find what it has compiled."""
-        if not self.part.first:
-            self.host.meet(AT_START)
+        """Within, steps may run in any threads and in any order: nobody is met, and sums are of no use. It ends for all
+        ranks together."""
         peers = self.peers
         if peers is not None:
             scratch = torch.zeros(self.kernels.BYTES + REHEARSED, dtype=torch.uint8, device=self.device)
@@ -128,5 +126,4 @@ class DeviceExchange:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.alone, self.peers = False, peers
-            if self.part.first:
-                self.host.meet(AT_START)
+            self.host.meet(AT_START)

@@ -65,6 +65,29 @@ def test_kernels_compile(
     )
 
 
+def test_ranks_compile_each_kernel_once(tmp_path: Path) -> None:
+    """Together, and none waits for another one's work before it has done its own."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, str(Path(__file__).with_name("compile_together.py")), "90", "232448", "132", "1"]
+    ranks = [
+        subprocess.Popen(program, env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, text=True, stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+    for number, rank in enumerate(ranks):
+        assert rank.stdin is not None
+        rank.stdin.write(f"{number} 2\n")
+        rank.stdin.flush()
+    answers = [rank.communicate()[0] for rank in ranks]
+    said = [answer.split() for answer in answers]
+    compiled, read = ([int(one[i]) for one in said] for i in (0, 1))
+    assert sum(compiled) == sum(read) == 10, "kernels, each compiled by one and read by the other"
+    assert min(compiled) > 0
+
+
 @pytest.fixture
 def compile_for(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "argv", ["compile_for.py", "90", "232448", "132", "1"])

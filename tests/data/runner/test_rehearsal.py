@@ -97,7 +97,7 @@ def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
-    runner: Any = SimpleNamespace(device=torch.device("cpu"))
+    runner: Any = SimpleNamespace(device=torch.device("cpu"), exchange=None)
     monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [once, lambda: seen.append("other")])
     rehearsal._compile(runner)
     assert sorted(seen) == ["once", "once", "other"]
@@ -115,7 +115,7 @@ def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.M
     monkeypatch.setattr(rehearsal, "_alone", lambda device, task: task())
     monkeypatch.setattr(rehearsal, "_tasks", lambda runner: [too_large])
     with pytest.raises(StartupError, match=r"more than this GPU has: .*104448.*101376.*--attention sdpa"):
-        rehearsal._compile(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+        rehearsal._compile(SimpleNamespace(device=torch.device("cpu"), exchange=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_an_encoder_that_makes_a_tile_itself_is_rehearsed() -> None:
     seen: list[int] = []
     encode = eyes.encode
     eyes.encode = lambda pixels, grid=None: seen.append(len(pixels)) or encode(pixels, grid)  # type: ignore[func-returns-value]
-    of: Any = SimpleNamespace(eyes=eyes, store=SimpleNamespace(device=torch.device("cpu")))
+    of: Any = SimpleNamespace(eyes=eyes, store=SimpleNamespace(device=torch.device("cpu"), exchange=None))
     with torch.inference_mode():
         Pictures.rehearse(of)
     assert seen == [5, 5]

@@ -62,13 +62,18 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
 
 def _compile(runner: ModelRunner) -> None:
     """Run tasks side by side. Loading one kernel in two threads at once can fail, as can the memory for all tasks at
-    once, so what failed is run again alone."""
+    once, so what failed is run again alone. Each rank begins with others, so that none waits for what another one
+    compiles as long as there is something else to compile."""
     from triton.runtime.errors import OutOfResources
 
-    from quire.data.kernels.triton.loading import in_any_thread
+    from quire.data.kernels.triton.loading import in_any_thread, once_for_all
 
     in_any_thread()
-    tasks = list(_tasks(runner))
+    tasks, exchange = list(_tasks(runner)), runner.exchange
+    if exchange is not None:
+        once_for_all()
+        begin = len(tasks) * exchange.part.rank // exchange.part.ranks
+        tasks = tasks[begin:] + tasks[:begin]
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     try:
         running = [pool.submit(_alone, runner.device, task) for task in tasks]

@@ -54,7 +54,7 @@ def test_a_rehearsal_takes_care(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     tasks = [lambda path=path: found.append(launched(path)) for path in WANTED]
     monkeypatch.setattr(rehearsal, "_tasks", lambda runner: tasks)
-    runner: Any = SimpleNamespace(device=torch.device("cpu"))
+    runner: Any = SimpleNamespace(device=torch.device("cpu"), exchange=None)
     rehearsal._compile(runner)
     assert sorted(found) == sorted(WANTED)
 
