@@ -294,7 +294,8 @@ def exchange_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, device:
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     given = 2 * config.max_num_batched_tokens * spec.hidden * itemsize if config.pp > 1 else 0
-    given *= 1 if device == "cpu" else INBOX
+    if device != "cpu":  # and what stages' graphs read and leave
+        given = INBOX * given + 4 * min(config.max_num_seqs, MOST_GRAPH_ROWS) * spec.hidden * itemsize * (config.pp > 1)
     if config.tp == 1:
         return given
     tokens, vocabulary = config.max_num_batched_tokens, config.tp * Part(0, config.tp).padded(spec.vocab_size)

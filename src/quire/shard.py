@@ -96,7 +96,7 @@ def shard_runner(
         return model
 
     model = make(progress)
-    attention = attention_of(config, source.spec, device, dtype)
+    attention, recorded = attention_of(config, source.spec, device, dtype), ("triton", "native", *VENDORS)
     kind: Callable[..., Any] = ModelRunner
     if pipes is not None:
         from quire.data.runner.stages import StageRunner
@@ -104,7 +104,7 @@ def shard_runner(
         kind = partial(StageRunner, part=part, pipes=pipes)
     runner = kind(
         model, source.spec, dtype, device, attention, eos_ids,
-        graphs=pipes is None and config.cuda_graphs and attention in ("triton", "native", *VENDORS),
+        graphs=(pipes is None or device.type == "cuda") and config.cuda_graphs and attention in recorded,
         deterministic=config.deterministic, debug=config.debug, background=config.map_ahead == "thread",
         common=common() if common is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,

@@ -96,17 +96,26 @@ class DecodeGraphs:
 
     def run(self, rows: Rows, tail: str, sees: bool = False) -> Any:
         """Enqueue the step; what its tail leaves on the device, padding included. `sees`: some row sees a picture."""
-        size = self.sizes[bisect_left(self.sizes, len(rows))]
-        if (size, sees) not in self.models:
-            self.capture(size, sees)
-        filled = np.zeros((3, size), dtype=np.int64)
-        filled[:, : len(rows)] = rows.singles
-        self.staging.upload(filled, self._rows(size))
+        size = self.captured(rows, sees)
         self.store.replayed(size, sees)
-        self.models[size, sees].replay()
+        self.replay(rows, size, sees)
         end = self.ends[size, sees, tail]
         end.graph.replay()
         return end.result
+
+    def captured(self, rows: Rows, sees: bool) -> int:
+        """The size of the graphs for so many rows, which are captured then."""
+        size = self.sizes[bisect_left(self.sizes, len(rows))]
+        if (size, sees) not in self.models:
+            self.capture(size, sees)
+        return size
+
+    def replay(self, rows: Rows, size: int, sees: bool) -> None:
+        """Enqueue the step up to its logits."""
+        filled = np.zeros((3, size), dtype=np.int64)
+        filled[:, : len(rows)] = rows.singles
+        self.staging.upload(filled, self._rows(size))
+        self.models[size, sees].replay()
 
     def rehearse(self, size: int, sees: bool = False) -> None:
         """Run a step of padding as it is, so that its kernels are compiled and loaded. From any thread, but not while

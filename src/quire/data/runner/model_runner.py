@@ -194,15 +194,22 @@ class ModelRunner(Lifetime):
         from quire.data.runner.mixed import MixedGraphs
         from quire.data.runner.recorder import Recorder
 
-        tails, recorder = {**self.sampler.tails(self.last, largest), "": self._keep(largest)}, Recorder(self.device)
+        tails, recorder, logits = self._tails(largest), Recorder(self.device), self._logits()
         model, store, backend, last = self.model, self.store, self.backend, self.last
-        logits = partial(self.model.logits, own=True) if self.divided else self.model.logits
         self.graphs = DecodeGraphs(
             model, logits, store, backend, last, store.staging, largest, tails, recorder, self.pictures
         )
         self.mixed = MixedGraphs(
             model, logits, store, backend, last, self.spec.hidden, self.graphs.sizes, tails, recorder
         )
+
+    def _logits(self) -> Callable[[Tensor], Tensor]:
+        """What makes a graph's logits: this rank's, if a vocabulary is shared out."""
+        return partial(self.model.logits, own=True) if self.divided else self.model.logits  # type: ignore[no-any-return]
+
+    def _tails(self, largest: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
+        """What may follow the logits of up to `largest` rows in a graph."""
+        return {**self.sampler.tails(self.last, largest), "": self._keep(largest)}
 
     def _keep(self, largest: int) -> Callable[[Tensor, Tensor], Tensor]:
         """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs."""

@@ -43,7 +43,7 @@ def rehearse(runner: ModelRunner, tokens: int, max_len: int) -> None:
             for size in reversed(runner.graphs.sizes):
                 for sees in runner.graphs.sights:
                     runner.graphs.capture(size, sees)
-            firsts, seconds = runner.mixed.halves(tokens)
+            firsts, seconds = runner.mixed.halves(tokens) if runner.mixed is not None else ([], [])
             for sizes in firsts:
                 runner.mixed.capture_first(*sizes)
             for size in seconds:
@@ -122,7 +122,7 @@ def _tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
             if 1 < size <= MOST_AT_ONCE and size & (size - 1) == 0:
                 for sees in runner.graphs.sights:
                     yield partial(runner.graphs.rehearse, size, sees)
-        for count, singles in runner.mixed.halves(MOST_AT_ONCE)[0]:
+        for count, singles in runner.mixed.halves(MOST_AT_ONCE)[0] if runner.mixed is not None else ():
             if count & (count - 1) == 0:
                 yield partial(runner.mixed.rehearse, count, singles)
 

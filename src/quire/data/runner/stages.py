@@ -59,7 +59,6 @@ class StageRunner(ModelRunner):
 
     def __init__(self, *args: Any, part: Part, pipes: Neighbours, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert not self.replays, "what was captured waits for no other stage"
         self.part, self.pipes = part, pipes
         self.bound: Geometry | None = None  # that of all stages
 
@@ -87,6 +86,21 @@ class StageRunner(ModelRunner):
 
     def _sampler(self, slots: int) -> Any:
         return super()._sampler(slots) if self.part.ends else Undrawn()
+
+    def _prepare_graphs(self, largest: int) -> None:
+        """Of steps in which every sequence computes one token; others are launched one by one."""
+        from quire.data.runner.recorder import Recorder
+        from quire.data.runner.stage_graphs import StageGraphs
+
+        ends, store = self.part.ends, self.store
+        self.graphs = StageGraphs(
+            self.part, self.pipes, self.spec.hidden, self.dtype, self.model, self._logits() if ends else None, store,
+            self.backend, self.last, store.staging, largest, self._tails(largest) if ends else {},
+            Recorder(self.device), self.pictures,
+        )  # fmt: skip
+
+    def _sampled(self, rows: Rows, replay: Callable[[str], Any]) -> Any:
+        return super()._sampled(rows, replay) if self.part.ends else replay("")
 
     def _eager(self, rows: Rows, flat: Flat) -> tuple[Drawn | None, list[Tensor], dict[int, Tensor]]:
         if self.part.ends:

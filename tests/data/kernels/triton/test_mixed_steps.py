@@ -131,8 +131,9 @@ class Again:
         def replay() -> None:
             self.replays += 1
             anew = step()
-            if result is not None:
-                result.copy_(anew)
+            both = zip(result, anew) if isinstance(result, tuple) else [(result, anew)] * (result is not None)
+            for kept, found in both:
+                kept.copy_(found)
 
         return Graph(SimpleNamespace(replay=replay), result)  # type: ignore[arg-type]
 

@@ -1,0 +1,112 @@
+"""Stages whose steps of one token a row are graphs draw what the undivided model draws, launch by launch. Without a GPU
+a graph is its launches, made anew."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from geometries import one_size
+from small_models import DEVICE, PAGE, SMALL, WIDTH
+from test_mixed_steps import Again, pages_of
+from torch import Tensor
+
+from quire.data.kernels.triton import backend
+from quire.data.models import resolve
+from quire.data.models.configs import named_config
+from quire.data.runner import graphs, recorder
+from quire.data.runner.model_runner import ModelRunner
+from quire.data.runner.stages import StageRunner
+from quire.data.weights.dummy import fill_dummy
+from quire.shard import meta_of
+from quire.vocabulary.layout import WHOLE, Part
+from quire.vocabulary.params import SamplingParams
+from quire.vocabulary.plan import Birth, Row, StepPlan
+from quire.vocabulary.stages import staged
+
+SLOTS, STAGES = 5, 3
+
+
+class Pipe:
+    """Between two stages, which compute one after another."""
+
+    def __init__(self) -> None:
+        self.sent: deque[tuple[Tensor, Tensor | None]] = deque()
+
+    def send(self, x: Tensor, delta: Tensor | None) -> None:
+        self.sent.append((x.clone(), None if delta is None else delta.clone()))
+
+
+class Ends:
+    """A stage's two."""
+
+    def __init__(self, before: Pipe, behind: Pipe) -> None:
+        self.before, self.send = before, behind.send
+
+    def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        x, delta = self.before.sent.popleft()
+        assert (x.shape, x.dtype) == ((rows, columns), dtype), "the rows that were sent, without padding"
+        return x, delta
+
+
+def made(name: str, part: Part, attention: str, pipes: Any = None, replays: bool = False) -> ModelRunner:
+    config = {**named_config(name), **SMALL[name], "num_hidden_layers": 3}
+    kind = resolve(config)
+    model = kind(config, torch.float32, DEVICE, part=part)
+    model.__dict__["undivided"] = meta_of(config, torch.float32, part)
+    fill_dummy(model, 3)
+    del model.__dict__["undivided"]
+    for parameter in model.parameters():
+        parameter.mul_(8)  # logits that differ
+    model.prepare(64)
+    spec = kind.spec(config)
+    given = (model, spec, torch.float32, DEVICE, attention)
+    runner = ModelRunner(*given) if pipes is None else StageRunner(*given, part=part, pipes=pipes, graphs=replays)
+    common = staged(spec, part.stages)
+    page_bytes = sum(layer.token_bytes(4) for layer in common.layers) * PAGE
+    runner.bind(
+        one_size((tuple(common.owners), None), pages=SLOTS * WIDTH + 1, page_bytes=page_bytes, slots=SLOTS,
+                 width=WIDTH, tokens=PAGE)
+    )  # fmt: skip
+    return runner
+
+
+def answers(runners: list[ModelRunner]) -> list[list[int]]:
+    """What the last of these stages draws for some prompts and the tokens behind; rows come and go."""
+
+    def step(plan: StepPlan) -> list[int]:
+        tickets = [runner.submit(plan) for runner in runners]
+        results = [runner.collect(ticket) for runner, ticket in zip(runners, tickets)]
+        assert all(not one.tokens for result in results[:-1] for one in result.samples)
+        return [one.tokens[0] for one in results[-1].samples]
+
+    lengths = {slot: 2 + 3 * slot for slot in range(1, SLOTS - 1)}
+    drawn: dict[int, list[int]] = {}
+    for slot, length in lengths.items():
+        birth = Birth(slot, slot, -1, SamplingParams(temperature=(slot % 2) * 0.8, seed=slot).sampling(), slot, length)
+        tokens = tuple(5 + (7 * slot + i * i) % 50 for i in range(length))
+        drawn[slot] = step(StepPlan((birth,), tuple(pages_of(slot)), (Row(slot, tokens, 0, 1),)))
+    for gone in (0, 1, 2):
+        slots = list(lengths)[gone:]
+        rows = tuple(Row(slot, (drawn[slot][-1],), lengths[slot] + len(drawn[slot]) - 1, 1) for slot in slots)
+        for slot, token in zip(slots, step(StepPlan((), (), rows))):
+            drawn[slot].append(token)
+    return list(drawn.values())
+
+
+@pytest.mark.parametrize("name", ["llama-125m", "opt-125m"])
+def test_stages_replay_what_one_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = Again()
+    monkeypatch.setattr(recorder, "Recorder", lambda device: again)
+    for module in (graphs, backend):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 9)
+    pipes = [Pipe() for _ in range(STAGES + 1)]
+    stages = [
+        made(name, Part(0, 1, stage, STAGES), "triton", Ends(pipes[stage], pipes[stage + 1]), replays=True)
+        for stage in range(STAGES)
+    ]
+    assert answers(stages) == answers([made(name, WHOLE, "reference")])
+    assert again.replays == 3 * (STAGES + 1), "each step of a token a row is a graph on every stage, and a tail"
+    assert not any(pipe.sent for pipe in pipes)
