@@ -53,4 +53,5 @@ PICTURED: dict[str, Make] = {
     "inside-window": pictured(large(FULL[4], WINDOW), "inside", row_bytes=16),
     "both-ways": pictured(large(FULL[4], WINDOW, ROWS[4]), "pages", both_ways=True),
     "both-ways-inside": pictured(unlike(FULL[4]), "inside", both_ways=True),
+    "both-ways-off": pictured(unlike(FULL[4]), "off", both_ways=True),
 }

@@ -22,6 +22,7 @@ from quire.control.memory.paged import PagedMemory
 from quire.control.outcomes import Output
 from quire.control.request import Request, Sequence, Status
 from quire.control.scheduler import Scheduler
+from quire.control.sight import Sight
 from quire.errors import Asleep, InputError
 from quire.sim.echo import EchoRunner, Found, expected, expected_beams, fake_top, states
 from quire.vocabulary.media import Medium, Pixels
@@ -188,6 +189,7 @@ class Checked:
             self.parts += entry.parts
             key = self.media[entry.slot][entry.medium].key
             assert entry.first or key in self.shown, "a picture is encoded that the runner hasn't got"
+        self._bounded(encodes)
         assert sum(len(row.tokens) for row in plan.rows) <= self.budget, "a step exceeds the budget"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows in a step"
         self.rows += len(plan.rows)
@@ -198,6 +200,14 @@ class Checked:
                     there = group.lying[slot, : len(lying)].tolist()
                     assert there == lying, f"in slot {slot} lie pages {there}, not {lying}"
         return ticket
+
+    def _bounded(self, encodes: Seq[Encode]) -> None:
+        """A step encodes no more than is planned for, where nothing is kept but for a picture, or a prompt's, alone."""
+        geometry = self.memory.geometry
+        together = {(entry.slot, 0 if geometry.both_ways else entry.medium) for entry in encodes}
+        if encodes and not (geometry.sight == "off" and len(together) == 1):
+            most, parts = Sight(self.memory, self.budget).most, sum(entry.parts for entry in encodes)
+            assert parts <= most, f"a step encodes {parts} parts, and {most} at most"
 
     def collect(self, ticket: int) -> StepResult:
         result = self.runner.collect(ticket)

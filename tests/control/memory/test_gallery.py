@@ -156,6 +156,43 @@ def test_one_picture_at_a_time_is_left_in_parts(mode: str, layers: tuple[LayerSp
     served.drain()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_where_nothing_is_kept_a_step_encodes_whole_pictures_as_far_as_they_fit(depth: int) -> None:
+    """One at least, and no more than 4 parts beside it (16 tokens, of which a part takes 4): who comes later waits."""
+    served = Served(memory(vision_cache="off"), budget=16)
+    runner = served.runner = EchoRunner(depth, vocab_size=64)
+    runner.bind(served.memory.geometry)
+    served.engine.runner = runner
+    served.engine.depth = depth
+    for number, parts in enumerate((2, 3, 7, 1)):
+        served.add(str(number), prompt(4), picture(number, 0, 4, parts=parts))
+    told, submit = list[list[int]](), runner.submit
+
+    def noted(plan: StepPlan) -> int:
+        told.append([entry.parts for entry in plan.journal if isinstance(entry, Encode)])
+        return submit(plan)
+
+    runner.submit = noted  # type: ignore[method-assign]
+    while served.engine.unfinished:
+        served.engine.step()
+        served.memory.check()
+    assert [parts for parts in told if parts] == [[2, 1], [3], [7]]
+
+
+def test_a_chunk_ends_before_a_picture_that_is_kept_nowhere_and_does_not_fit() -> None:
+    """But for a prompt whose tokens attend both ways: its pictures are encoded together."""
+    for both_ways, encoded, rows in ((False, [[3], [2, 2]], [8, 16]), (True, [[3, 2, 2]], [24])):
+        served = Served(
+            memory(spec(vision=replace(EYES, both_ways=both_ways)), vision_cache="off", budget=24), budget=24
+        )
+        served.memory.geometry = replace(served.memory.geometry, part_tokens=6)
+        served.engine.scheduler.sight = Sight(served.memory, 24)
+        served.add("a", prompt(24), picture(0, 0, parts=3), picture(1, 8, parts=2), picture(2, 16, 4, parts=2))
+        told = served.drain()
+        assert [[entry.parts for entry in step] for step in told if step] == encoded
+        assert [len(row.tokens) for plan in served.plans for row in plan.rows][: len(rows)] == rows
+
+
 def test_pictures_are_evicted_as_wholes_each_by_a_random_value() -> None:
     """Three of two pages each left at once: who comes next takes a page of one, and all of it is gone."""
     made = memory(page_sizes="own", vision_cache="pages", tokens=32)

@@ -59,8 +59,9 @@ class KVMemory(Protocol):
 
     def encode(self, seq: Sequence, length: int, parts: int) -> tuple[int, int]:
         """Go on encoding the pictures that tokens [seq.planned, length) need, for which `grow` has made room, with at
-        most `parts` parts (all of them, where nothing keeps them). Returns how far the tokens can be computed, if a
-        journal taken next comes first, and how many parts that one will have encoded."""
+        most `parts` parts; where nothing keeps them, whole pictures, and the first one of a step whatever it has.
+        Returns how far the tokens can be computed, if a journal taken next comes first, and how many parts that one
+        will have encoded."""
         ...
 
     def unencode(self) -> None:

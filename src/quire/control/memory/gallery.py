@@ -254,17 +254,13 @@ class Gallery:
 
     def encode(self, seq: Sequence, resident: Resident, end: int, most: int) -> tuple[int, int]:
         """See KVMemory."""
+        if self.sight == "off":
+            return self._pass(seq, resident, end, most)
         start, parts = seq.planned, 0
         for i, medium in enumerate(seq.media):
             if medium.start >= end:
                 break
             needed = medium.end > start
-            if self.sight == "off" and needed:
-                if any((entry.slot, entry.medium) == (resident.slot, i) for entry, _ in self.untold):
-                    continue
-                self._tell(Encode(-1, resident.slot, i, 0, 0, medium.parts), Encoding(medium.parts))
-                parts += medium.parts
-                continue
             for g, host in self.hosts.items() if needed else ():
                 if (g, i) not in resident.pictures:
                     self._follow(resident, (g, i), Encoding(medium.parts))
@@ -276,6 +272,22 @@ class Gallery:
                     parts += self._go_on(resident, (g, i), at, most - parts)
             if any(j == i and not coming.complete for (_, j), coming in resident.pictures.items()):
                 return max(medium.start, start), parts
+        return end, parts
+
+    def _pass(self, seq: Sequence, resident: Resident, end: int, most: int) -> tuple[int, int]:
+        """Encode pictures for this step alone: whole ones, all of a prompt's together where its tokens attend both
+        ways. What comes first in a step is encoded however many parts it has, and then no more than `most`."""
+        told = {entry.medium for entry, _ in self.untold if entry.slot == resident.slot}
+        needed = [(i, medium) for i, medium in enumerate(seq.media) if medium.start < end and medium.end > seq.planned]
+        parts = 0
+        for pictures in [needed] if self.tables.geometry.both_ways and needed else [[one] for one in needed]:
+            fresh = [(i, medium) for i, medium in pictures if i not in told]
+            more = sum(medium.parts for _, medium in fresh)
+            if self.untold and parts + more > most:
+                return max(pictures[0][1].start, seq.planned), parts
+            for i, medium in fresh:
+                self._tell(Encode(-1, resident.slot, i, 0, 0, medium.parts), Encoding(medium.parts))
+            parts += more
         return end, parts
 
     def _go_on(self, resident: Resident, place: Place, at: int, most: int, skip: int = 0) -> int:
