@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import echo_service
@@ -15,13 +17,13 @@ import seeing
 from openai import BadRequestError, OpenAI
 from picture_files import drawn, mutated, png_of, uri, written
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 from seeing import END, PICTURE, Noted
 
 from quire.async_llm import AsyncLLM
 from quire.control.edge import Limits
 from quire.errors import InputError
 from quire.server.guards import MAX_BODY, BoundBody
-from quire.text import sight as sight_module
 from quire.vocabulary.media import Medium
 
 URL = uri(written(drawn(8, 8)))
@@ -56,6 +58,20 @@ def canary(http: httpx.Client) -> str:
     answers = [http.post(path, json={**body, "return_token_ids": True}) for path, body in bodies]
     assert all(answer.status_code == 200 for answer in answers), answers[1].text
     return json.dumps([[answer.json()["choices"], answer.json()["usage"]["prompt_tokens"]] for answer in answers])
+
+
+def refusal(served: Served, body: dict[str, Any], path: str = WHOLE) -> dict[str, Any]:
+    """What a bad request is told, while a neighbour gets the tokens that it always gets, and nothing else is queued."""
+    known, shown = canary(served.http), len(served.noted.media)
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=served.running.url, timeout=20) as http:
+        neighbour = pool.submit(canary, http)
+        answer = served.http.post(path, json=body)
+        assert neighbour.result() == known
+    assert answer.status_code == 400, answer.text
+    assert len(answer.content) <= 4096
+    assert len(served.noted.media) == shown + 1, "something else than the neighbour's picture was queued"
+    error: dict[str, Any] = answer.json()["error"]
+    return error
 
 
 def test_a_picture_in_a_chat(served: Served) -> None:
@@ -142,20 +158,29 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_pictures_are_refused_with_their_place(served: Served, name: str) -> None:
-    """And nothing else changes."""
     bad, says = BAD[name]
-    shown = len(served.noted.media)
-    answer = served.http.post(WHOLE, json=talk(part(), bad))
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    error = refusal(served, talk(part(), bad))
     assert says in error["message"]
-    assert "messages[0].content[2]" in error["message"] or error["param"] == "prompt"
-    assert len(answer.content) <= 4096
-    assert len(served.noted.media) == shown, "nothing was queued"
+    assert "messages[0].content[2]" in error["message"]
+    assert error["param"].startswith("messages[0].content[2]"), error
+
+
+def test_the_first_picture_that_has_no_room_is_named(served: Served) -> None:
+    """Also before others that are small, in a later message; and the text, where that has no room itself."""
+    large = part(uri(written(drawn(48, 48))))
+    first = {"role": "user", "content": [large]}
+    second = {"role": "user", "content": [large, part()]}
+    error = refusal(served, {"messages": [first, second], "max_tokens": 1})
+    assert error["message"].startswith("with messages[1].content[0].image_url the prompt has 3"), error
+    assert error["param"] == "messages[1].content[0].image_url"
+    body = {"prompt": "a " * 300 + "<image>", "multi_modal_data": {"image": URL}}
+    error = refusal(served, body, ONE)
+    assert error["param"] == "prompt"
+    assert error["message"].startswith("the prompt has")
 
 
 def test_more_pictures_than_the_limit(served: Served) -> None:
-    error = served.http.post(WHOLE, json=talk(*[part()] * 4)).json()["error"]
+    error = refusal(served, talk(*[part()] * 4))
     assert error["message"] == "messages[0].content[4].image_url is one of 4 pictures; the limit is 3 (--max-images)"
     assert error["param"] == "messages[0].content[4].image_url"
 
@@ -164,23 +189,34 @@ def test_more_pictures_than_the_limit(served: Served) -> None:
 def test_bad_pictures_beside_a_prompt(served: Served, name: str) -> None:
     bad, says = BAD[name]
     body = {"prompt": "<image>", "multi_modal_data": {"image": [bad["image_url"]["url"]]}, "max_tokens": 1}
-    answer = served.http.post(ONE, json=body)
-    assert answer.status_code == 400
-    assert says.partition(", got")[0] in answer.json()["error"]["message"]
-    assert "multi_modal_data.image[0]" in answer.json()["error"]["message"]
+    error = refusal(served, body, ONE)
+    assert says.partition(", got")[0] in error["message"]
+    assert "multi_modal_data.image[0]" in error["message"]
+    assert error["param"] == "multi_modal_data.image[0]"
 
 
 def test_places_that_do_not_match(served: Served) -> None:
-    for body in (
-        {"prompt": "<image>"},
-        {"prompt": [PICTURE]},
-        {"prompt": [END]},
-        {"prompt": "none", "multi_modal_data": {"image": URL}},
-        {"prompt": [PICTURE, END], "multi_modal_data": {"image": URL}},
-        {"prompt": "<image><image>", "multi_modal_data": {"image": URL}},
-        {"prompt": "a", "multi_modal_data": {"audio": URL}},
+    """Named is the first picture that has none, or the prompt that has too many."""
+    for body, param in (
+        ({"prompt": "<image>"}, "prompt"),
+        ({"prompt": [PICTURE]}, "prompt"),
+        ({"prompt": [END]}, "prompt"),
+        ({"prompt": "none", "multi_modal_data": {"image": URL}}, "multi_modal_data.image"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": [URL] * 3}}, "multi_modal_data.image[1]"),
+        ({"prompt": [PICTURE, END], "multi_modal_data": {"image": URL}}, "prompt"),
+        ({"prompt": "<image><image>", "multi_modal_data": {"image": URL}}, "prompt"),
+        ({"prompt": "a", "multi_modal_data": {"audio": URL}}, "multi_modal_data"),
     ):
-        assert served.http.post(ONE, json={**body, "max_tokens": 1}).status_code == 400, body
+        assert refusal(served, {**body, "max_tokens": 1}, ONE)["param"] == param, body
+
+
+def test_a_template_that_leaves_pictures_out() -> None:
+    model, noted = seeing.built("{% for m in messages %}{{ m.role }}{% endfor %}")
+    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=20) as http:
+        error = http.post(WHOLE, json=talk(part())).json()["error"]
+    assert error["param"] == "messages[0].content[1].image_url"
+    assert error["message"].endswith("1 pictures are given: messages[0].content[1].image_url has none")
+    assert not noted.media
 
 
 def test_mutated_pictures_leave_others_alone(served: Served) -> None:
@@ -210,19 +246,39 @@ def test_mutated_pictures_leave_others_alone(served: Served) -> None:
     assert served.running.idle()
 
 
-def test_a_decoder_that_fails_ends_its_own_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On its thread, in a way that nobody foresaw."""
+@pytest.mark.parametrize("error", [RuntimeError, ZeroDivisionError, struct.error, KeyError, RecursionError])
+def test_whatever_a_decoder_raises_is_the_picture_s_fault(
+    served: Served, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """In a way that nobody foresaw: it was given a stranger's bytes. The neighbour's picture is another format."""
+
+    def failing(*_: Any) -> None:
+        raise error("a defect at 0x7f00")
+
+    monkeypatch.setattr(JpegImageFile, "load", failing)
+    told = refusal(served, talk(part(uri(written(drawn(8, 8), "JPEG"), "jpeg"))))
+    place = "messages[0].content[1].image_url"
+    assert told["message"] == f"{place} can't be read: its data is broken or cut short"
+    assert told["param"] == place
+
+
+def test_a_failure_that_is_not_the_picture_s_ends_its_own_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect of the server's own, behind the decoder; and no memory, in it or behind it."""
     before = canary(served.http)
-    with monkeypatch.context() as patched:
-        patched.setattr(sight_module, "decoded", lambda *_: (_ for _ in ()).throw(RuntimeError("a defect at 0x7f00")))
-        answer = served.http.post(WHOLE, json=talk(part()))
-    assert answer.status_code == 500
-    assert "0x7f" not in answer.text
-    with monkeypatch.context() as patched:
-        patched.setattr("quire.text.images._opened", lambda *_: (_ for _ in ()).throw(MemoryError))
-        answer = served.http.post(WHOLE, json=talk(part()))
-    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-    assert canary(served.http) == before
+    for where, error, status in (
+        ("seeing.Dots.prepare", RuntimeError("a defect at 0x7f00"), 500),
+        ("seeing.Dots.prepare", MemoryError(), 503),
+        ("quire.text.images._opened", MemoryError(), 503),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, lambda *_, error=error: (_ for _ in ()).throw(error))
+            answer = served.http.post(WHOLE, json=talk(part()))
+        assert answer.status_code == status, where
+        assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
+        assert "0x7f" not in answer.text
+        assert canary(served.http) == before
 
 
 def test_a_model_that_reads_only_text(echo: echo_service.Running) -> None:

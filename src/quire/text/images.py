@@ -79,7 +79,7 @@ def checked_header(data: bytes, limits: ImageLimits, at: str, claimed: str | Non
     or that is too large, and for what is no picture."""
     if len(data) > limits.bytes:
         raise InputError(f"{at} has {len(data)} bytes; the limit is {limits.bytes} (--max-image-bytes)", at)
-    with _refused(at):
+    with refused(at):
         header = read_header(data)
         if claimed not in (None, header.format):
             raise BadImage(f"it says that it is a {claimed}, and it is a {header.format}")
@@ -102,7 +102,7 @@ def check_size(width: int, height: int, limits: ImageLimits, at: str) -> None:
 def decoded(header: Header, at: str) -> Image:
     """The picture upright, in RGB of 8 bits, on white where it is transparent. Profiles are ignored. InputError for
     broken data."""
-    with _refused(at):
+    with refused(at):
         image = _opened(header)
         if image.size != (header.width, header.height):
             raise BadImage("it says two sizes")
@@ -172,7 +172,7 @@ def turned(image: Image, orientation: int) -> Image:
 
 
 @contextmanager
-def _refused(at: str) -> Iterator[None]:
+def refused(at: str, why: str = "can't be read: its data is broken or cut short") -> Iterator[None]:
     """Whatever a library raises over a stranger's bytes is an InputError. What it says isn't told: it may hold an
     address of this process."""
     try:
@@ -182,4 +182,4 @@ def _refused(at: str) -> Iterator[None]:
     except MemoryError as error:
         raise Overloaded("there is no memory to decode a picture in now") from error
     except Exception as error:
-        raise InputError(f"{at} can't be read: its data is broken or cut short", at) from error
+        raise InputError(f"{at} {why}", at) from error

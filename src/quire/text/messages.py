@@ -118,14 +118,14 @@ def _content(at: str, content: Any, role: str, eyes: Eyes | None) -> Content:
 def _part(at: str, part: Any, role: str, eyes: Eyes | None) -> str | Given:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
-        raise InputError(f'{at} must be an object like {{"type": "text", "text": ...}}', "messages")
+        raise InputError(f'{at} must be an object like {{"type": "text", "text": ...}}', at)
     if kind == "image_url":
         return _picture(f"{at}.image_url", part.get("image_url"), role, eyes)
     if kind != "text":
         some = "only 'text' is" if eyes is None else "'text' and 'image_url' are"
-        raise InputError(f"{at} has the type {kind[:60]!r}; {some} supported", "messages")
+        raise InputError(f"{at} has the type {kind[:60]!r}; {some} supported", at)
     if not isinstance(part.get("text"), str):
-        raise InputError(f"{at}.text must be a string, got {type(part.get('text')).__name__}", "messages")
+        raise InputError(f"{at}.text must be a string, got {type(part.get('text')).__name__}", f"{at}.text")
     return _text(f"{at}.text", part["text"], eyes)
 
 

@@ -135,7 +135,7 @@ class Prompts:
         def encode() -> list[Prompt]:
             found: dict[int, Prompt] = {}
             for at in sorted(range(len(given)), key=lambda at: -len(given[at])):
-                prompt = self._tokenised(given[at], add_special_tokens, seen)
+                prompt = self._tokenised(given[at], add_special_tokens, seen, pictures)
                 found[at] = prompt if cut is None else cut.of(prompt)
                 self._check_length(found[at].ids, None)
             return [found[at] for at in range(len(given))]
@@ -146,7 +146,7 @@ class Prompts:
         """A prompt, as `prompt` takes it."""
         content, pictures = pictured(given)
         seen = await self._look(pictures, salt)
-        return await self.apart(characters(content), partial(self._tokenised, content, True, seen))
+        return await self.apart(characters(content), partial(self._tokenised, content, True, seen, pictures))
 
     async def _look(self, pictures: Sequence[Given], salt: str) -> list[Pixels]:
         """Pictures as the encoder gets them."""
@@ -177,7 +177,7 @@ class Prompts:
         )  # fmt: skip
         text, pictures = await self._alone(work)
         seen = await self._look(pictures, salt)
-        prompt = await self.apart(len(text), lambda: self._tokenised(text, add_special_tokens, seen))
+        prompt = await self.apart(len(text), lambda: self._tokenised(text, add_special_tokens, seen, pictures))
         prompt = prompt if cut is None else cut.of(prompt)
         self._check_length(prompt.ids, None)
         return prompt
@@ -243,24 +243,26 @@ class Prompts:
         images."""
         content, pictures = pictured(given)
         seen = self._sight(pictures).see(pictures, "") if pictures else []
-        return self._tokenised(content, add_special_tokens, seen)
+        return self._tokenised(content, add_special_tokens, seen, pictures)
 
-    def _tokenised(self, given: Any, add_special_tokens: bool, seen: Sequence[Pixels]) -> Prompt:
+    def _tokenised(
+        self, given: Any, add_special_tokens: bool, seen: Sequence[Pixels], pictures: Sequence[Given]
+    ) -> Prompt:
         """A text or token ids as a prompt, with pictures in their places."""
         if isinstance(given, str):
             text = given if self.sight is None else self.sight.eyes.spelled(given)
-            return self._placed(Prompt(given, self.encode(text, add_special_tokens)), seen)
+            return self._placed(Prompt(given, self.encode(text, add_special_tokens)), seen, pictures)
         if not isinstance(given, Sequence) or isinstance(given, bytes):
             raise InputError(
                 f"a prompt is a string, a list of token ids or a dict with one of these, got {type(given).__name__}",
                 "prompt",
             )
-        return self._placed(Prompt(None, list(given)), seen)
+        return self._placed(Prompt(None, list(given)), seen, pictures)
 
-    def _placed(self, prompt: Prompt, seen: Sequence[Pixels]) -> Prompt:
+    def _placed(self, prompt: Prompt, seen: Sequence[Pixels], pictures: Sequence[Given]) -> Prompt:
         if self.sight is None:
             return prompt
-        ids, media = self.sight.placed(prompt.ids, seen, self.limits)
+        ids, media = self.sight.placed(prompt.ids, seen, self.limits, pictures)
         if self.sight.eyes.joins:
             media, seen = joined(media, seen)
         return Prompt(prompt.text, ids, media, tuple(seen))
@@ -281,7 +283,7 @@ class Prompts:
             messages, add_generation_prompt, continue_final_message, documents, told, **kwargs
         )
         seen = self._sight(pictures).see(pictures, "") if pictures else []
-        return self._tokenised(text, add_special_tokens, seen)
+        return self._tokenised(text, add_special_tokens, seen, pictures)
 
     def written(
         self,

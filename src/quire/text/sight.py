@@ -7,13 +7,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.control.edge import Limits, check_salt
 from quire.errors import InputError, Overloaded, PromptTooLong, shown
 from quire.text.eyes import Eyes
 from quire.text.image_headers import Header
-from quire.text.images import ImageLimits, check_size, checked_header, decoded, from_uri, rgb
+from quire.text.images import ImageLimits, check_size, checked_header, decoded, from_uri, refused, rgb
 from quire.text.messages import Given
 from quire.vocabulary.columns import MOST_PIXELS
 from quire.vocabulary.media import Medium, Pixels
@@ -114,34 +115,34 @@ class Sight:
             kind = type(source).__name__
             raise InputError(f"{at} must be a data: URI, bytes, an array or a PIL image, got {kind[:60]}", at)
         check_size(*source.size, self.limits, at)
-        try:
+        with refused(at, f"can't be read as RGB: its mode is {source.mode}, or its file is broken"):
             return rgb(source)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise InputError(
-                f"{at} can't be read as RGB: its mode is {source.mode}, or its file is broken", at
-            ) from error
 
     def _prepared(self, image: Image, at: str, salt: str, alone: bool) -> Pixels:
         try:
             prepared = self.eyes.prepare(image, alone)
         except InputError as error:
             raise InputError(f"{at}: {error}", at) from error
+        except MemoryError as error:
+            raise Overloaded("there is no memory to prepare a picture in now") from error
         return prepared._replace(key=key_of(image, f"{self.eyes.settings} {prepared.grid}", salt))
 
     def placed(
-        self, ids: Sequence[int], pixels: Sequence[Pixels], limits: Limits
+        self, ids: Sequence[int], pixels: Sequence[Pixels], limits: Limits, given: Sequence[Given] = ()
     ) -> tuple[list[int], tuple[Medium, ...]]:
         """A prompt of token ids in which each picture has its length, and the pictures in it. InputError if there are
-        other places than pictures, or ids that stand for parts of one; PromptTooLong with what pictures take of it."""
+        other places than pictures, or ids that stand for parts of one; PromptTooLong with what pictures take of it.
+        Where pictures are at fault these name the first one of those `given` that has no place or no room."""
         eyes = self.eyes
         if not all(type(token) is int for token in ids):
             limits.tokens(ids)  # says which
         places = ids.count(eyes.token)
         if places != len(pixels):
+            missing = given[places].at if places < len(given) else ""
             raise InputError(
                 f"the prompt has {places} places for pictures (token {eyes.token}, written {eyes.marker(1)!r}), and "
-                f"{len(pixels)} pictures are given",
-                "prompt",
+                f"{len(pixels)} pictures are given{missing and f': {missing} has none'}",
+                missing or "prompt",
             )
         if not eyes.reserved.isdisjoint(ids) and (own := eyes.reserved - {eyes.token} & set(ids)):
             raise InputError(f"prompt token {min(own)} stands for a part of a picture: prompts can't have it", "prompt")
@@ -151,11 +152,13 @@ class Sight:
         placed, spans = eyes.place(ids, grids)
         assert len(spans) == len(pixels), "a place for each picture"
         if len(placed) >= limits.max_len:
-            taken = sum(tokens for _, tokens in spans)
+            taken = list(accumulate(tokens for _, tokens in spans))
+            room = limits.max_len - len(placed) + taken[-1]  # that the text leaves, if it leaves some
+            over = next((one.at for one, tokens in zip(given, taken) if tokens >= room), "") if room > 0 else ""
             raise PromptTooLong(
-                f"the prompt has {len(placed)} tokens, {taken} of them for {len(spans)} pictures, but {limits.held_by} "
-                f"holds {limits.max_len} with at least one token of output",
-                "prompt",
+                f"{over and f'with {over} '}the prompt has {len(placed)} tokens, {taken[-1]} of them for "
+                f"{len(spans)} pictures, but {limits.held_by} holds {limits.max_len} with at least one token of output",
+                over or "prompt",
             )
         return placed, tuple(
             Medium(one.key, start, tokens, eyes.rows(one.grid), eyes.parts(one.grid))
