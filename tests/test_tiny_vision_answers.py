@@ -1,0 +1,166 @@
+"""The bundled model that sees, with its own weights, through the engine and over HTTP: what was drawn is what is said;
+a picture that was there is not encoded again; and an embedding or a page that is another one shows as a wrong word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import echo_service
+import httpx
+import numpy as np
+import pytest
+from openai import OpenAI
+from picture_files import uri, written
+from PIL import Image, ImageDraw
+from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.control.memory import gallery
+from quire.data.models.vision.llava import LlavaOneVision
+from quire.data.runner.pictures import Pictures
+
+Patch = pytest.MonkeyPatch
+SETTINGS: dict[str, Any] = {"model": "tiny-vision", "dtype": "float32", "threads": 1, "kv_tokens": 2048, "swap_gib": 0}
+INKS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (30, 60, 220)}
+PENS = {"circle": ImageDraw.ImageDraw.ellipse, "square": ImageDraw.ImageDraw.rectangle}
+WHICH, ALL = "What colour and shape is this?", "Describe the picture."
+
+
+def sketch(*things: tuple[str, str, tuple[int, int, int, int]], side: int = 96) -> Image.Image:
+    """A white picture with some (colour, shape, box)."""
+    image = Image.new("RGB", (side, side), "white")
+    for colour, shape, box in things:
+        PENS[shape](ImageDraw.Draw(image), box, fill=INKS[colour])
+    return image
+
+
+def alone(colour: str, shape: str) -> Image.Image:
+    return sketch((colour, shape, (24, 24, 72, 72)))
+
+
+TWO = sketch(("red", "circle", (12, 12, 48, 48)), ("blue", "square", (72, 72, 108, 108)), side=120)
+TOLD = "A red circle at the top left and a blue square at the bottom right."
+
+
+def asked(image: Image.Image, question: str, *before: dict[str, Any]) -> list[dict[str, Any]]:
+    picture = {"type": "image_url", "image_url": {"url": uri(written(image))}}
+    return [*before, {"role": "user", "content": [{"type": "text", "text": question}, picture]}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(**SETTINGS) as made:
+        yield made
+
+
+def say(llm: LLM, *images: Image.Image, question: str = WHICH) -> list[str]:
+    """What is said of each picture, all asked at once, with nothing found of before."""
+    llm.reset_prefix_cache()
+    greedy = SamplingParams(temperature=0, max_tokens=40)
+    results = llm.chat([asked(image, question) for image in images], greedy, use_tqdm=False)
+    return [result.outputs[0].text for result in results]
+
+
+def test_what_is_drawn_is_said(llm: LLM) -> None:
+    things = [(colour, shape) for colour in INKS for shape in PENS]
+    assert say(llm, *[alone(*thing) for thing in things]) == [f"This is a {' '.join(thing)}." for thing in things]
+    assert say(llm, TWO, question=ALL) == [TOLD]
+
+
+def pages_of_a_picture_of_that_size(patch: Patch) -> None:
+    patch.setattr(gallery, "names", lambda key, count: [bytes(32) + i.to_bytes(4) for i in range(count)])
+    patch.setattr(gallery, "one_of", lambda g, medium, count: (g, bytes([count])))
+
+
+def embeddings_of_a_neighbour(patch: Patch) -> None:
+    keep, late = Pictures._keep, list[Tensor]()
+
+    def swapped(pictures: Pictures, entry: Any, rows: Tensor) -> None:
+        late.append(rows)
+        keep(pictures, entry, next(other for other in late if len(other) == len(rows)))
+
+    patch.setattr(Pictures, "_keep", swapped)
+
+
+def reading_each_page_one_too_far(patch: Patch) -> None:
+    cells, at = Pictures._cells, Pictures.of
+
+    def turned(pictures: Pictures, place: Any, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        pages, offsets = cells(pictures, place, first, stop)
+        return np.roll(pages, 16), np.roll(offsets, 16)
+
+    def reading(pictures: Pictures, flat: Any) -> Any:
+        with patch.context() as patched:
+            patched.setattr(Pictures, "_cells", turned)
+            return at(pictures, flat)
+
+    patch.setattr(Pictures, "of", reading)
+
+
+def tiles_in_another_order(patch: Patch) -> None:
+    join = LlavaOneVision.join
+    patch.setattr(LlavaOneVision, "join", lambda eyes, features, grid: join(eyes, features.roll(1, 0), grid))
+
+
+PLANTED: dict[str, Callable[[Patch], None]] = {
+    "pages of a picture of that size": pages_of_a_picture_of_that_size,
+    "embeddings of a neighbour": embeddings_of_a_neighbour,
+    "reading each page one too far": reading_each_page_one_too_far,
+    "tiles in another order": tiles_in_another_order,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_a_wrong_word(llm: LLM, name: str, monkeypatch: Patch) -> None:
+    """A sentence as good as the right one, and another."""
+    images, right = [alone("red", "circle"), alone("blue", "square"), TWO], ["red circle", "blue square"]
+    with monkeypatch.context() as patched:
+        PLANTED[name](patched)
+        said = [*say(llm, *images[:2]), *say(llm, TWO, question=ALL)]
+    assert said != [*(f"This is a {one}." for one in right), TOLD]
+    assert all(set(text.split()) & INKS.keys() for text in said), said
+    assert [*say(llm, *images[:2]), *say(llm, TWO, question=ALL)] == [*(f"This is a {one}." for one in right), TOLD]
+
+
+def counts(http: httpx.Client) -> dict[str, float]:
+    """What `/metrics` says of pictures, of prefixes, and of bytes by layer type."""
+    found = {}
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        for sample in family.samples:
+            kind = sample.labels.get("layer_type")
+            found[f"{sample.name}:{kind}:{sample.labels['category']}" if kind else sample.name] = sample.value
+    return found
+
+
+def test_streamed_over_http_and_not_encoded_again() -> None:
+    """Five tiles once. Of the same question again all but 12 tokens are found, the picture's last two among these; with
+    another text before it nothing is, but the picture. Another picture is encoded."""
+    with (
+        echo_service.serving(EngineConfig(**SETTINGS)) as running,
+        httpx.Client(base_url=running.url, timeout=60) as http,
+        OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60) as client,
+    ):
+
+        def ask(messages: Any) -> str:
+            stream = client.chat.completions.create(model="echo", messages=messages, temperature=0, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+            assert len(pieces) > 1, "it comes in pieces, though a fast engine's are few"
+            return "".join(pieces)
+
+        circle, told = alone("red", "circle"), []
+        before = {"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello!"}
+        question, other = asked(circle, WHICH), asked(alone("blue", "square"), WHICH)
+        for messages in (question, question, asked(circle, WHICH, *before), other):
+            answer = ask(messages)
+            assert running.idle(), "what it counts is told"
+            found = counts(http)
+            told.append((answer, *(found[f"quire_{name}_total"] for name in ("encoder_runs", "picture_hits"))))
+            assert found["quire_encoder_parts_total"] == 5 * found["quire_encoder_runs_total"]
+            assert found["quire_kv_layer_bytes:vision:cached"] > 0
+            assert found["quire_kv_layer_bytes:full:cached"] > 0
+        red, blue = "This is a red circle.", "This is a blue square."
+        assert told == [(red, 1, 0), (red, 1, 1), (red, 1, 2), (blue, 2, 2)]
+        assert counts(http)["quire_prefix_cache_hits_total"] > 0
