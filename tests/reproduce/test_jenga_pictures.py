@@ -3,6 +3,8 @@ verdicts follow made-up numbers."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from quire.reproduce import picture_latency, unlike_gpu, vision_cache
 from quire.reproduce.picture_latency import Latencies
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 from quire.reproduce.unlike_gpu import PICTURES, Both, Load
-from quire.reproduce.unlike_serving import H100, Case, Ran
+from quire.reproduce.unlike_serving import H100, Case, Ran, burst, serve
 from quire.reproduce.vision_cache import MODELS, MODES, Cached
 from quire.sim.simulate import Served
 
@@ -161,3 +163,17 @@ def test_real_latencies_are_those_of_the_same_requests() -> None:
     assert {one["by"] for one in done.data} == {"real", "simulated"}
     assert sum(one["unfinished"] for one in done.data) == 0
     assert len(done.results) == 4 + 4 + 4
+
+
+def test_llama_vision_is_simulated_as_its_real_run_was() -> None:
+    """On one H200, with what an encoder's work took there: the document's own simulation is older than that."""
+    document = Path(__file__).parents[2] / "docs" / "measurements" / "reproduce" / "jenga-fig13-mllama-gpu.json"
+    runs = json.loads(document.read_text(encoding="utf-8"))["data"]["runs"]
+    real = {run["rule"]: run for run in runs if run["by"] == "real"}
+    here = unlike_gpu.LOADS["mllama"].here()
+    trace = burst(here.sketches(), here.eyes, pixels=True)
+    for rule, wanted in real.items():
+        ran = serve(here.plant(rule).simulation().engine, trace, here.spec)
+        assert ran.requests == wanted["requests"]
+        assert ran.encoder_runs == wanted["encoder_runs"]
+        assert abs(ran.seconds / wanted["seconds"] - 1) < 0.025, (rule, ran.seconds, wanted["seconds"])
