@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mllama_models import Saved
 
 from quire.bench import main
+from quire.bench.sights import ROUNDS
 from quire.bench.steps import Sample, encoder
 from quire.data.models import read_spec
 from quire.data.models.configs import named_config
+from quire.data.models.vision.llava import LlavaOneVision
 from quire.errors import StartupError
 from quire.sim.cost import Cost, Shape, Work, load
 
@@ -31,12 +34,35 @@ def test_pictures_are_measured_beside_text(tmp_path: Path, capsys: pytest.Captur
     said = found[-1]["neighbours"]
     assert said["alone"]["p50_ms"] < said["pictures"]["p100_ms"]
     assert said["prompts"]["p50_ms"] <= said["prompts"]["p99_ms"] <= said["prompts"]["p100_ms"]
+    assert found[-1]["encoded_parts"] == 1, "its tower sees all tiles at once"
     assert 0 <= found[-1]["encoder"]["times"] <= 64  # by a device of another kind
     out_text = capsys.readouterr().out
     assert "rows of a picture" in out_text
     assert "2 that decode while others come" in out_text
     with pytest.raises(StartupError, match="above 0"):
         main(["sights", *flags, "--text", "8"])
+
+
+@pytest.mark.parametrize("parts", [2, 16])
+def test_an_encoder_is_timed_with_as_many_parts_as_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """In one launch, also with more than a step's launch takes, and than the picture's five."""
+    seen, encode = list[int](), LlavaOneVision.encode
+
+    def noted(eyes: LlavaOneVision, pixels: Any, *more: Any) -> Any:
+        seen.append(len(pixels))
+        return encode(eyes, pixels, *more)
+
+    monkeypatch.setattr(LlavaOneVision, "encode", noted)
+    out = tmp_path / "sights.json"
+    flags = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-tokens", "2048", "--steps", "4"]
+    own = ["--picture", "96", "96", "--text", "12", "--parts", str(parts), "--out", str(out)]
+    assert main(["sights", "tiny-vision", *flags, *own]) == 0
+    [found] = json.loads(out.read_text())["results"]
+    assert found["encoded_parts"] == parts
+    assert found["encode_ms"] > 0
+    assert seen[-ROUNDS:] == [parts] * ROUNDS
 
 
 def test_an_encoders_coefficient_is_found_again() -> None:

@@ -23,6 +23,7 @@ from quire.bench.workloads import Job
 from quire.build import ITEMSIZE
 from quire.cli.flags import config_from
 from quire.control.engine import Engine
+from quire.data.kernels.limits import PARTS_AT_ONCE
 from quire.data.models.seeing_settings import PREPARATION
 from quire.data.models.vision.settings import VisionSettings
 from quire.errors import StartupError
@@ -53,6 +54,11 @@ def flags(parser: argparse.ArgumentParser) -> None:
         "--picture", type=int, nargs=2, default=[1120, 1120], metavar=("HEIGHT", "WIDTH"),
         help="its pixels (default: 1120 1120)",
     )  # fmt: skip
+    group.add_argument(
+        "--parts", type=int, default=PARTS_AT_ONCE, metavar="N",
+        help="parts (tiles) that the encoder alone is timed with, all in one launch; those of the picture again and "
+        "again, if it has fewer (default: %(default)s, as many as a step's launch takes)",
+    )  # fmt: skip
     group.add_argument("--steps", type=int, default=100, metavar="N", help="that decode (default: %(default)s)")
     group.add_argument(
         "--neighbours", type=int, default=0, metavar="N", help="that decode while others' pictures and prompts come"
@@ -66,9 +72,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A result for each number of rows: with text alone, and with pictures."""
     from quire.text.pictures import read_preparation
 
-    if min(*args.rows, *args.picture, args.steps) < 1 or args.text <= TEXT_FIRST:
+    if min(*args.rows, *args.picture, args.parts, args.steps) < 1 or args.text <= TEXT_FIRST:
         raise StartupError(
-            "--rows, --picture, --steps and --text", f"Give numbers above 0, and {TEXT_FIRST} for --text"
+            "--rows, --picture, --parts, --steps and --text", f"Give numbers above 0, and {TEXT_FIRST} for --text"
         )
     config = config_from(args)
     source = read_source(config)
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             found |= {f"text_{name}": value for name, value in _served(made.engine, rows, args, None).items()}
             sight = how, vision.cross, vision.token or 1
             found |= {f"picture_{name}": value for name, value in _served(made.engine, rows, args, sight).items()}
-            found |= _encoded(made.engine, args.picture, *sight)
+            found |= _encoded(made.engine, args, sight)
             results.append(found)
         if args.neighbours:
             results[-1]["neighbours"] = _neighbours(made.engine, args, sight)
@@ -171,20 +177,20 @@ def _longer(engine: Engine, cost: Cost, args: argparse.Namespace, sight: Sight) 
     return encoder(cost, samples)
 
 
-def _encoded(engine: Engine, size: Sequence[int], how: Preparation, cross: bool, token: int) -> dict[str, Any]:
-    """The encoder alone, with as many parts of a picture at once as a step may have: parts, and the milliseconds that
-    they take, of ROUNDS the median."""
+def _encoded(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str, Any]:
+    """The encoder alone, with `args.parts` parts of pictures in one launch, or one that is always whole: parts, and the
+    milliseconds that they take, of ROUNDS the median."""
     import torch
-
-    from quire.data.kernels.limits import PARTS_AT_ONCE
 
     runner = engine.runner
     eyes, device = runner.model.eyes, runner.device
-    _, _, (picture,) = _shown([0] * (TEXT_FIRST + 1), size, 0, how, cross, token)
+    _, _, (picture,) = _shown([0] * (TEXT_FIRST + 1), args.picture, 0, *sight)
     grid, times = Grid(*picture.grid), list[float]()
     data = torch.frombuffer(bytearray(picture.data), dtype=torch.uint8).view(picture.shape)
     with torch.inference_mode():
-        parts = eyes.open(data.to(device), grid)[:PARTS_AT_ONCE]
+        parts = eyes.open(data.to(device), grid)
+        if not eyes.whole:
+            parts = parts[torch.arange(args.parts, device=device) % len(parts)]
         for _ in range(ROUNDS + 1):  # the first isn't told
             began = time.perf_counter()
             eyes.encode(parts, grid)
