@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from quire.data.weights.gguf import GGUF
 
 FIT = "The checkpoint must fit its config.json"
+PROJECTOR = (
+    "A projector makes the text's rows of what a tower sees, and config.json says that there is one: put its tensors, "
+    "under these names, into the folder's safetensors files, or use a checkpoint that has all three parts"
+)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 UNREAD = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
@@ -126,7 +130,7 @@ def load(
     missing = [name for name in (*wanted, *scales) if name not in filled]
     missing += [name for stored in grouped.values() for name in stored.missing]
     if missing:
-        raise StartupError(f"{folder} lacks {some(missing)}", FIT)
+        raise _incomplete(every, folder, missing)
     for rows, by in products:
         rows.copy_(scaled(rows, by))
     for name, stored in grouped.items():
@@ -136,6 +140,21 @@ def load(
         else:
             floats = stored.floats()
             target.rows.copy_(ungrouped(floats, target.grouped) if target.grouped else floats)
+
+
+def _incomplete(model: Model, folder: Path, missing: list[str]) -> StartupError:
+    """What is missing, by its names; and by what it is, where that is all that stands between a tower and its text."""
+    lost = set(missing)
+    eyes = {name: stored.tensors for name, stored in model.names().items() if name.startswith("eyes.")}
+    tower, projector = (
+        {tensor for name, tensors in eyes.items() if name.startswith("eyes.tower.") is own for tensor in tensors}
+        for own in (True, False)
+    )
+    if projector and projector <= lost:
+        has = "no vision tower and no projector" if tower <= lost else "a vision tower without its projector"
+        names = some(name for name in missing if name in projector)
+        return StartupError(f"{folder} has {has}: it lacks {names}", PROJECTOR)
+    return StartupError(f"{folder} lacks {some(missing)}", FIT)
 
 
 def undivided(model: Model) -> Model:
