@@ -23,6 +23,10 @@ import pytest
 CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 MOMENTS, CROWD, FRAMES = 20, 200, 30
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,7 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no chromium")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
 
@@ -134,24 +138,51 @@ def test_thoughts_stand_apart_and_are_never_html(page: Any) -> None:
     assert asked[0]["messages"][1] == {"role": "assistant", "content": "It is blue."}
 
 
-def test_a_stream_grows_and_stops(page: Any) -> None:
+def endless(page: Any) -> None:
+    """The next answer ends at 3000 tokens, and not before."""
     page.click("summary")
     page.fill("#max_tokens", "3000")
-    page.fill("#temperature", "1.9")
+
+    def go_on(route: Any) -> None:
+        route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", go_on, times=1)
+
+
+def test_a_stream_grows_and_stops(page: Any) -> None:
+    endless(page)
     say(page, "Tell me a long story.")
-    lengths = list[int]()
-    while len(lengths) < 3:
-        length = len(page.inner_text("#log"))
-        if not lengths or length > lengths[-1]:
-            lengths.append(length)
-        if page.locator("#send:not([disabled])").count():
-            break
-    if page.locator("#stop:not([disabled])").count():
-        page.click("#stop")
-        page.wait_for_selector("#send:not([disabled])")
-        assert "stopped" in page.inner_text("#log")
-        page.wait_for_selector("#more:text('none')")  # the engine gave it up too
-    assert len(lengths) > 1
+    lengths = [0]
+    for _ in range(3):
+        page.wait_for_function("before => document.getElementById('log').innerText.length > before", arg=lengths[-1])
+        lengths.append(len(page.inner_text("#log")))
+    page.click("#stop")
+    page.wait_for_selector("#send:not([disabled])")
+    assert "stopped" in page.inner_text("#log")
+    page.wait_for_selector("#more:text('none')")  # the engine gave it up too
+    assert sorted(set(lengths)) == lengths
+
+
+def test_a_new_conversation_leaves_the_answer_under_way(page: Any) -> None:
+    asked = list[Any]()
+    page.on("request", lambda request: "/v1/chat" in request.url and asked.append(request.post_data_json))
+    endless(page)
+    say(page, "Tell me a long story.")
+    page.wait_for_selector("#log .tree")
+    page.click("#clear")
+    assert page.inner_text("#log") == ""
+    page.fill("#max_tokens", "8")
+    say(page, "What colour is the sky?")  # at once: the old answer holds nothing up
+    page.wait_for_selector("#log .tree")
+    page.wait_for_selector("#send:not([disabled])")
+    say(page, "And the grass?")
+    page.wait_for_selector("#log .turn:nth-of-type(4) .tree")
+    page.wait_for_selector("#send:not([disabled])")
+    assert [[turn["role"] for turn in body["messages"]] for body in asked] == [
+        ["user"], ["user"], ["user", "assistant", "user"],
+    ]  # fmt: skip
+    assert asked[2]["messages"][0]["content"] == "What colour is the sky?"
+    page.wait_for_selector("#more:text('none')")  # the engine gave it up
 
 
 def test_samples_are_a_tree(page: Any) -> None:

@@ -23,7 +23,8 @@ from quire.server.errors import Failure
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
-PAGE, FILES = "/console", {"console.js": "text/javascript", "console.css": "text/css"}
+PAGE, SCRIPTS = "/console", ("console.js", "chat.js", "common.js", "engine.js", "tree.js")
+FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 OPEN = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
 MOST_WATCHERS = 32
 EVERY, SHARE = 0.1, 0.01  # seconds between two looks, at least; of the engine's time that looks may take
