@@ -197,6 +197,71 @@ def test_samples_are_a_tree(page: Any) -> None:
     picture(page, "console_chat.png")
 
 
+def leaves(page: Any) -> list[str]:
+    """The texts of the last turn's branches, from the root to each end, in order of the choices."""
+    found: list[list[str]] = page.evaluate(
+        """() => [...document.querySelectorAll("#log .turn:last-child .tree li")]
+            .filter((item) => !item.querySelector("ul")).flatMap((item) => {
+                let text = "";
+                for (let at = item; at && at.matches("li"); at = at.parentElement.parentElement)
+                    text = at.querySelector(":scope > .text").textContent + text;
+                return item.querySelector(":scope > .fate").textContent.match(/#\\d+/g).map((name) => [name, text]);
+            })"""
+    )
+    return [text for _, text in sorted(found, key=lambda leaf: int(leaf[0][1:]))]
+
+
+@pytest.mark.parametrize("coloured", [True, False])
+def test_beams_are_a_tree(page: Any, coloured: bool) -> None:
+    """What beams have in common is said once, and each of them is there from the root to a leaf."""
+    texts: dict[int, str] = {}
+
+    def keep(route: Any) -> None:
+        response = route.fetch()
+        for line in response.text().splitlines():
+            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+        route.fulfill(response=response)
+
+    page.click("summary")
+    page.fill("#n", "4")
+    page.fill("#max_tokens", "40")
+    page.select_option("#how", "beams")
+    if coloured:
+        page.check("#logprobs")
+    page.route("**/v1/chat/completions", keep)
+    say(page, "Tell me a story about a fox.")
+    page.wait_for_selector("#send:not([disabled])")
+    page.wait_for_function("document.querySelectorAll('#log .tree .tree').length > 0")
+    assert len(texts) == 4
+    assert leaves(page) == [texts[at] for at in range(4)]
+    root = page.locator("#log .tree > li > .text").first.inner_text()
+    assert len(root) > 20
+    assert all(text.startswith(root) for text in texts.values())
+    assert (page.locator("#log span[title$='%']").count() > 4) is coloured
+    picture(page, f"console_beams_{'coloured' if coloured else 'plain'}.png")
+
+
+@pytest.mark.parametrize(
+    ("said", "tree"),
+    [
+        ([["The sk", "y is blue."], ["The sky", " is", " grey."]], ["The sky is", " blue.", " grey."]),
+        ([["The sky"], ["The skies"]], ["The", " sky", " skies"]),
+        ([["空は青", "い"], ["空は灰色"]], ["空は", "青い", "灰色"]),
+        ([["It is"], ["It is", " so"]], ["It is", "", " so"]),
+        ([["It is so"], ["It ", "is so"]], ["It is so"]),
+        ([["a b c"], ["a b d"], ["a e"]], ["a", " b", " c", " d", " e"]),
+        ([["<b>a</b> c"], ["<b>a</b> d"]], ["<b>a</b>", " c", " d"]),
+    ],
+)
+def test_texts_part_at_words_however_they_came(page: Any, said: list[list[str]], tree: list[str]) -> None:
+    samples = [{"said": [[text, None] for text in texts], "fate": ""} for texts in said]
+    page.evaluate(
+        "samples => import('./tree.js').then(({show}) => show(document.querySelector('#log'), samples))", samples
+    )
+    assert page.locator("#log .text").all_text_contents() == tree
+
+
 def test_counts_are_those_of_the_metrics(page: Any, url: str) -> None:
     """At moments between bursts that preempt."""
     before = metrics(url)["preempted"]

@@ -35,11 +35,7 @@ function request() {
     max_tokens: number("max_tokens"), seed: number("seed"), n,
   };
   if ($("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: 1 });
-  if ($("how").value === "beams") {
-    Object.assign(body, { use_beam_search: true, n, best_of: undefined, temperature: 0, stream: false, seed: undefined });
-    delete body.logprobs;
-    delete body.top_logprobs;
-  }
+  if ($("how").value === "beams") body.use_beam_search = true; // it looks for the likeliest, whatever the temperature
   return body;
 }
 
@@ -64,17 +60,17 @@ function showThoughts(place, samples) {
 }
 
 function take(samples, choice) {
-  const sample = samples[choice.index] || (samples[choice.index] = { pieces: [], fate: "", thoughts: "" });
-  const said = choice.delta || choice.message || {}, text = said.content || "", thought = said.reasoning_content || "";
+  const sample = samples[choice.index] || (samples[choice.index] = { said: [], fate: "", thoughts: "" });
+  const delta = choice.delta || {}, text = delta.content || "", thought = delta.reasoning_content || "";
   const scored = !thought && choice.logprobs && choice.logprobs.content; // beside thoughts, tokens of both
   sample.thoughts += thought;
   let rest = text;
   for (const one of scored || []) {
     if (!one.token || !rest.startsWith(one.token)) continue; // an end token isn't part of the text
-    sample.pieces.push([one.token, one.logprob]);
+    sample.said.push([one.token, one.logprob]);
     rest = rest.slice(one.token.length);
   }
-  if (rest) sample.pieces.push([rest, null]);
+  if (rest) sample.said.push([rest, null]);
   if (choice.finish_reason) sample.fate = choice.finish_reason === "stop" ? "" : `(${choice.finish_reason})`;
 }
 
@@ -101,29 +97,24 @@ export async function send() {
     });
   };
   try {
-    const body = request();
     const response = await ask("../v1/chat/completions", {
-      method: "POST", body: JSON.stringify(body), signal: mine.stopper.signal, headers: { "Content-Type": "application/json" },
+      method: "POST", body: JSON.stringify(request()), signal: mine.stopper.signal,
+      headers: { "Content-Type": "application/json" },
     });
     if (!response.ok) throw new Error((await response.json()).error?.message || `status ${response.status}`);
-    if (!body.stream) {
-      for (const choice of (await response.json()).choices) take(samples, choice);
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      const said = JSON.parse(data);
+      if (said.error) throw new Error(said.error.message);
+      for (const choice of said.choices) take(samples, choice);
       draw();
-    } else {
-      for await (const data of events(response)) {
-        if (data === "[DONE]") break;
-        const said = JSON.parse(data);
-        if (said.error) throw new Error(said.error.message);
-        for (const choice of said.choices) take(samples, choice);
-        draw();
-      }
     }
   } catch (error) {
     const said = error.name === "AbortError" ? "stopped" : error.message;
     shown.append(make("p", said, { class: "error" }));
   }
   draw();
-  const first = samples[0] ? samples[0].pieces.map(([token]) => token).join("") : "";
+  const first = samples[0] ? samples[0].said.map(([piece]) => piece).join("") : "";
   if (first) mine.turns.push({ role: "assistant", content: first });
   else mine.turns.pop();
   mine.stopper = null;
